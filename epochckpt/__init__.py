@@ -13,12 +13,13 @@
 
 A package imports only packages above it in this list; `tests/repo/test_packages.py` checks it. Beside them lie the
 modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`, `caffe2`) and a few
-private helpers of all packages (`_threads`, `_monitoring`, `_collector`, `_text`, `_units`, `_settings`).
+private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_text`, `_units`, `_settings`).
 """
 
 from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
 from epochckpt.errors import EpochCheckpointError, EpochDeletedError
 from epochckpt.inspection.directory import inspect
+from epochckpt.inspection.runs import inspect_runs
 from epochckpt.jobs import (
     Cluster,
     CopyUpload,
@@ -39,7 +40,7 @@ from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, PREEMPTED_EXIT_CODE, UNS
 from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveResult, Verification
 from epochckpt.manager.evaluator import attach_metrics, follow
 from epochckpt.manager.export import Exported, export
-from epochckpt.manager.import_files import import_
+from epochckpt.manager.import_files import ImportedLeaf, ImportPlan, import_, plan_import
 from epochckpt.manager.repair import repair_head, repair_view
 from epochckpt.options import StorageOptions
 from epochckpt.v1 import training
@@ -58,6 +59,8 @@ __all__ = [
     "EpochDeletedError",
     "EpochStatus",
     "Exported",
+    "ImportPlan",
+    "ImportedLeaf",
     "Job",
     "JobRunner",
     "LocalHostScheduler",
@@ -82,10 +85,16 @@ __all__ = [
     "follow",
     "import_",
     "inspect",
+    "inspect_runs",
     "metadata",
+    "plan_import",
     "policy",
     "repair_head",
     "repair_view",
     "stop",
     "training",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -11,7 +11,7 @@ import collections
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from absl import logging
@@ -49,10 +49,9 @@ def number(value: float, *names: str, **tags: str | int) -> None:
     _record(monitoring.record_scalar, names, (value,), tags)
 
 
-def numbers(figures: Iterable[tuple[str, float]]) -> None:
-    """Many figures, by name."""
-    _queue.extend([(monitoring.record_scalar, name, (value,), {}) for name, value in figures])
-    _record(monitoring.record_scalar, (), (), {})
+def numbers(figures: Sequence[tuple[str, float]]) -> None:
+    """Many figures, by name: a list that does not change."""
+    _record(_call_each, ("",), (figures,), {})
 
 
 def timed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -108,13 +107,21 @@ def _record(
 
 def _call_listeners() -> None:
     while _queue:
-        record, name, values, tags = _queue.popleft()
-        try:
-            record(name, *values, **tags)
-        except BaseException as error:  # a listener must not end the thread, either: others wait in the queue
-            if name not in _failed:
-                _failed.add(name)
-                logging.warning("a listener of jax.monitoring failed, at the event %s: %s", name, say(error))
+        _call(*_queue.popleft())
+
+
+def _call_each(_: str, figures: Sequence[tuple[str, float]]) -> None:
+    for name, value in figures:
+        _call(monitoring.record_scalar, name, (value,), {})
+
+
+def _call(record: Callable[..., None], name: str, values: tuple[Any, ...], tags: dict[str, str | int]) -> None:
+    try:
+        record(name, *values, **tags)
+    except BaseException as error:  # a listener must not end the thread, either: others wait in the queue
+        if name not in _failed:
+            _failed.add(name)
+            logging.warning("a listener of jax.monitoring failed, at the event %s: %s", name, say(error))
 
 
 os.register_at_fork(after_in_child=_queue.clear)

@@ -21,7 +21,7 @@ from epochckpt.jobs import Job, JobRunner
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.evaluator import follow
 from epochckpt.metadata import AbstractMetadataHandler, JsonMetadataHandler, SqliteMetadataHandler
-from epochckpt.options import BucketSettings, StorageOptions
+from epochckpt.options import SNAPSHOTS, BucketSettings, StorageOptions
 from epochckpt.storage import path_text, with_settings
 
 NONE = "none"  # the text that stands for no value; for texts that is the empty one
@@ -198,13 +198,20 @@ class Settings:
         save_timeout_secs: A save fails if a node has not reported after so many seconds.
         open_timeout_secs: How long opening, deleting and rolling back wait for other processes.
         restore_timeout_secs: How long restoring the latest epoch waits for other processes.
+        restore_memory_limit_bytes: Host memory that a restore may need beyond its result: it then reads so much at a
+            time. None: all at once.
         host_memory_limit_bytes: Host memory per process for copies of what is being saved: save() waits for room. None:
             half the machine's.
+        snapshot: Where arrays on GPUs and TPUs are copied to before save() returns: device, pinned_host or host. auto:
+            device where its memory allows, else pinned_host.
         io_threads: Threads per process that read or write files.
-        part_bytes: Continue a data file in another one past this size. None: never on file systems, 64MiB on object
-            stores.
+        part_bytes: Continue a data file in another one past this size; on object stores also cut larger arrays by rows.
+            None: never on file systems, 64MiB on object stores.
+        broadcast_restore: The processes of a job read once, together, what several of them need. None: if Orbax's
+            single_host_load_and_broadcast asks for it.
         block_bytes: Unit of writing, checksums and verified reading.
         replica_split_bytes: Replicated arrays above this size are written by several processes.
+        direct_io: Write large files past the page cache; false keeps the newest epoch in it. File systems only.
         orbax_view: Also write the index through which stock Orbax reads epochs; file systems and gs://.
         verify: Check the blocks of arrays that are read against their checksums; other files always are.
         mirror: Another directory, as a rule a bucket, that committed epochs are copied to in the background.
@@ -227,8 +234,9 @@ class Settings:
             ws.should_stop(); then it is dropped, or saved as it is if it is resumable. None: until its end.
         max_consecutive_save_failures: End the run when more saves than this in a row have failed. None: never.
         raise_if_not_saved: End with an error if the last epoch could not be saved.
+        save_every_secs: Save the first epoch that ends so long after the last save began. None: as the policies say.
         exchange_timeout_secs: How long the processes of a run wait for each other between epochs.
-        progress: Show a progress bar. None: where output is a terminal or a notebook.
+        progress: Show a progress bar. None: where output is a terminal or a notebook, and else a line per epoch.
         follow_interval_secs: How often an evaluator looks for new epochs.
         follow_timeout_secs: An evaluator ends when there was no new epoch for so long. None: never.
 
@@ -263,11 +271,15 @@ class Settings:
     save_timeout_secs: float = _of(_STORAGE.save_timeout_secs, _secs(), STORAGE)
     open_timeout_secs: float = _of(_STORAGE.open_timeout_secs, _secs(), STORAGE)
     restore_timeout_secs: float = _of(_STORAGE.restore_timeout_secs, _secs(), STORAGE)
+    restore_memory_limit_bytes: int | None = _of(_STORAGE.restore_memory_limit_bytes, _nbytes(none=NONE), STORAGE)
     host_memory_limit_bytes: int | None = _of(_STORAGE.host_memory_limit_bytes, _nbytes(none=NONE), STORAGE)
+    snapshot: Literal["auto", "device", "pinned_host", "host"] = _of("auto", _choice(*SNAPSHOTS), STORAGE)
     io_threads: int = _of(_STORAGE.io_threads, _integer(1), STORAGE)
     part_bytes: int | None = _of(_STORAGE.part_bytes, _nbytes(none=NONE), STORAGE)
+    broadcast_restore: bool | None = _of(_STORAGE.broadcast_restore, _bool(NONE), STORAGE)
     block_bytes: int = _of(_STORAGE.block_bytes, _nbytes(4096, 256 * 2**20), STORAGE)
     replica_split_bytes: int = _of(_STORAGE.replica_split_bytes, _nbytes(), STORAGE)
+    direct_io: bool = _of(_STORAGE.direct_io, _bool(), STORAGE)
     orbax_view: bool = _of(_STORAGE.orbax_view, _bool(), STORAGE)
     verify: bool = _of(_STORAGE.verify, _bool(), STORAGE)
     mirror: str | None = _of(None, _PATH, STORAGE)
@@ -286,6 +298,7 @@ class Settings:
     preemption_deadline_secs: float | None = _of(None, _secs(0, NONE), RUNNER, "deadline_secs")
     max_consecutive_save_failures: int | None = _of(5, _integer(none=NONE), RUNNER)
     raise_if_not_saved: bool = _of(True, _bool(), RUNNER)
+    save_every_secs: float | None = _of(None, _secs(none=NONE), RUNNER)
     exchange_timeout_secs: float = _of(600.0, _secs(), RUNNER)
     progress: bool | None = _of(None, _bool(NONE), RUNNER)
 
@@ -396,7 +409,7 @@ _WRITES = (
     *("save_interval_steps", "save_on_steps", "enable_async_checkpointing", "host_memory_limit_bytes"),
     *("max_to_keep", "keep_period", "keep_time_interval_secs", "keep_checkpoints_without_metrics", "todelete_subdir"),
     *("metadata_handler", "resume", "include", "exclude", "unsaved_blobs", "preemption_deadline_secs"),
-    *("max_consecutive_save_failures", "raise_if_not_saved"),
+    *("max_consecutive_save_failures", "raise_if_not_saved", "save_every_secs"),
 )
 
 

@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from urllib.parse import unquote_to_bytes
 
-from epochckpt._units import several
-
 LIMIT = 160
 
 
@@ -129,9 +127,6 @@ def no_match(pattern: str, known: Iterable[str]) -> str:
 def no_leaf(name: str, known: Iterable[str]) -> str:
     """The error text for a leaf that does not exist."""
     listed, quoted = list(known), repr(shown(name, limit=_LIMIT))
-    below = [other for other in listed if other.startswith(f"{name.rstrip('/')}/")] if name else []
-    if below:
-        return f"{quoted} is no leaf, {several(len(below), 'leaf lies', 'leaves lie')} below it: {_some(below)}"
     if any(mark in name for mark in "*?["):
         return f"{quoted} looks like a pattern, which names no single leaf: .stats({quoted}) takes patterns"
     return f"there is no leaf {quoted}; {near(name, listed)}"

@@ -142,12 +142,13 @@ def start(fn: Callable[[], T]) -> Future[T]:
     return future
 
 
-def logged(what: str, fn: Callable[[], T]) -> T | None:
-    """Runs a call whose failure must not stop the caller: a failure is logged, and None returned."""
+def logged(what: str, fn: Callable[[], T], failed: Callable[[Any], None] = lambda error: None) -> T | None:
+    """Runs a call whose failure must not stop the caller: it is logged, `failed` hears of it, and None is returned."""
     try:
         return fn()
     except Exception as error:
         logging.warning("%s: %s", what, say(error))
+        failed(kept(error))
         return None
 
 

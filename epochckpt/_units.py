@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _SECS = {"s": 1, "ms": 0.001, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # a number without a unit counts bytes or seconds
 _QUANTITY = re.compile(r"((?:\d{1,25}\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
@@ -65,6 +65,14 @@ def secs(s: float | None) -> str:
     return f"{figure} {unit}"
 
 
+def age(s: float) -> str:
+    """A time that has passed, roughly: `12 s`, `3 min`, `5 h`, `40 d`; `0 s` of less than a second; else as `secs`."""
+    if not math.isfinite(s):
+        return secs(s)
+    size, unit = next(((size, unit) for size, unit in _SPANS if round(s / size)), (1.0, "s"))
+    return f"{max(round(s / size), 0)} {unit}"
+
+
 def number(x: float) -> str:
     """A figure with about four significant digits: `0.1235`, `12.3`, `123457`, `1.235e+08`, `NaN`."""
     if isinstance(x, int) and abs(x) < 10**6:  # also True and False
@@ -85,6 +93,17 @@ def number(x: float) -> str:
 def count(n: int) -> str:
     """How many, with thousands set apart: `20,000`."""
     return f"{n:,}"
+
+
+def roughly(n: int) -> str:
+    """How many, with three digits: `9,999`, `33.3 k`, `1.44 M`, `7 G`."""
+    if n < 10_000:
+        return count(n)
+    digits = 3 - len(str(n))
+    rounded = round(n, digits)  # of an integer: exact
+    power = next((power for power in (3, 6, 9) if rounded < 10 ** (power + 3)), 12)
+    figure = f"{rounded / 10**power:.2f}".rstrip("0").rstrip(".") if power < 12 else f"{rounded // 10**12:,}"
+    return f"{figure} {'kMGT'[power // 3 - 1]}"
 
 
 def several(n: int, one: str, more: str) -> str:

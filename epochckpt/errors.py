@@ -26,6 +26,7 @@ EpochCheckpointError
 │   ├── UncertainError                       this process cannot know whether the epoch was committed
 │   └── SaveErrorGroup                       several saves failed; holds one SaveError for each
 ├── UnfinishedError (RuntimeError)           a rollback or deletion holds, but its epochs could not be moved or removed
+├── RemovalError (OSError)                   an epoch is deleted, but its files could not be removed yet
 ├── UploadError (RuntimeError)               an epoch could not be copied elsewhere; nothing else was touched
 ├── TaskError (RuntimeError)                 a task of a job raised; names task, group, node and epoch
 └── CoordinationError (RuntimeError)         the processes of a job could not agree
@@ -293,6 +294,19 @@ class UnfinishedError(EpochCheckpointError, RuntimeError):
             "write of the next run, or a save of one of these epochs, moves them"
         )
         self.epochs = list(epochs)
+
+
+class RemovalError(EpochCheckpointError, OSError):
+    """The `epoch` is deleted, and its number is free, but its files could not be removed: see `reason`."""
+
+    __str__ = Exception.__str__
+
+    def __init__(self, directory: str, epoch: int, reason: str):
+        super().__init__(
+            f"{directory}: epoch {epoch} is deleted, but its files could not be removed: {reason}. Nobody reads them "
+            "any more; the next run that writes there removes them, once the cause is gone"
+        )
+        self.epoch, self.reason = epoch, reason
 
 
 class UploadError(EpochCheckpointError, RuntimeError):

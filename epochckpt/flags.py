@@ -20,9 +20,6 @@ from epochckpt.options import StorageOptions
 
 __all__ = ["Flags", "Settings", "define", "from_config"]
 
-# `--help` shows a program's own flags; ours belong to the module that calls `define`
-absl_flags.disclaim_key_flags()
-
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
@@ -107,7 +104,8 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     """Defines the flags `--<prefix>_<setting>`, one for each field of `Settings`.
 
     `defaults` are the program's own, by the names of settings. A second call with the same prefix and defaults, as of a
-    notebook's cell that runs again, defines nothing and returns an equal object. Prefixes may stand side by side.
+    notebook's cell that runs again, defines nothing and returns an equal object. Prefixes may stand side by side. A
+    program's `--help` shows its own flags, `--helpfull` these, too.
 
     >>> from absl import flags
     >>> program = flags.FlagValues()  # a program leaves this out, and has absl.flags.FLAGS

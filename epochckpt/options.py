@@ -6,13 +6,14 @@ import dataclasses
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from epochckpt import _text, _units
 from epochckpt.errors import InvalidArgumentError
 
 _SECRET = re.compile("key|secret|token|passw|credential|signature|auth", re.IGNORECASE)
 _MAX_SECS = 3600.0
+SNAPSHOTS = ("auto", "device", "pinned_host", "host")  # the values of `StorageOptions.snapshot`
 
 
 def _matching(pattern: str) -> Callable[[Any], str]:
@@ -190,12 +191,19 @@ class StorageOptions:
             if that is more.
         block_bytes: unit of writing, hashing and verified reading; a checksum is kept per block.
         part_bytes: a node's data file is continued in another one past this size; None: the store's own preference
-            (no limit on POSIX, 64 MiB on object stores).
+            (no limit on POSIX, 64 MiB on object stores). On object stores larger arrays and shards are cut by rows, so
+            that it must be the same in all processes.
         replica_split_bytes: replicated arrays larger than this are written in pieces by several of their holders.
         host_memory_limit_bytes: bound on host memory that snapshots hold until it is written (copies only, views of
             CPU arrays cost nothing). `save()` waits for older writes to stay under it, and refuses a single snapshot
             that is larger. None: half of the machine's memory (of the container's, if that is less); a single snapshot
             that is larger waits until no other is held.
+        snapshot: where arrays on accelerators are copied to before `save()` returns. "device": to free memory of their
+            device, from where they move through host memory in pieces (at most `host_memory_limit_bytes` at a time)
+            while training goes on; where a device has too little, as with "pinned_host". "pinned_host": to pinned host
+            memory. `save()` waits for that only where the backend does not promise that a step which donates the arrays
+            waits; on GPUs it does. "host": as "pinned_host", and `save()` always waits. "auto": as "device", and only
+            if the device says how much memory is free. CPU arrays are viewed or copied in every case.
         max_blocked_secs: how long `save()` may hold training because storage is behind: it waits for older saves to be
             written, and for the memory that they hold. A save that could not begin by then has failed
             (StorageBehindError). Copying what is saved does not count. None: until the older saves have ended.
@@ -204,6 +212,17 @@ class StorageOptions:
             do not compute in step stay behind after a pause.
         open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
         restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.
+        restore_memory_limit_bytes: about how much host memory a restore of arrays on devices may need beyond its
+            result. It reads as many leaves at a time as that allows, and lets their memory go when they are on their
+            devices. A single leaf may need more: what the devices of this process hold of it. None: all leaves at once,
+            which is faster. On a CPU the memory that is read into is the result, unless it is cast.
+        direct_io: large files of arrays are written past the page cache, where the file system can: that costs a save
+            half of its processor time or more, and leaves the cache to training. False keeps the newest epoch in the
+            cache, from which processes on the same host restore it faster than from a disk. See docs/speed.md.
+        broadcast_restore: whether the processes of a job share what they read: of what several of them need, such as
+            replicated arrays, each reads and verifies a part, and a collective spreads it, so that every byte is read
+            once. All processes then make every restore alike, with the same targets. None: if
+            `CheckpointManagerOptions.single_host_load_and_broadcast` asks for it. With `local_disks` never.
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt, on file
             systems and, after the commit, in buckets of Google Cloud Storage.
         verify: check the checksum of every block of an array before its bytes reach the caller, which costs little.
@@ -229,10 +248,14 @@ class StorageOptions:
     part_bytes: int | None = None
     replica_split_bytes: int = 16 * 2**20
     host_memory_limit_bytes: int | None = None
+    snapshot: Literal["auto", "device", "pinned_host", "host"] = "auto"
     max_blocked_secs: float | None = 10.0
     save_timeout_secs: float = 600.0
     open_timeout_secs: float = 300.0
     restore_timeout_secs: float = 600.0
+    restore_memory_limit_bytes: int | None = None
+    direct_io: bool = True
+    broadcast_restore: bool | None = None
     orbax_view: bool = True
     verify: bool = True
     mirror: str | None = None
@@ -248,9 +271,16 @@ class StorageOptions:
             value, kind = getattr(self, field.name), str(field.type)
             if isinstance(value, BucketSettings):
                 continue
-            if kind == "bool" and not isinstance(value, bool):
-                raise InvalidArgumentError(f"StorageOptions.{field.name} must be a bool, got {value!r}")
-            if kind == "bool" or (value is None and kind.endswith("None")):
+            if value is None and kind.endswith("None"):
+                continue
+            if field.name == "snapshot":
+                if value not in SNAPSHOTS:
+                    words = ", ".join(map(repr, SNAPSHOTS))
+                    raise InvalidArgumentError(f"StorageOptions.snapshot must be one of {words}, got {value!r}")
+                continue
+            if kind.startswith("bool"):
+                if not isinstance(value, bool):
+                    raise InvalidArgumentError(f"StorageOptions.{field.name} must be a bool, got {value!r}")
                 continue
             if kind.startswith("str"):
                 if not isinstance(value, str) or not value:

@@ -1,27 +1,27 @@
 """Score every epoch of `train_digits.py` while it trains, and let the scores decide which epochs are kept.
 
-    python examples/train_digits.py --workdir=/tmp/digits --ckpt_best_metric=robust_accuracy --ckpt_max_to_keep=2
-    python examples/evaluate_digits.py --workdir=/tmp/digits --flagfile=configs/evaluator.flags
+    python examples/train_digits.py --ckpt_best_metric=robust_accuracy --ckpt_max_to_keep=2
+    python examples/evaluate_digits.py --flagfile=configs/evaluator.flags
 
-in two terminals, or on two machines that share the directory. This program waits for no process of the other one and
-needs none of its code but the network itself. It scores what training does not look at: held-out images that are
-moved by a pixel in every direction. An epoch that is deleted under it is passed over, one that is trained anew after a
-rollback is scored anew. The trainer keeps an epoch until it has a score, and then the best ones. Started again, it goes
-on with the epochs that have none.
+in two terminals, or on two machines that share the directory (`--workdir`). This program waits for no process of the
+other one and needs none of its code but the network itself. It scores what training does not look at: held-out images
+that are moved by a pixel in every direction. An epoch that is deleted under it is passed over, one that is trained anew
+after a rollback is scored anew. The trainer keeps an epoch until it has a score, and then the best ones. Started again,
+it goes on with the epochs that have none.
 """
 
 import pathlib
-import tempfile
 
 import jax
 import numpy as np
+import results
 from absl import app, flags
 from digits import accuracy, load_digits
 
 import epochckpt as ec
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("workdir", f"{tempfile.gettempdir()}/epochckpt_digits", "Where the trainer's results go.")
+flags.DEFINE_string("workdir", results.folder("digits"), "Where the trainer's results go.")
 CKPT = ec.flags.define(read_only=True, follow_timeout_secs=600)  # ends when no epoch came for so long
 
 METRIC = "robust_accuracy"

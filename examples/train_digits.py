@@ -1,12 +1,13 @@
 """Train a small network on real handwritten digits, in several processes, and survive being killed.
 
-    python examples/train_digits.py --workdir=/tmp/digits
+    python examples/train_digits.py
 
 starts itself as two JAX processes with two CPU devices each (`--num_processes`, `--devices_per_process`) and
 saves every epoch with `epochckpt` while the next one trains. Kill it whenever you like (`kill -9` too) and
 start it again: it goes on after the last committed epoch, with another number of processes as well. Ctrl-C or
 SIGTERM let it finish and save its epoch first. It stops early when the accuracy on held-out images no longer grows,
-copies the last epoch to `final/`, and keeps a record of all its runs in `runs.sqlite`.
+copies the last epoch to `final/`, and keeps a record of all its runs in `runs.sqlite`. All of that lies in `--workdir`,
+by default `~/.cache/epochckpt/digits` (or below `$XDG_CACHE_HOME`); remove the folder to begin anew.
 
 * Same numbers of processes and devices: the final parameters of an interrupted run equal those of an
   undisturbed one bit for bit (compare the printed SHA-256).
@@ -18,7 +19,6 @@ copies the last epoch to `final/`, and keeps a record of all its runs in `runs.s
 import hashlib
 import os
 import pathlib
-import tempfile
 import time
 
 import jax
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import launch
 import numpy as np
 import optax
+import results
 from absl import app, flags
 from digits import CLASSES, HIDDEN, PIXELS, accuracy, load_digits, logits
 from jax.experimental import multihost_utils
@@ -38,7 +39,7 @@ import epochckpt as ec
 TOLERANCE = 1e-3  # largest absolute difference of a final parameter between two topologies
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("workdir", f"{tempfile.gettempdir()}/epochckpt_digits", "Where all results go.")
+flags.DEFINE_string("workdir", results.folder("digits"), "Where all results go.")
 flags.DEFINE_integer("epochs", 10, "Train until this many epochs are complete.", lower_bound=1)
 flags.DEFINE_integer("patience", 10, "Stop after so many epochs without better accuracy; 0: never.", lower_bound=0)
 flags.DEFINE_integer("batch_size", 32, "Images per step, in the whole job.", lower_bound=1, upper_bound=1437)
@@ -145,7 +146,9 @@ def train():
     folder = pathlib.Path(FLAGS.workdir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     # Where the flags leave it open. The database gets the epochs and timings of every run, for later.
-    CKPT.set_defaults(directory=folder / "checkpoints", metadata_handler=f"sqlite:{folder}/runs.sqlite")
+    # Every epoch is said above: the runner need not show it, too.
+    handler = f"sqlite:{folder}/runs.sqlite"
+    CKPT.set_defaults(directory=folder / "checkpoints", metadata_handler=handler, progress=False)
     with CKPT.manager() as manager:
         say(f"{jax.process_count()} processes, {jax.device_count()} devices, checkpoints in {manager.directory}")
         # An epoch that turned out to be damaged is trained, and uploaded, again.

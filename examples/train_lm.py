@@ -1,6 +1,6 @@
 """Train a small language model on real text, leave it in the middle of an epoch, and go on at the very next byte.
 
-    python examples/train_lm.py --workdir=/tmp/lm
+    python examples/train_lm.py
 
 A byte-level transformer learns the reference manual that comes with Python. The data come from a Grain pipeline, one
 per process; its position is checkpointed with everything else, so a resumed run reads on where it was, also inside an
@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import pydoc_data.topics
-import tempfile
 
 import grain
 import jax
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import launch
 import numpy as np
 import optax
+import results
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -32,7 +32,7 @@ from launch import say
 import epochckpt as ec
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("workdir", f"{tempfile.gettempdir()}/epochckpt_lm", "Where all results go.")
+flags.DEFINE_string("workdir", results.folder("lm"), "Where all results go.")
 flags.DEFINE_integer("epochs", 5, "Train until this many epochs are complete.", lower_bound=1)
 flags.DEFINE_integer("steps", 200, "Steps per epoch.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 32, "Sequences per step, in the whole job.", lower_bound=1)
@@ -176,12 +176,13 @@ def make_job():
 def train():
     folder = pathlib.Path(FLAGS.workdir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    CKPT.set_defaults(directory=folder / "checkpoints")  # where the flags leave it open
+    # Where the flags leave it open. What an epoch has learned is said above: the runner need not show it, too.
+    CKPT.set_defaults(directory=folder / "checkpoints", progress=False)
     with CKPT.manager() as manager:
         say(f"{jax.process_count()} processes, {jax.device_count()} devices, checkpoints in {manager.directory}")
         runner = CKPT.runner(make_job(), manager)
         # A process that is alone hears of SIGTERM itself, and at once; several ask JAX, which looks once a second.
-        runner.train(ec.DistributedSession() if jax.process_count() > 1 else ec.LocalSession())
+        runner.train()
     result = runner.result
     if result.resumed_from is not None:
         say(f"resumed from epoch {result.resumed_from}")

@@ -4,9 +4,9 @@ Promises: every node computes the same plan without talking; no byte reaches the
 Nothing here decides whether an epoch exists: see `epochckpt.commit`.
 """
 
-from epochckpt.arrays.node_files import NodeFile
+from epochckpt.arrays.node_files import NodeFile, Pack
 from epochckpt.arrays.reader import EpochReader, Request
 from epochckpt.arrays.snapshot import Planner
 from epochckpt.arrays.targets import Shardings, TreeMetadata
 
-__all__ = ["EpochReader", "NodeFile", "Planner", "Request", "Shardings", "TreeMetadata"]
+__all__ = ["EpochReader", "NodeFile", "Pack", "Planner", "Request", "Shardings", "TreeMetadata"]

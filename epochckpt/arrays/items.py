@@ -23,6 +23,7 @@ from google.protobuf import message, text_format
 from epochckpt import args as own
 from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
+from epochckpt.arrays.broadcast import Sharing
 from epochckpt.arrays.reader import EpochReader
 from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree
 from epochckpt.arrays.targets import by_patterns, by_transforms, plain_target
@@ -43,6 +44,8 @@ class RestoreContext:
 
     handlers: Handlers
     nodes: Nodes = dataclasses.field(default_factory=Nodes)
+    memory_limit_bytes: int | None = None  # see `StorageOptions.restore_memory_limit_bytes`
+    sharing: Sharing | None = None  # of the restore that is under way, where its processes share what they read
 
     def successions(self, names: Sequence[str]) -> list[int]:
         """For each node of this job the old node whose place it takes: that of its name, else the next one left."""
@@ -85,8 +88,9 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
         places = context.successions([n.name for n in record.nodes])
         sources = {number: places[number] for number in nodes.hosted}
     elif asked.reshard is not None:
+        request = TreeRequest(memory_limit_bytes=context.memory_limit_bytes)
         of_nodes = [reader.of_node(n, name) if reader.has(n, name) else None for n in range(count)]
-        old = [None if node is None else restore_tree(node, name, TreeRequest()) for node in of_nodes]
+        old = [None if node is None else restore_tree(node, name, request) for node in of_nodes]
         new = list(asked.reshard(old, count, now))
         if len(new) != now:
             raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
@@ -101,7 +105,7 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     # Nodes whose old node saved no value are left out.
     for number, source in sources.items():
         if reader.has(source, name):
-            request = TreeRequest(plain_target(targets.get(number)))
+            request = TreeRequest(plain_target(targets.get(number)), memory_limit_bytes=context.memory_limit_bytes)
             states[number] = restore_tree(reader.of_node(source, name), name, request)
     if asked.by_node:
         return {nodes.names[number]: state for number, state in states.items()}
@@ -285,7 +289,7 @@ def restore_item(reader: EpochReader, name: str, args: Any, context: RestoreCont
             raise contradiction(name, record.handler or "NodeSave", args)
         return _restore_node(reader, name, args, context)
     if record.kind == "arrays":
-        value = restore_tree(reader, name, tree_request(name, args, record.handler, context.handlers))
+        value = restore_tree(reader, name, tree_request(name, args, record.handler, context))
         is_state = record.handler == handlers.type_name(ocp.handlers.NumpyRandomKeyCheckpointHandler)
         return tuple(value) if is_state and isinstance(value, list) else value
     if args is None:
@@ -337,8 +341,13 @@ def _only_file(reader: EpochReader, name: str, file: str) -> tuple[str, bytes]:
     return chosen, reader.read_file(name, chosen)
 
 
-def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRequest:
+def tree_request(name: str, args: Any, recorded: str, context: RestoreContext) -> TreeRequest:
     """The request of a restore argument for an array item that `recorded`, an Orbax handler, saved."""
+    asked = _tree_request(name, args, recorded, context.handlers)
+    return dataclasses.replace(asked, sharing=context.sharing, memory_limit_bytes=context.memory_limit_bytes)
+
+
+def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRequest:
     if args is None:
         return TreeRequest()
     if isinstance(args, own.RenamedRestore):
@@ -371,7 +380,8 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
             "restore the saved tree and change it with jax.tree.map"
         )
     if args.transforms is None:
-        return TreeRequest(target, args.restore_args, args.partial_restore)
+        resize = not getattr(args, "strict", True)  # the v1 style has both
+        return TreeRequest(target, args.restore_args, args.partial_restore, resize=resize)
     if target is None:
         raise InvalidArgumentError(f"item {name!r}: PyTreeRestore(transforms=…) needs item=, the target")
     sources = by_transforms(name, args.transforms, args.transforms_default_to_original)

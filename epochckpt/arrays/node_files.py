@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedErr
 from epochckpt.format import ArrayItem, DataFile, NodeRecord, Part, checksums, grid
 from epochckpt.storage import Reader, Store, writing
 
+_Move = tuple[int, int, memoryview]  # bytes of a file, from start to end, and where they go
 _SPAN_BYTES = 16 * 2**20  # that one request reads
 _GAP_BYTES = 2**20  # that it reads in vain, where that saves another request
 
@@ -49,6 +51,17 @@ class Epoch(Protocol):
     def count(self, nbytes: int = 0, verify_secs: float = 0.0) -> None: ...
 
 
+class Pack(NamedTuple):
+    """Small leaves of one item that are one cell each, and the memory that they are read into together."""
+
+    item: str
+    node: int  # that wrote them
+    leaves: np.ndarray  # their numbers, in the order of the node's files
+    starts: np.ndarray  # where each begins in `out`
+    sizes: np.ndarray  # bytes
+    out: np.ndarray  # uint8
+
+
 class Copy(NamedTuple):
     """One use of a cell: `out[into] = cell[source]`."""
 
@@ -72,11 +85,18 @@ class NodeFile:
     """One file of a node: `name` is its path in the node's folder, `path` the one in the directory."""
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile):
-        self.epoch, self.node, self.name, self.path = epoch, node, file.path, epoch.path(node, file)
+        self._epoch: Callable[[], Epoch | None] = lambda: epoch
+        self.node, self.name, self.path = node, file.path, epoch.path(node, file)
         self.size, self.data_start, self.cells = file.size, file.data_start, file.cells
         self._reader: Reader | None = None
         self._ends = np.zeros(0, dtype=np.int64)
         self._sums: tuple[str, ...] = ()
+
+    @property
+    def epoch(self) -> Epoch:
+        epoch = self._epoch()
+        assert epoch is not None, "its reader is in use"
+        return epoch
 
     def open(self) -> None:
         """Opens the file, and compares both records and its size."""
@@ -143,10 +163,16 @@ class NodeFile:
         finally:
             self.close()
 
-    def copy(self, target: Store, path: str) -> None:
-        """Copies the file into a store, verified, and durable but for its name."""
+    def copy(self, target: Store, path: str, progress: Callable[[int], None] | None = None) -> None:
+        """Copies the file into a store, verified, and durable but for its name; see `EpochCopy` for `progress`."""
         with writing(target, path, self.size) as writer:
-            self.stream(writer.write)
+
+            def write(offset: int, data: memoryview) -> None:
+                writer.write(offset, data)
+                if progress is not None:
+                    progress(len(data))
+
+            self.stream(write)
 
     def _cut(self, block_bytes: int) -> np.ndarray:
         """The offsets at which the blocks end; an empty file is one block."""
@@ -221,21 +247,25 @@ class CarriedFile(NodeFile):
 
 
 class ArrayFile(NodeFile):
-    """A data file, in which each cell of `part` begins at one of the `offsets`."""
+    """A data file, in which each cell of `part` begins at one of the `offsets`; its epoch's reader must live."""
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile, item: ArrayItem, part: Part):
         super().__init__(epoch, node, file)
+        self._epoch = weakref.ref(epoch)  # which keeps this file
         self.item, self.part, self.offsets = item, part, part.offsets + file.data_start
 
     def _cut(self, block_bytes: int) -> np.ndarray:
         return grid.blocks(np.diff(self.part.offsets), self.data_start, block_bytes)
 
-    def tasks(self, wanted: dict[int, list[Copy]]) -> list[Callable[[], None]]:
-        """Opens the file; returns tasks that read the wanted cells, given by their positions in the file."""
+    def tasks(self, wanted: dict[int, list[Copy]], packs: Sequence[Pack] = ()) -> list[Callable[[], None]]:
+        """Opens the file; returns tasks that read the wanted cells, given by their positions in the file, and packs."""
         self.open()
         tasks: list[Callable[[], None]] = []
-        whole: dict[int, memoryview] = {}  # destinations of blocks
+        moves: dict[int, list[_Move]] = collections.defaultdict(list)  # by block
         runs: dict[int, list[tuple[int, list[Copy]]]] = collections.defaultdict(list)
+        for pack in packs:
+            for start, end, out in self._stretches(pack):
+                self._move(start, end, out, moves)
         cells = np.array(sorted(wanted), dtype=np.int64)
         firsts = np.searchsorted(self._ends, self.offsets[cells], side="right").tolist()
         lasts = np.searchsorted(self._ends, self.offsets[cells + 1], side="left").tolist()
@@ -244,31 +274,57 @@ class ArrayFile(NodeFile):
             if start == end:
                 continue
             direct = self._direct(cell, wanted[cell])
-            if direct is not None and self._bounds(first)[0] == start and self._bounds(last)[1] == end:
-                for block in range(first, last + 1):  # the cell is whole blocks, which go straight to their place
-                    a, b = self._bounds(block)
-                    whole[block] = direct[a - start : b - start]
+            if direct is not None:
+                self._move(start, end, direct, moves)
             elif first == last:
                 runs[first].append((cell, wanted[cell]))
             else:
                 tasks.append(functools.partial(self._large, cell, wanted[cell]))
-        spans = self._spans(sorted(whole.keys() | runs.keys()))
-        return tasks + [functools.partial(self._deliver, blocks, whole, runs) for blocks in spans]
+        spans = self._spans(sorted(moves.keys() | runs.keys()))
+        return tasks + [functools.partial(self._deliver, blocks, moves, runs) for blocks in spans]
+
+    def _stretches(self, pack: Pack) -> Iterator[_Move]:
+        """The leaves of a pack that lie in this file; those that follow each other here and there are one."""
+        cells = self.cell_of[pack.leaves]
+        here = cells >= 0
+        begins, ends, places = self.offsets[cells[here]], self.offsets[cells[here] + 1], pack.starts[here]
+        apart = np.flatnonzero((begins[1:] != ends[:-1]) | (np.diff(places) != np.diff(begins))) + 1
+        out = pack.out.data
+        for first, last in zip([0, *apart.tolist()], [*apart.tolist(), len(begins)], strict=True):
+            start, end, at = int(begins[first]), int(ends[last - 1]), int(places[first])
+            yield start, end, out[at : at + end - start]
+
+    @functools.cached_property
+    def cell_of(self) -> np.ndarray:
+        """The position of each leaf of the item, or -1; of a leaf of several cells here that of the last one."""
+        found = np.full(len(self.item.leaves), -1, np.int64)
+        found[self.part.leaves] = np.arange(len(self.part.leaves))
+        return found
+
+    def _move(self, start: int, end: int, out: memoryview, moves: dict[int, list[_Move]]) -> None:
+        """Cuts a move of bytes of the file at the ends of blocks."""
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        for block in range(first, int(np.searchsorted(self._ends, end, side="left")) + 1):
+            a, b = self._bounds(block)
+            a, b = max(a, start), min(b, end)
+            moves[block].append((a, b, out[a - start : b - start]))
 
     def _deliver(
         self,
         blocks: list[int],
-        whole: Mapping[int, memoryview],
+        moves: Mapping[int, list[_Move]],
         runs: Mapping[int, list[tuple[int, list[Copy]]]],
     ) -> None:
-        """Reads blocks with one call; each goes to one destination as it is, or its whole cells to theirs."""
-        alone = whole.get(blocks[0]) if len(blocks) == 1 else None
-        for block, piece in self._pieces(blocks, alone):
+        """Reads blocks with one call; each goes to one destination as it is, or parts of it to theirs."""
+        alone = moves.get(blocks[0], ()) if len(blocks) == 1 and blocks[0] not in runs else ()
+        into = alone[0][2] if len(alone) == 1 and alone[0][:2] == self._bounds(blocks[0]) else None
+        for block, piece in self._pieces(blocks, into):
             self._verify(block, piece)
-            if alone is None and block in whole:
-                np.frombuffer(whole[block], np.uint8)[:] = np.frombuffer(piece, np.uint8)
-            elif alone is None:
-                self._spread(block, np.frombuffer(piece, np.uint8), runs[block])
+            if into is None:
+                origin = self._bounds(block)[0]
+                for start, end, out in moves.get(block, ()):
+                    out[:] = piece[start - origin : end - origin]
+                self._spread(block, np.frombuffer(piece, np.uint8), runs.get(block, ()))
 
     def _direct(self, cell: int, copies: list[Copy]) -> memoryview | None:
         """The destination as bytes, if one whole cell goes to one contiguous place."""
@@ -279,7 +335,7 @@ class ArrayFile(NodeFile):
             return None
         return part.reshape(-1).view(np.uint8).data
 
-    def _spread(self, block: int, buffer: np.ndarray, cells: list[tuple[int, list[Copy]]]) -> None:
+    def _spread(self, block: int, buffer: np.ndarray, cells: Sequence[tuple[int, list[Copy]]]) -> None:
         """Takes whole cells out of a block."""
         start, _ = self._bounds(block)
         for cell, copies in cells:
@@ -308,10 +364,10 @@ class ArrayFile(NodeFile):
         last = int(np.searchsorted(self._ends, end, side="left"))
         begin = self._bounds(first)[0]
         buffer = np.empty(self._bounds(last)[1] - begin, dtype=np.uint8)
-        whole = {}
+        whole: dict[int, list[_Move]] = {}
         for block in range(first, last + 1):
             a, b = self._bounds(block)
-            whole[block] = buffer[a - begin : b - begin].data
+            whole[block] = [(a, b, buffer[a - begin : b - begin].data)]
         for blocks in self._spans(whole):
             self._deliver(blocks, whole, {})
         sizes = [high - low for low, high in bounds]

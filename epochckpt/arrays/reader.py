@@ -11,19 +11,21 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from epochckpt import _collector
+from epochckpt import _collector, _progress
 from epochckpt._threads import Pool
-from epochckpt.arrays.node_files import ArrayFile, CarriedFile, Copy, Epoch, NodeFile, noting
+from epochckpt.arrays.node_files import ArrayFile, CarriedFile, Copy, NodeFile, Pack, noting
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, FormatError, unreadable
-from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeRecord, checksums, parsing, paths
-from epochckpt.format.grid import slices
+from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeRecord, checksums, grid, parsing, paths
+from epochckpt.format.grid import slices, whole
 from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import events
 from epochckpt.storage import Store
+
+T = TypeVar("T")
 
 _CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
 _CHECK_OBJECTS_FROM = 2**30  # the same where that is a request for each file
@@ -36,6 +38,22 @@ class Request(NamedTuple):
     leaf: int
     box: Box
     out: np.ndarray
+
+
+def once(method: Callable[..., T]) -> Callable[..., T]:
+    """Keeps what a method returns, by its arguments, in the `kept` of its object.
+
+    `functools.cache` of a bound method would be a cycle of references, and the leaves of the epoch's record would stay
+    until the garbage collector has looked at all objects of the program.
+    """
+
+    @functools.wraps(method)
+    def kept(self: Any, *args: Any) -> T:
+        if (key := (method.__name__, *args)) not in self.kept:
+            self.kept[key] = method(self, *args)
+        return self.kept[key]
+
+    return kept
 
 
 class EpochReader:
@@ -59,13 +77,8 @@ class EpochReader:
         self.here = range(len(record.nodes)) if here is None else here
         self.copy = functools.cache(copy)
         self.tally: list[tuple[int, float]] | None = None  # (bytes, seconds of verifying), while `read` reads
-        self._own_record = functools.cache(self._node_record)
-        self.node_files = functools.cache(self._node_files)
-        self.files = functools.cache(self._files)
-        self.also_files = functools.cache(self._also_files)
-        self._places = functools.cache(lambda item, node: _places_in(self.files(item, node)))
-        self._checked: set[tuple[Epoch, str]] = set()  # files whose sizes are as recorded
-        self._also_places = functools.cache(lambda item, node: _places_in(self.also_files(item, node)))
+        self.kept: dict[Any, Any] = {}  # see `once`
+        self._checked: set[tuple[int, str]] = set()  # reader and path of files whose sizes are as recorded
 
     def again(self, pool: Pool) -> EpochReader:
         """A reader of the same epoch, which verifies."""
@@ -103,32 +116,43 @@ class EpochReader:
                 total += sum(file.size for file in self.node_record(node).also)
         return total
 
-    def read(self, requests: Sequence[Request]) -> None:
+    def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
         """Fills the `out` of every request; DamagedError, or EpochDeletedError if the epoch went away meanwhile."""
         began, tally = time.monotonic(), list[tuple[int, float]]()
         wanted: dict[ArrayFile, dict[int, list[Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        packed: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
         with _collector.paused():
+            for pack in packs:
+                if pack.node not in self.here:
+                    requests = [*requests, *self._unpacked(pack)]
+                    continue
+                for file in self.files(pack.item, pack.node):
+                    if np.any(file.cell_of[pack.leaves] >= 0):
+                        packed[file].append(pack)
             for request in requests:
                 if (content := self._carried(request)) is not None:
                     request.out[...] = content[slices(request.box)]
                     continue
                 for (file, position), copy in self._cells(request):
                     wanted[file][position].append(copy)
-        records = {(file.epoch, file.node) for file in wanted}
+        files = {**packed, **wanted}
+        records = {(file.epoch, file.node) for file in files}
         self.pool.run([functools.partial(epoch.node_record, node) for epoch, node in records])
         try:
             for epoch, _ in records:
                 epoch.tally = tally
             with _collector.paused():
-                tasks = [task for file, cells in wanted.items() for task in file.tasks(cells)]
+                tasks = [task for file in files for task in file.tasks(wanted[file], packed[file])]
+            asked = sum(request.out.nbytes for request in requests) + sum(int(pack.sizes.sum()) for pack in packs)
+            _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), asked)
             self.pool.run(tasks)
         finally:
             for epoch, _ in records:
                 epoch.tally = None
-            for file in wanted:
+            for file in files:
                 file.close()
-        if wanted:
-            sizes = sum(request.out.nbytes for request in requests), sum(nbytes for nbytes, _ in tally)
+        if files:
+            sizes = asked, sum(nbytes for nbytes, _ in tally)
             events.read(self.store.root, time.monotonic() - began, *sizes, sum(secs for _, secs in tally))
 
     def count(self, nbytes: int = 0, verify_secs: float = 0.0) -> None:
@@ -181,9 +205,9 @@ class EpochReader:
                 self._check_size(file)
 
     def _check_size(self, file: NodeFile) -> None:
-        if (file.epoch, file.path) not in self._checked:
+        if (id(file.epoch), file.path) not in self._checked:
             file.check_size(functools.partial(file.epoch.store.size, file.path))
-            self._checked.add((file.epoch, file.path))
+            self._checked.add((id(file.epoch), file.path))
 
     def path(self, node: int, file: DataFile | None = None) -> str:
         """Path of a node's file, or of its record, relative to the directory."""
@@ -191,12 +215,14 @@ class EpochReader:
 
     def node_record(self, node: int) -> NodeRecord:
         """A node's `node.json`, verified against `epoch.json`."""
-        return self._own_record(node) if node in self.here else self.at(node).node_record(node)
+        return self._node_record(node) if node in self.here else self.at(node).node_record(node)
 
-    def _node_files(self, node: int) -> dict[str, DataFile]:
+    @once
+    def node_files(self, node: int) -> dict[str, DataFile]:
         record = self.node_record(node)
         return {file.path: file for file in (*record.files, *record.also)}
 
+    @once
     def _node_record(self, node: int) -> NodeRecord:
         entry = self.record.nodes[node]
         path = self.path(node)
@@ -223,7 +249,8 @@ class EpochReader:
         record = dataclasses.replace(self.record, nodes=(self.record.nodes[node],), items={item: own})
         return EpochReader(self.store, self.folder, record, self.pool, self.verify)
 
-    def _files(self, item: str, node: int) -> list[ArrayFile]:
+    @once
+    def files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node wrote for an item."""
         if node not in self.here:
             return self.at(node).files(item, node)
@@ -231,7 +258,8 @@ class EpochReader:
         owned = self._arrays(item).owned(node)
         return self._laid_out(item, node, listed, owned, paths.join(self.folder, paths.EPOCH_RECORD))
 
-    def _also_files(self, item: str, node: int) -> list[ArrayFile]:
+    @once
+    def also_files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node, which is here, wrote of cells that others own; none but on a disk of its own."""
         listed = [f for f in self.node_record(node).also if f.item == item]
         held = self._arrays(item).also(node)
@@ -315,6 +343,13 @@ class EpochReader:
         assert arrays is not None, "callers choose array items"
         return arrays
 
+    def _unpacked(self, pack: Pack) -> Iterator[Request]:
+        """A request for each leaf of a pack."""
+        for leaf, start in zip(pack.leaves.tolist(), pack.starts.tolist(), strict=True):
+            info = self._arrays(pack.item).leaves[leaf]
+            assert info.dtype is not None, "it has bytes"
+            yield Request(pack.item, leaf, whole(info.shape), np.ndarray(info.shape, info.dtype, pack.out, start))
+
     def _cells(self, request: Request) -> Iterator[tuple[tuple[ArrayFile, int], Copy]]:
         """((file, position in it), copy) for every cell that a request needs."""
         arrays = self._arrays(request.item)
@@ -325,7 +360,7 @@ class EpochReader:
             return
         for cell in arrays.cells_touching(request.leaf, request.box):
             box = arrays.cell_box(request.leaf, cell)
-            meet = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(request.box, box, strict=True))
+            meet = grid.meet(request.box, box)
             place = self._place(request.item, request.leaf, cell)
             yield place, Copy(request.out, slices(meet, request.box), slices(meet, box))
 
@@ -336,6 +371,14 @@ class EpochReader:
             if (found := self._also_places(item, node).get((leaf, cell))) is not None:
                 return found
         return self._places(item, owner)[leaf, cell]
+
+    @once
+    def _places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
+        return _places_in(self.files(item, node))
+
+    @once
+    def _also_places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
+        return _places_in(self.also_files(item, node))
 
     def _carried(self, request: Request) -> np.ndarray | None:
         """The leaf of a request, if the commit record has it and its node's files are not here."""

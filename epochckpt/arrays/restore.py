@@ -1,8 +1,9 @@
 """Restores an item: matches the target (`targets`), reads the bytes (`reader`), and places arrays on devices."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -11,9 +12,11 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt import _collector, _text, _units
+from epochckpt import _collector, _progress, _text, _units
 from epochckpt._text import readable, shown
 from epochckpt.arrays import plan as plan_lib
+from epochckpt.arrays.broadcast import Sharing, Source
+from epochckpt.arrays.node_files import Pack
 from epochckpt.arrays.reader import Request
 from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, Sources, as_saved, describe_leaf, key_dims
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
@@ -24,6 +27,7 @@ from epochckpt.format.grid import box_shape, whole
 _NAMED = 5
 _ALIGNMENT = 64  # jax uses the memory of a NumPy buffer that is aligned to this, without a copy
 _ALIGN_FROM = 64 * 1024
+_PACK_BYTES = 4 * 2**20  # of small leaves that share memory; an array on a CPU may keep all of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,8 @@ class TreeRequest:
     layouts: bool = False  # arrays get the device-local layout of the target's leaves
     resize: bool = False  # arrays of another shape are cut, or padded with zeros, to the target's shape
     sources: Sources | None = None  # gives the recorded leaf for each leaf of the target; None: the one of its name
+    sharing: Sharing | None = None  # where the processes of the job share what they read
+    memory_limit_bytes: int | None = None  # see `StorageOptions.restore_memory_limit_bytes`
 
 
 class ArraySource(Protocol):
@@ -47,14 +53,14 @@ class ArraySource(Protocol):
     @property
     def record(self) -> EpochRecord: ...  # it describes at least the item that is restored
 
-    def read(self, requests: Sequence[Request]) -> None: ...
+    def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None: ...
 
     def check_files(self, item: str, leaf: int, box: Box) -> None: ...
 
 
 def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
     """Restores one array item; `shardings` are the saved ones, if the epoch's record lacks them."""
-    assembly = _Assembly(reader, name)
+    assembly = _Assembly(reader, name, request.sharing, request.memory_limit_bytes)
     item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)
     if request.target is None and request.restore_args is None:
@@ -73,12 +79,14 @@ def _match(
 ) -> tuple[list[LeafRequest], Any]:
     """Matches every leaf of the target, before anything is read; all differences are reported together."""
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
-    given = {} if request.target is None else _restore_args(name, request.restore_args)
+    names = [tree_lib.leaf_name(path) for path, _ in pairs]
+    given = {} if request.target is None else _restore_args(name, request.restore_args, names, treedef)
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
     matcher = Matcher(item, shardings, request.resize, request.partial)
-    requests = matcher.match(pairs, given, sources)
+    requests = matcher.match(names, [target for _, target in pairs], given, sources)
     if matcher.rows:
         raise MismatchError(name, epoch, matcher.rows)
+    _progress.note("missing", len(matcher.absent))
     if matcher.absent and sources is None:
         _log_absent(f"epoch {epoch}, item {name}", matcher.absent, item.public_names)
     for leaf, shape in ((item.leaves[r.leaf], r.shape) for r in requests if r.shape is not None):
@@ -105,16 +113,23 @@ def _log_absent(where: str, absent: Sequence[str], known: Sequence[str]) -> None
     logging.warning("%s: %s of the target not in it, left as given: %s", where, what, ", ".join(names))
 
 
-def _restore_args(item: str, tree: Any) -> dict[str, ocp.RestoreArgs]:
-    """The `ocp.RestoreArgs` of each leaf by name: None, or an empty container, stands for the defaults."""
+def _restore_args(item: str, tree: Any, names: Sequence[str], treedef: Any) -> dict[str, ocp.RestoreArgs]:
+    """The `ocp.RestoreArgs` of each leaf by name: None, or an empty container, stands for the defaults.
+
+    The target has this structure, and leaves with these names; that of the arguments is the same, as a rule.
+    """
+    if tree is None:
+        return {}
+    listed, found_treedef = tree_lib.flatten_leaves(tree)
+    if found_treedef != treedef:
+        names = [tree_lib.leaf_name(path) for path, _ in tree_lib.flatten(tree)[0]]
     found = {}
-    for path, args in tree_lib.flatten(tree)[0] if tree is not None else ():
-        where = tree_lib.leaf_name(path)
-        if tree_lib.leaf_kind(args) in tree_lib.EMPTY_KINDS:
-            args = ocp.RestoreArgs()
+    for where, args in zip(names, listed, strict=True):
         if not isinstance(args, ocp.RestoreArgs):
-            problem = f"restore_args has a {type(args).__name__} at {where!r}; expected ocp.RestoreArgs"
-            raise InvalidArgumentError(f"item {item!r}: {problem}")
+            if tree_lib.leaf_kind(args) not in tree_lib.EMPTY_KINDS:
+                problem = f"restore_args has a {type(args).__name__} at {where!r}; expected ocp.RestoreArgs"
+                raise InvalidArgumentError(f"item {item!r}: {problem}")
+            args = ocp.RestoreArgs()
         found[where] = args
     return found
 
@@ -145,19 +160,76 @@ def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[
 class _Assembly:
     """Reads the requested leaves of one item and builds their values."""
 
-    def __init__(self, reader: ArraySource, name: str):
+    def __init__(
+        self, reader: ArraySource, name: str, sharing: Sharing | None = None, memory_limit_bytes: int | None = None
+    ):
         item = reader.record.items[name].arrays
         assert item is not None, "callers choose array items"
         self.reader, self.name, self.item = reader, name, item
+        self.sharing, self.memory_limit_bytes = sharing, memory_limit_bytes
         self.reads: list[Request] = []
+        self.boxes: dict[Any, tuple[list[tuple[Box, list[Any]]], bool]] = {}  # see `_boxes`
+        self.small: set[int] = set()  # leaves that are read together
+        self.packed: dict[int, np.ndarray] = {}  # these
         self.rows: list[Mismatch] = []
 
     def run(self, requests: Sequence[LeafRequest]) -> list[Any]:
+        _progress.note("cast", sum(self._casts(request) for request in requests if request.dtype is not None))
+        values = [value for batch in self._batches(requests) for value in self._run(batch)]
+        if self.rows:
+            raise MismatchError(self.name, self.reader.record.epoch, self.rows)
+        return values
+
+    def _casts(self, request: LeafRequest) -> bool:
+        dtype = self.item.leaves[request.leaf].dtype if request.leaf >= 0 else None
+        return dtype is not None and dtype is not request.dtype and dtype != request.dtype
+
+    def _batches(self, requests: Sequence[LeafRequest]) -> Iterator[Sequence[LeafRequest]]:
+        """The requests, where host memory is bounded in as many groups as that takes."""
+        if self.memory_limit_bytes is None:
+            yield requests
+            return
+        start = held = 0
+        for number, request in enumerate(requests):
+            size = self._host_bytes(request)
+            if held and held + size > self.memory_limit_bytes:
+                yield requests[start:number]
+                start, held = number, 0
+            held += size
+        yield requests[start:]
+
+    def _host_bytes(self, request: LeafRequest) -> int:
+        """Host memory that a leaf needs until it is on its devices; the same on all processes if they share reads."""
+        if request.leaf < 0:
+            return 0
+        leaf, sharding = self.item.leaves[request.leaf], request.sharding
+        cast = request.dtype is not None and request.dtype != leaf.dtype
+        if leaf.dtype is None or (request.form != "jax" and not cast):
+            return 0  # what is read is the result
+        shape = leaf.shape if request.shape is None else request.shape
+        itemsize = leaf.dtype.itemsize + (np.dtype(request.dtype).itemsize if cast else 0)
+        if self.sharing is not None:
+            return 2 * math.prod(shape) * itemsize  # a share of it is there twice
+        if sharding is None or isinstance(sharding, SingleDeviceSharding):
+            return math.prod(shape) * itemsize
+        logical = shape[: len(shape) - (key_dims(leaf) if leaf.kind == "prng" else 0)]
+        boxes = set(plan_lib.boxes_of_devices(sharding, logical).values())
+        return sum(math.prod(box_shape(box + whole(shape[len(box) :]))) for box in boxes) * itemsize
+
+    def _run(self, requests: Sequence[LeafRequest]) -> list[Any]:
+        self.reads, self.small, self.packed = [], set(), {}
         with _collector.paused():
             buffers = [self._plan(request) for request in requests]
-        self.reader.read(self.reads)
+            packs = self._packs()
+        if self.sharing is None:
+            self.reader.read(self.reads, packs)
+        else:
+            self.sharing.read(Source(self.reader.record, self.name, self.reader.read), requests, self.reads)
         with _collector.paused():
-            return self._place(requests, buffers)
+            values = self._place(requests, buffers)
+        if self.memory_limit_bytes is not None:
+            jax.block_until_ready([value for value in values if isinstance(value, jax.Array)])  # then buffers are free
+        return values
 
     def _place(self, requests: Sequence[LeafRequest], buffers: Sequence[Any]) -> list[Any]:
         """The values of the requests, from the buffers that their bytes were read into."""
@@ -166,33 +238,75 @@ class _Assembly:
         places: list[Any] = []
         for request, boxes in zip(requests, buffers, strict=True):
             for buffer, devices in boxes if isinstance(boxes, list) else ():
-                hosts += [self._cast(self.item.leaves[request.leaf], buffer, request.dtype)] * len(devices)
+                found = self.packed[request.leaf] if buffer is None else buffer
+                hosts += [self._cast(self.item.leaves[request.leaf], found, request.dtype)] * len(devices)
                 places += devices
         # What will be refused reaches no device; the rest of it is only looked through for more differences.
-        everywhere = places[0] if len(set(places)) == 1 else places
+        everywhere = places[0] if places and all(place is places[0] for place in places) else places
         placed = iter(jax.device_put(hosts, everywhere) if hosts and not self.rows else [])
-        out = [self._finish(request, boxes, placed) for request, boxes in zip(requests, buffers, strict=True)]
-        if self.rows:
-            raise MismatchError(self.name, self.reader.record.epoch, self.rows)
-        return out
+        return [self._finish(request, boxes, placed) for request, boxes in zip(requests, buffers, strict=True)]
 
     def _plan(self, request: LeafRequest) -> Any:
-        """Buffers for one leaf: [(buffer, devices), …] for jax, one buffer otherwise, None for a leaf without bytes."""
+        """Buffers for one leaf: [(buffer, devices), …] for jax, one buffer otherwise, None for a leaf without bytes.
+
+        Instead of the buffer of a leaf that will be packed there is None.
+        """
         if request.leaf < 0 or self.item.leaves[request.leaf].dtype is None:
             return None
         leaf = self.item.leaves[request.leaf]
-        shape = leaf.shape if request.shape is None else request.shape
         if request.form != "jax":
-            return self._buffer(request.leaf, whole(shape))
-        if request.sharding is None or isinstance(request.sharding, SingleDeviceSharding):
-            device = request.sharding if request.sharding is not None else jax.local_devices()[0]
-            return [(self._buffer(request.leaf, whole(shape)), [device])]
-        logical = shape[: len(shape) - (key_dims(leaf) if leaf.kind == "prng" else 0)]
+            return self._buffer(request.leaf, whole(leaf.shape if request.shape is None else request.shape))
+        form = id(request.sharding), request.shape, leaf[2:]
+        if (known := self.boxes.get(form)) is None:
+            known = self.boxes[form] = self._boxes(request, leaf)
+        boxes, small = known
+        if small:
+            self.small.add(request.leaf)
+            return boxes
+        return [(self._buffer(request.leaf, box), devices) for box, devices in boxes]
+
+    def _boxes(self, request: LeafRequest, leaf: Leaf) -> tuple[list[tuple[Any, list[Any]]], bool]:
+        """The boxes of a leaf that devices need, and these; and whether it is small, whole, and can be packed."""
+        shape = leaf.shape if request.shape is None else request.shape
         boxes: dict[Box, list[Any]] = {}
-        for device, box in plan_lib.boxes_of_devices(request.sharding, logical).items():
-            full = box + whole(shape[len(box) :])
-            boxes.setdefault(full, []).append(_place(device, request.sharding))
-        return [(self._buffer(request.leaf, box), devices) for box, devices in boxes.items()]
+        if request.sharding is None:
+            boxes[whole(shape)] = [jax.local_devices()[0]]
+        elif isinstance(request.sharding, SingleDeviceSharding):
+            (device,) = request.sharding.device_set
+            boxes[whole(shape)] = [_place(device, request.sharding)]
+        else:
+            logical = shape[: len(shape) - (key_dims(leaf) if leaf.kind == "prng" else 0)]
+            for device, box in plan_lib.boxes_of_devices(request.sharding, logical).items():
+                full = box + whole(shape[len(box) :])
+                boxes.setdefault(full, []).append(_place(device, request.sharding))
+        one_cell = (
+            self.sharing is None
+            and request.shape is None
+            and leaf.grid >= 0
+            and len(self.item.grids[leaf.grid].holders) == 1
+        )
+        if one_cell and [*boxes] == [whole(shape)] and 0 < leaf.nbytes < _ALIGN_FROM:
+            return [(None, devices) for devices in boxes.values()], True
+        return [*boxes.items()], False
+
+    def _packs(self) -> list[Pack]:
+        """Gives the small leaves their memory, aligned, and in the order of the files that they come from."""
+        by_node: dict[int, list[int]] = {}
+        for leaf in self.item.in_file_order(sorted(self.small)):
+            by_node.setdefault(self.item.owner(leaf, 0), []).append(leaf)
+        packs = []
+        for node, leaves in by_node.items():
+            sizes = np.array([self.item.leaves[i].nbytes for i in leaves], np.int64)
+            ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
+            starts, of = np.concatenate([[0], ends[:-1]]), ends // _PACK_BYTES
+            for first, last in itertools.pairwise([0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(leaves)]):
+                numbers, at = leaves[first:last], starts[first:last] - starts[first]
+                out = _aligned(int(ends[last - 1] - starts[first]))
+                packs.append(Pack(self.name, node, np.array(numbers), at, sizes[first:last], out))
+                for leaf, start in zip(numbers, at.tolist(), strict=True):
+                    info = self.item.leaves[leaf]
+                    self.packed[leaf] = np.ndarray(info.shape, info.dtype, out, start)
+        return packs
 
     def _buffer(self, leaf: int, box: Box) -> np.ndarray:
         """A buffer that a box of a leaf is read into; zeros where the box reaches beyond the leaf."""
@@ -323,6 +437,10 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _ALIGN_FROM:
         return np.empty(shape, dtype)
+    return _aligned(nbytes).view(dtype).reshape(shape)
+
+
+def _aligned(nbytes: int) -> np.ndarray:
     raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+    return raw[start : start + nbytes]

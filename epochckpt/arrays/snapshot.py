@@ -3,19 +3,21 @@
 `Planner.plan` finds or makes a `SavePlan`, and `SavePlan.snapshot` a `Snapshot`, on the training thread. After that
 training may change, or donate, everything:
 
-- jax arrays on CPU: zero-copy views of the owned shards (a view keeps a donated buffer alive). Small ones are copied.
-  Large ones leave a sample of their bytes, because jax may alias NumPy memory that the caller can still change.
-- jax arrays on accelerators: copies into host memory, all started before the first is awaited, through pinned host
-  memory where the backend has it. They are awaited, because a copy that has only begun is not safe from donation.
-- NumPy leaves: copied. Only the files of an import (`mmap.Mapped`) are streamed from the page cache, with a sample.
+- small cells that lie in host memory: copied together, with a few calls for all of them.
+- other jax arrays on CPU: zero-copy views of the owned shards (a view keeps a donated buffer alive). They leave a
+  sample of their bytes, because jax may alias NumPy memory that the caller can still change.
+- jax arrays on accelerators: copies on the device, or in host memory, which may still be on their way: `transfers`.
+- other NumPy leaves: copied. Only the files of an import (`Mapped`, and arrays that are `Assembled` of them) are
+  streamed from the page cache, with a sample.
 """
 
 import collections
 import dataclasses
 import functools
 import json
+import mmap
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,14 +29,14 @@ from epochckpt._threads import Deadline
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.items import SaveItem, of_hosted
 from epochckpt.arrays.plan import CellSource, ItemPlan
+from epochckpt.arrays.transfers import Arriving, Cell, Copies, Staging
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.format import ItemRecord, Nodes, checksums
 from epochckpt.format import tree as tree_lib
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import HandlerSave
-from epochckpt.storage import mmap
+from epochckpt.storage import mmap as memory_map
 
-COPY_BYTES = 64 * 1024  # smaller views are copied: as fast as anything, and immune to later changes
 _SAMPLES = 16  # each is a miss of the processor's cache, and the training thread waits for it
 _PLANS = 256  # kept plans; a job has as many as it has items, or twice that
 
@@ -44,7 +46,7 @@ class SavedTree(NamedTuple):
 
     plan: ItemPlan
     node: int
-    data: list[Any]  # its leaves in flattening order; in a snapshot one Buffer per cell, in file order
+    data: list[Any]  # its leaves in flattening order; in a snapshot one Buffer per run of its plan
 
 
 @dataclasses.dataclass
@@ -93,10 +95,24 @@ class SavePlan:
     trees: Sequence[SavedTree]  # every pytree of the items that this process writes
     digest: Callable[[], str]  # gives the digest that all processes compare; computed with the first call
     primary: bool  # whether this process writes what only one process writes
+    staging: Staging
 
     @property
     def copied_bytes(self) -> int:
-        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._also])
+        """Bytes of host memory that the snapshot is going to hold, at most."""
+        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._also]) + self._staged.copied_bytes
+
+    @functools.cached_property
+    def _staged(self) -> Copies:
+        """The copies of what lies on accelerators, in the order of `take`; where to is decided here."""
+        return Copies(
+            self.staging,
+            [
+                Cell(_shard(tree.plan, tree.data, t), t.cut, (number, t.leaf, t.shard) if t.whole else None)
+                for number, tree in enumerate([*self.trees, *self._also])
+                for t in tree.plan.staged
+            ],
+        )
 
     @property
     def _also(self) -> list[SavedTree]:
@@ -121,8 +137,7 @@ class SavePlan:
         own: dict[int, dict[str, ItemRecord]] = {}
         for plan, node, leaves in self.trees:
             item = wanted[plan.item.name]
-            python = (i for i, leaf in enumerate(plan.item.leaves) if leaf.kind in tree_lib.VALUE_KINDS)
-            values = {i: tree_lib.value_to_json(leaves[i]) for i in python}
+            values = {i: tree_lib.value_to_json(leaves[i]) for i in plan.values}
             tree = ItemRecord("arrays", "", plan.item, values, item.custom_metadata)
             if item.kind == "node":
                 own.setdefault(node, {})[item.name] = tree
@@ -134,9 +149,11 @@ class SavePlan:
             for run in (item.run for item in self.items if item.run is not None):
                 running.append(run())
             with _collector.paused():
+                arriving, also = iter(self._staged.start()), self._also
+                slab = memory_map.anonymous(sum(tree.plan.small_bytes for tree in [*self.trees, *also]))
                 trees, also = (
-                    [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in each]
-                    for each in (self.trees, self._also)
+                    [SavedTree(plan, node, take(plan, leaves, arriving, slab)) for plan, node, leaves in each]
+                    for each in (self.trees, also)
                 )
         except BaseException:
             for save in running:
@@ -147,11 +164,17 @@ class SavePlan:
 
 
 class Planner:
-    """Plans saves of one manager, and keeps the plans; `part_bytes` bounds one data file."""
+    """Plans saves of one manager, and keeps the plans; `part_bytes` and `cut` are those of `plan_item`.
 
-    def __init__(self, nodes: Nodes, options: StorageOptions, part_bytes: int | None):
-        self._nodes, self._options, self._part_bytes = nodes, options, part_bytes
-        self._plans: collections.OrderedDict[Any, ItemPlan] = collections.OrderedDict()
+    `writers` is how many threads write what is planned.
+    """
+
+    def __init__(
+        self, nodes: Nodes, options: StorageOptions, part_bytes: int | None, *, writers: int, cut: bool = False
+    ):
+        self._nodes, self._options, self._part_bytes, self._cut = nodes, options, part_bytes, cut
+        self._staging = Staging(options, writers)
+        self._plans: list[tuple[Any, ItemPlan]] = []  # by key, the newest first; replaced, never changed
 
     def plan(self, items: Sequence[SaveItem]) -> SavePlan:
         """Plans a save; raises InvalidArgumentError for what cannot be saved."""
@@ -169,16 +192,7 @@ class Planner:
                 except (ValueError, TypeError) as error:
                     problem = f"item {item.name!r} is not a pytree that can be saved: {error}"
                     raise InvalidArgumentError(problem) from error
-                try:
-                    key = (item.name, item.kind, plan_lib.key(leaves, treedef))
-                except AttributeError:  # a traced array has no sharding
-                    plan_lib.refuse_traced(item.name, tree)
-                    raise
-                with _collector.paused():
-                    plan = self._plans[key] = self._plans.pop(key, None) or self._plan(item, tree)
-                if len(self._plans) > _PLANS:
-                    self._plans.popitem(last=False)
-                trees.append(SavedTree(plan, node, leaves))
+                trees.append(SavedTree(self._plan(item, tree, leaves, treedef), node, leaves))
         shared = {item.name for item in items if item.kind == "arrays"}
         alike = {tree.plan.item.name: tree.plan for tree in trees if tree.plan.item.name in shared}
         others = sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared)
@@ -188,9 +202,28 @@ class Planner:
             agreed = {"nodes": self._nodes.rows, "others": others, "items": digests}
             return checksums.digest(json.dumps(agreed, separators=(",", ":")).encode())
 
-        return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0)
+        return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0, self._staging)
 
-    def _plan(self, item: SaveItem, tree: Any) -> ItemPlan:
+    def _plan(self, item: SaveItem, tree: Any, leaves: Sequence[Any], treedef: Any) -> ItemPlan:
+        """The plan of a tree, as a rule that of the save before."""
+        try:
+            key = item.name, item.kind, *plan_lib.key(leaves, treedef)
+        except AttributeError:  # a traced array has no sharding
+            plan_lib.refuse_traced(item.name, tree)
+            raise
+        plans = self._plans
+        try:
+            found = next((each for each in plans if each[0] == key), None)
+        except ValueError:  # the tree has static data, such as arrays, that cannot be compared
+            return self._new_plan(item, tree)
+        if found is None:
+            with _collector.paused():
+                found = key, self._new_plan(item, tree)
+        if not plans or plans[0] is not found:
+            self._plans = [found, *(each for each in plans if each is not found)][:_PLANS]
+        return found[1]
+
+    def _new_plan(self, item: SaveItem, tree: Any) -> ItemPlan:
         per_node = item.kind == "node"
         return plan_lib.plan_item(
             item.name,
@@ -199,6 +232,7 @@ class Planner:
             node_of_process={self._nodes.id_of(self._nodes.process): 0} if per_node else self._nodes.writers,
             replica_split_bytes=self._options.replica_split_bytes,
             part_bytes=self._part_bytes,
+            cut=self._cut,
             per_node=per_node,
             local_disks=self._options.local_disks and self._nodes.processes > 1,
         )
@@ -206,10 +240,18 @@ class Planner:
 
 @dataclasses.dataclass(slots=True)
 class Buffer:
-    """The bytes of one cell."""
+    """The bytes of one cell, or of a run of small ones."""
 
-    array: np.ndarray  # C-contiguous, of the stored dtype
+    array: np.ndarray  # C-contiguous; of one cell of the stored dtype
     sample: bytes | None = None  # some of its bytes at the time of the snapshot, if the memory is not ours
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def data(self, start: int, stop: int) -> Any:
+        """The bytes from `start` to `stop`."""
+        return self.array.reshape(-1).view(np.uint8).data[start:stop]
 
     def unchanged(self) -> bool:
         """False if memory that is not ours has visibly changed since the snapshot."""
@@ -219,8 +261,34 @@ class Buffer:
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Some bytes have been written: those of a mapped file may leave this process's memory."""
-        if isinstance(self.array, mmap.Mapped):
-            mmap.release(self.array, start, stop)
+        if isinstance(self.array, memory_map.Mapped):
+            memory_map.release(self.array, start, stop)
+
+
+class AssembledBuffer(Buffer):
+    """The bytes of one cell that is made of pieces of files: only those that are asked for are in memory."""
+
+    def __init__(self, assembled: memory_map.Assembled):
+        super().__init__(np.empty(0, np.uint8))
+        self.assembled = assembled
+        self.sample = self._sampled()
+
+    @property
+    def nbytes(self) -> int:
+        return self.assembled.nbytes
+
+    def data(self, start: int, stop: int) -> Any:
+        size = self.assembled.dtype.itemsize
+        first = start // size
+        return self.assembled.read(first, -(-stop // size)).view(np.uint8).data[start - first * size :][: stop - start]
+
+    def unchanged(self) -> bool:
+        return self._sampled() == self.sample
+
+    def _sampled(self) -> bytes:
+        last = self.assembled.size - 1
+        places = [*range(0, last, max(1, last // _SAMPLES)), last]
+        return b"".join(self.assembled.read(at, at + 1).tobytes() for at in places)
 
 
 def _sample(array: np.ndarray) -> bytes:
@@ -228,29 +296,54 @@ def _sample(array: np.ndarray) -> bytes:
     return flat[:: max(1, flat.size // _SAMPLES)].tobytes() + flat[-1:].tobytes()
 
 
-def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list[Buffer]:
-    """Copies, or views, the cells that this node writes, one buffer per cell in file order; `staged` copies all."""
-    # All transfers from accelerators are started before the first is awaited.
-    started: dict[Any, jax.Array] = {}
-    keys = [(t.leaf, t.shard) if t.whole else i for i, t in enumerate(plan.sources)]
-    for key, t in zip(keys, plan.sources, strict=True):
-        if (t.staged or staged) and t.shard >= 0 and key not in started:
-            data = _shard(plan, leaves, t)
-            started[key] = _start(data if t.cut is None or t.whole else data[t.cut])
-    buffers: list[Buffer] = []
-    shards: dict[Any, np.ndarray] = {}
-    for key, t in zip(keys, plan.sources, strict=True):
-        if t.shard < 0:
-            buffers.append(_host(leaves[t.leaf], plan.item.leaves[t.leaf].dtype))
-        elif t.whole and (key in started or key in shards):
-            if key in started:
-                shards[key] = np.asarray(started.pop(key))
-            buffers.append(Buffer(np.ascontiguousarray(shards[key][t.cut])))
-        elif key in started:
-            buffers.append(Buffer(np.ascontiguousarray(started.pop(key))))
+def take(
+    plan: ItemPlan, leaves: Sequence[Any], arriving: Iterator[Arriving], slab: mmap.mmap
+) -> list[Buffer | Arriving]:
+    """Copies, or views, the cells that this node writes; one buffer per run of the plan.
+
+    Small ones are copied to `slab`, from where it stands. Those on accelerators are `arriving`, in the order of
+    `ItemPlan.staged`.
+    """
+    start = slab.tell()
+    try:
+        _fill(slab, [leaves[i] if i >= 0 else _content(plan, leaves, t) for i, t in plan.copied])
+    except (BufferError, ValueError):  # deleted, or laid out in another way
+        slab.seek(start)
+        _fill(slab, [_content(plan, leaves, t) for _, t in plan.copied])
+    assert slab.tell() == start + plan.small_bytes, "the plan has the size of each leaf"
+    copies, found = np.frombuffer(slab, np.uint8), list[Buffer | Arriving]()
+    for run in plan.runs:
+        t = plan.sources[run.first]
+        if run.copied:
+            found.append(Buffer(copies[start : start + run.nbytes]))
+            start += run.nbytes
+        elif t.staged:
+            found.append(next(arriving))
+        elif t.shard < 0:
+            found.append(_host(leaves[t.leaf], plan.item.leaves[t.leaf].dtype, t.cut))
         else:
-            buffers.append(_alias(_shard(plan, leaves, t), t.cut))
-    return buffers
+            found.append(_view(_shard(plan, leaves, t), t.cut))
+    return found
+
+
+def _fill(slab: mmap.mmap, contents: Iterable[Any]) -> None:
+    """Writes buffers one after another, without a line of Python for each."""
+    collections.deque(map(slab.write, contents), maxlen=0)
+
+
+def _content(plan: ItemPlan, leaves: Sequence[Any], t: CellSource) -> np.ndarray:
+    """The bytes of a cell, from any kind of leaf in host memory."""
+    if t.shard >= 0:
+        view = np.asarray(_shard(plan, leaves, t))
+        return _bytes(view if t.cut is None else view[t.cut])
+    buffer = _host(leaves[t.leaf], plan.item.leaves[t.leaf].dtype, t.cut)
+    content = _bytes(buffer.array.copy() if isinstance(buffer.array, memory_map.Mapped) else buffer.array)
+    buffer.release()
+    return content
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _shard(plan: ItemPlan, leaves: Sequence[Any], t: CellSource) -> jax.Array:
@@ -269,30 +362,27 @@ def _shard(plan: ItemPlan, leaves: Sequence[Any], t: CellSource) -> jax.Array:
         raise
 
 
-def _start(data: jax.Array) -> jax.Array:
-    """Starts copying a shard to host memory of our own."""
-    (device,) = data.sharding.device_set
-    if any(m.kind == "pinned_host" for m in device.addressable_memories()):
-        return jax.device_put(data, SingleDeviceSharding(device, memory_kind="pinned_host"))
-    data.copy_to_host_async()
-    return data
-
-
-def _alias(data: jax.Array, cut: tuple[slice, ...] | None) -> Buffer:
-    """A view of a CPU array's memory, or a copy of a small one."""
+def _view(data: jax.Array, cut: tuple[slice, ...] | None) -> Buffer:
+    """A view of a CPU array's memory, or a copy if it is not contiguous there."""
     view = np.asarray(data) if cut is None else np.asarray(data)[cut]
-    if view.nbytes <= COPY_BYTES or not view.flags.c_contiguous:
+    if not view.flags.c_contiguous:
         return Buffer(np.array(view, order="C", copy=True))
     return Buffer(view, _sample(view))
 
 
-def _host(value: Any, dtype: np.dtype[Any] | None) -> Buffer:
-    """The bytes of a leaf that is no jax array."""
+def _host(value: Any, dtype: np.dtype[Any] | None, cut: tuple[slice, ...] | None) -> Buffer:
+    """The bytes of a leaf that is no jax array, or of a part of it."""
     if isinstance(value, str):
         value = value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
-        return Buffer(np.frombuffer(value, dtype=np.uint8))
-    if isinstance(value, mmap.Mapped) and value.dtype == dtype and value.flags.c_contiguous and value.size:
+        return Buffer(np.frombuffer(value, dtype=np.uint8)[cut or ...])
+    if cut is not None:
+        value = value[cut]
+    if isinstance(value, memory_map.Assembled):
+        return (
+            AssembledBuffer(value) if value.nbytes > plan_lib.COPY_BYTES else Buffer(value.read().reshape(value.shape))
+        )
+    if isinstance(value, memory_map.Mapped) and value.dtype == dtype and value.flags.c_contiguous and value.size:
         buffer = Buffer(value, _sample(value))
         buffer.release()
         return buffer

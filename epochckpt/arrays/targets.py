@@ -103,20 +103,22 @@ def _canonical(dtype: Any) -> bool:
 class Matcher:
     """Matches target leaves with recorded leaves, and collects the differences; with `resize`, shapes may differ.
 
-    With `partial`, leaves of the epoch that the target lacks, or has as None or an empty container, are left out, and
-    leaves that the epoch lacks stay as the target has them.
+    A leaf that the target has as None, or as `...`, stays that. With `partial`, leaves of the epoch that the target
+    lacks, or has as an empty container, are left out, and leaves that the epoch lacks stay as the target has them.
     """
 
     def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool, partial: bool):
         self.item, self.shardings, self.resize, self.partial = item, shardings, resize, partial
         self.rows: list[Mismatch] = []  # the differences
         self.absent: list[str] = []  # names of the target's leaves that the epoch lacks, where that is allowed
-        self._fitting: set[Any] = set()  # sharding, dtype and shape of array targets like which a leaf was found to be
+        self._fitting: dict[Any, Sequence[Any]] = {}  # requests but for the leaf's number, see `_form`
+        self._alike: dict[int, tuple[Any, int]] = {}  # by the id of a sharding it, and the id of the first equal one
+        self._distinct: dict[Sharding, int] = {}
 
     def match(
-        self, pairs: Sequence[tuple[KeyPath, Any]], given: Mapping[str, Any], sources: Mapping[str, int] | None
+        self, names: Sequence[str], targets: Sequence[Any], given: Mapping[str, Any], sources: Mapping[str, int] | None
     ) -> list[LeafRequest]:
-        """One request per (key path, target leaf).
+        """One request per leaf of the target.
 
         `given` has `ocp.RestoreArgs` by leaf name, and `sources` the numbers of recorded leaves by name of the target's
         leaf; without it names must be the same.
@@ -124,10 +126,14 @@ class Matcher:
         numbers = self.item.by_name if sources is None else sources
         requests = []
         seen: set[int] = set()
-        names = [tree_lib.leaf_name(path) for path, _ in pairs]
         exact = frozenset(names)
-        for (_, target), name in zip(pairs, names, strict=True):
+        for target, name in zip(targets, names, strict=True):
             number = numbers.get(name)
+            form = None if number is None else self._form(self.item.leaves[number], target, given.get(name))
+            if number is not None and (known := self._fitting.get(form)) is not None:
+                seen.add(number)
+                requests.append(LeafRequest._make((number, *known)))
+                continue
             if number is None and sources is None:  # keys 0 and "0" read the same
                 number = self.item.by_either_name.get(readable(name))
                 if number is not None and self.item.leaves[number].name in exact:
@@ -135,7 +141,7 @@ class Matcher:
             if number is not None:
                 seen.add(number)
             wanted = target is not ... and not _is_empty(target)
-            if number is None or target is ... or (self.partial and not wanted):
+            if number is None or target is ... or target is None or (self.partial and not wanted):
                 if number is None and wanted and self.partial:
                     self.absent.append(name)
                 elif number is None and wanted:
@@ -144,16 +150,40 @@ class Matcher:
                 continue
             leaf = self.item.leaves[number]
             if leaf.name != name and readable(leaf.name) != readable(name):
-                leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
+                leaf = leaf._replace(name=f"{name} (from {leaf.name})")
             if name in given and wanted:
                 requests.append(self.with_restore_args(number, leaf, given[name], target))
             else:
                 requests.append(self._leaf(number, leaf, target))
+            if form is not None and not self.rows:
+                self._fitting[form] = requests[-1][1:]
         if not self.partial:
             for number, leaf in enumerate(self.item.leaves):
                 if number not in seen and leaf.kind not in EMPTY_KINDS:
                     self._row(leaf.name, "unexpected", describe_leaf(leaf), "-")
         return requests
+
+    def _form(self, leaf: Leaf, target: Any, args: Any) -> Any:
+        """What the request of an array depends on, which is the same for most; None for what is looked at alone."""
+        if leaf.kind != "jax" or not isinstance(target, jax.ShapeDtypeStruct | jax.Array):
+            return None
+        asked = None
+        if args is not None:
+            shapes = args.__dict__.get("global_shape"), args.__dict__.get("shape")
+            if type(args) is not ocp.ArrayRestoreArgs or args.mesh is not None or any(type(s) is list for s in shapes):
+                return None
+            asked = args.restore_type, args.dtype, self._id(args.sharding), *shapes, args.strict
+        at = self._id(getattr(target, "sharding", None))
+        return leaf.dtype, leaf.shape, leaf.sharding, target.dtype, target.shape, at, asked
+
+    def _id(self, sharding: Any) -> int:
+        """A number that equal shardings share."""
+        if (found := self._alike.get(id(sharding))) is None:
+            number = id(sharding)
+            if isinstance(sharding, Sharding):
+                number = self._distinct.setdefault(sharding, number)
+            found = self._alike[id(sharding)] = sharding, number
+        return found[1]
 
     def _row(self, leaf: str, problem: str, found: str, expected: str) -> LeafRequest:
         """Notes a difference. With any, nothing is restored: the request that is returned is never used."""
@@ -164,10 +194,6 @@ class Matcher:
         return self._row(leaf.name, problem, describe_leaf(leaf), describe(target))
 
     def _leaf(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
-        if leaf.kind == "jax" and type(target) is jax.ShapeDtypeStruct:  # most leaves, and few different ones
-            same = target.dtype == leaf.dtype and target.shape == leaf.shape
-            if same and (target.sharding, leaf.dtype, leaf.shape) in self._fitting:
-                return LeafRequest(number, "jax", leaf.dtype, target.sharding)
         if isinstance(target, ocp.RestoreArgs):
             return self.with_restore_args(number, leaf, target)
         if leaf.kind in EMPTY_KINDS or _is_empty(target):
@@ -221,8 +247,6 @@ class Matcher:
             return self._row(leaf.name, "dtype", describe_leaf(leaf), expected)
         if not divides(sharding, shape):
             return self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
-        if shape == leaf.shape and dtype == leaf.dtype and sharding is getattr(target, "sharding", None):
-            self._fitting.add((sharding, leaf.dtype, shape))
         return LeafRequest(number, "jax", np.dtype(dtype), sharding, shape=resized)
 
     def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:

@@ -1,15 +1,20 @@
-"""Writes one node's files for one attempt: data files in large parallel pieces straight from the snapshot.
+"""Writes one node's files for one attempt: data files in large parallel pieces of the snapshot.
 
-What these functions return is durable, except `node.json`, which comes last (see `commit`). Each block is hashed and
-written, and hashed again where its memory is not ours: memory that changed meanwhile fails the attempt.
+What these functions return is durable, except `node.json`, which comes last (see `commit`). For a file system a piece
+is copied to aligned memory, hashed, and written from there to the disk (see `posix`): what is written is what was
+hashed, and it costs less than to have the kernel copy it to the page cache. To a bucket a block is sent as it lies in
+the snapshot, and hashed again where its memory is not ours. Memory that has changed meanwhile fails the attempt.
 """
 
+import collections
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -19,8 +24,11 @@ from epochckpt._threads import Pool
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
 from epochckpt.errors import BufferChangedError
-from epochckpt.format import ArrayItem, DataFile, Part, checksums, grid, paths, safetensors
-from epochckpt.storage import Store, Writer, writing
+from epochckpt.format import DataFile, checksums, paths
+from epochckpt.storage import ALIGNMENT, Store, Writer, mmap, writing
+
+_PIECE_BYTES = 8 * 2**20  # that one call writes, to a file system: some blocks
+_JOIN_BYTES = 64 * 2**10
 
 FileT = TypeVar("FileT", bound=DataFile)
 
@@ -35,34 +43,30 @@ def write_arrays(
     pool: Pool,
     kind: type[FileT] = DataFile,
 ) -> list[FileT]:
-    """Writes an item's data files into the node's folder, from one buffer per cell, in file order."""
-    item = plan.item
-    files: list[_File[FileT]] = []
-    start = 0
-    for number, part in enumerate(item.cut(plan.owned, plan.part_ends)):  # one file for each part of the plan
-        end = start + len(part.leaves)
-        with _collector.paused():  # its header
-            files.append(_File(folder, epoch, item, number, part, buffers[start:end], block_bytes, kind))
-        start = end
+    """Writes an item's data files into the node's folder, from one buffer per run of the plan."""
+    with _collector.paused():  # their headers
+        parts = plan.files(block_bytes)
+    files = [_File(folder, epoch, plan, number, buffers, block_bytes, kind) for number, _ in enumerate(parts)]
 
     def check() -> None:
         """A last look at memory that is not ours."""
-        for source, buffer in zip(plan.sources, buffers, strict=True):
+        for run, buffer in zip(plan.runs, buffers, strict=True):
             if not buffer.unchanged():
-                raise BufferChangedError(epoch, item.leaves[source.leaf].name)
+                raise BufferChangedError(epoch, plan.name(run))
 
     if not store.renames:  # each file is a stream: one thread writes and finishes it
         pool.run([functools.partial(file.write_all, store) for file in files])
         check()
         return [file.written() for file in files]
     opened: list[Writer] = []
+    memory = _Memory(files)
     try:
-        # All files are written at the same time, block by block, and nothing is made durable before that check.
-        blocks: list[Callable[[], None]] = []
+        # All files are written at the same time, piece by piece, and nothing is made durable before that check.
+        pieces: list[Callable[[], None]] = []
         for file in files:
             opened.append(store.open_writer(file.path, file.record.size))
-            blocks += [functools.partial(file.write, opened[-1], block) for block in range(len(file.ends))]
-        pool.run(blocks)
+            pieces += [functools.partial(file.write_next, opened[-1], memory)] * len(file.pieces)
+        pool.run(pieces)
         check()
         pool.run([writer.finish for writer in opened])
     except BaseException:
@@ -105,27 +109,25 @@ def write_file(
 
 
 class _File(Generic[FileT]):
-    """One data file being written: its header, then cells, in blocks that end at `ends`."""
+    """One data file being written: its header, then the buffers of runs of cells, in blocks that end at `ends`."""
 
     def __init__(
         self,
         folder: str,
         epoch: int,
-        item: ArrayItem,
+        plan: ItemPlan,
         number: int,
-        part: Part,
         buffers: Sequence[Buffer],
         block_bytes: int,
         kind: type[FileT],
     ):
-        self.epoch, self.buffers = epoch, buffers
-        cells = list(zip(part.leaves.tolist(), part.cells.tolist(), strict=True))
-        self.names = [item.leaves[leaf].name for leaf, _ in cells]
-        self.head = safetensors.header([item.tensor(leaf, cell) for leaf, cell in cells])
-        self.offsets = part.offsets + len(self.head)  # where each cell begins, and the end of the last one
-        self.ends = grid.blocks(np.diff(part.offsets), len(self.head), block_bytes)
+        self.head, cells, runs, self.offsets, self.ends = plan.files(block_bytes)[number]
+        self.epoch, self.plan, self.runs, self.buffers = epoch, plan, plan.runs[runs], buffers[runs]
         self.sums = [""] * len(self.ends)
-        self.record = kind(item.name, number, int(self.offsets[-1]), len(self.head), len(cells), block_bytes)
+        self.pieces = _pieces(self.ends.tolist())
+        self.largest = max(end - start for start, end in itertools.starmap(self._bounds, self.pieces))
+        self._lock, self._filled, self._rest = threading.Lock(), 0, b""
+        self.record = kind(plan.item.name, number, int(self.offsets[-1]), len(self.head), cells, block_bytes)
         self.path = paths.join(folder, self.record.path)
 
     def written(self) -> FileT:
@@ -136,29 +138,96 @@ class _File(Generic[FileT]):
         """Opens the file, writes its blocks in order, and makes it durable."""
         with writing(store, self.path, self.record.size) as writer:
             for block in range(len(self.ends)):
-                self.write(writer, block)
+                start, end = self._bounds(block, block + 1)
+                parts = list(self._parts(start, end))
+                data = parts[0] if len(parts) == 1 else b"".join(parts)
+                self.sums[block] = f"{checksums.xxh3(data):016x}"
+                writer.write(start, data)
+                first, last = self._runs(start, end)
+                sampled = last - first == 1 and self.buffers[first].sample is not None
+                if sampled and f"{checksums.xxh3(data):016x}" != self.sums[block]:
+                    raise BufferChangedError(self.epoch, self.plan.name(self.runs[first]))
+                self._release(start, end)
 
-    def write(self, writer: Writer, block: int) -> None:
-        """Writes one block: the header, a piece of a large cell, or a run of small cells."""
-        if not block:
-            self._put(writer, 0, 0, self.head)
-            return
-        start, end = self.ends[block - 1 : block + 1].tolist()
-        first = int(np.searchsorted(self.offsets, start, side="right")) - 1
-        last = int(np.searchsorted(self.offsets, end, side="left"))
-        if last - first == 1:
-            buffer = self.buffers[first]
-            base = int(self.offsets[first])
-            data = buffer.array.reshape(-1).view(np.uint8).data[start - base : end - base]
-            self._put(writer, block, start, data)
-            if buffer.sample is not None and f"{checksums.xxh3(data):016x}" != self.sums[block]:
-                raise BufferChangedError(self.epoch, self.names[first])
-            buffer.release(start - base, end - base)
-        else:  # a run of small cells is joined: a call that frees the interpreter lock costs more than copying
-            self._put(writer, block, start, b"".join([b.array.tobytes() for b in self.buffers[first:last]]))
-            for b in self.buffers[first:last]:
-                b.release()
+    def write_next(self, writer: Writer, memory: "_Memory") -> None:
+        """Writes the next piece. Its bytes past the last whole page are left to the piece after it."""
+        buffer = memory.take()
+        with self._lock:  # pieces are filled in order; they are hashed and written at the same time
+            first, last = self.pieces[self._filled]
+            self._filled += 1
+            start, end = self._bounds(first, last)
+            begin, at = start - len(self._rest), 0
+            for part in filter(None, (self._rest, *self._parts(start, end))):
+                np.copyto(buffer[at : at + len(part)], np.frombuffer(part, np.uint8))
+                at += len(part)
+            self._release(start, end)
+            stop = end if self._filled == len(self.pieces) else end // ALIGNMENT * ALIGNMENT
+            self._rest = bytes(buffer[stop - begin : end - begin])
+        for block in range(first, last):
+            start, end = self._bounds(block, block + 1)
+            self.sums[block] = f"{checksums.xxh3(buffer[start - begin : end - begin].data):016x}"
+        writer.write(begin, buffer[: stop - begin].data)
+        memory.give(buffer)
 
-    def _put(self, writer: Writer, block: int, offset: int, data: Any) -> None:
-        self.sums[block] = f"{checksums.xxh3(data):016x}"
-        writer.write(offset, data)
+    def _bounds(self, first: int, last: int) -> tuple[int, int]:
+        """Where some blocks begin and end in the file."""
+        return (int(self.ends[first - 1]) if first else 0), int(self.ends[last - 1])
+
+    def _runs(self, start: int, end: int) -> tuple[int, int]:
+        """The range of the runs that have bytes between two offsets in the file."""
+        first, last = np.searchsorted(self.offsets, (start, end - 1), side="right").tolist()
+        return max(first - 1, 0), last
+
+    def _parts(self, start: int, end: int) -> Iterator[bytes | memoryview]:
+        """The bytes between two offsets in the file, in turn."""
+        if not start:
+            yield self.head
+        small: list[bytes] = []  # joined: a call that frees the interpreter lock costs more than copying
+        for buffer, a, b in self._cuts(start, end):
+            if buffer.nbytes <= _JOIN_BYTES:
+                small.append(buffer.array.tobytes()[a:b])
+                continue
+            if small:
+                yield b"".join(small)
+                small = []
+            yield buffer.data(a, b)
+        if small:
+            yield b"".join(small)
+
+    def _cuts(self, start: int, end: int) -> Iterator[tuple[Buffer, int, int]]:
+        """The buffers that have bytes between two offsets in the file, and which."""
+        first, last = self._runs(start, end)
+        for buffer, base in zip(self.buffers[first:last], self.offsets[first:last].tolist(), strict=True):
+            yield buffer, max(start - base, 0), min(end - base, buffer.nbytes)
+
+    def _release(self, start: int, end: int) -> None:
+        for buffer, a, b in self._cuts(start, end):
+            buffer.release(a, b)
+
+
+class _Memory:
+    """Aligned memory for the pieces of some files, as much as threads use at the same time."""
+
+    def __init__(self, files: Iterable[_File[Any]]):
+        self._nbytes = max((file.largest for file in files), default=0) + ALIGNMENT
+        self._free: collections.deque[np.ndarray] = collections.deque()
+
+    def take(self) -> np.ndarray:
+        try:
+            return self._free.pop()
+        except IndexError:
+            memory = mmap.anonymous(self._nbytes)
+            return np.frombuffer(memory, np.uint8, self._nbytes, memory.tell())
+
+    def give(self, buffer: np.ndarray) -> None:
+        self._free.append(buffer)
+
+
+def _pieces(ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Groups blocks that are written together: (first, last + 1) of each."""
+    pieces, first, start = list[tuple[int, int]](), 0, 0
+    for block, end in enumerate(ends):
+        if end - start > _PIECE_BYTES and block > first:
+            pieces.append((first, block))
+            first, start = block, ends[block - 1]
+    return [*pieces, (first, len(ends))]

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from epochckpt import _units
-from epochckpt.cli import commands, watch
+from epochckpt.cli import changes, commands, watch
 from epochckpt.cli.output import Output
 from epochckpt.errors import InvalidArgumentError
+from epochckpt.format import paths
+from epochckpt.manager import export as exporting
+from epochckpt.manager import import_files as importing
 from epochckpt.options import BucketSettings
 
 EXIT_CODES = """\
@@ -46,12 +49,28 @@ def count(value: str) -> int:
     return int(value)
 
 
+def size(value: str) -> int:
+    """Bytes of a size such as `500MB`, `5GB`."""
+    try:
+        return _units.parse_nbytes(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is no size such as 500MB or 5GB: {error}") from None
+
+
 def store(value: str) -> BucketSettings:
     """Settings of a bucket; an error does not repeat them."""
     try:
         return BucketSettings.of(value, "settings")
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def renaming(value: str) -> tuple[str, str]:
+    """An old and a new name."""
+    old, mark, new = value.partition("=")
+    if not mark:
+        raise argparse.ArgumentTypeError(f"{value!r} is no OLD=NEW")
+    return old, new
 
 
 def epoch(value: str) -> int | str:
@@ -83,8 +102,8 @@ def parser(version: str) -> argparse.ArgumentParser:
     """The parser of the command line. What it parses has the function that runs the command as `run`."""
     top = argparse.ArgumentParser(
         "epochckpt",
-        description="Looks at checkpoints: reads only (but gc --delete, repair --yes and export), starts no JAX\n"
-        "backend, and needs nothing of the training code. Works beside a run that is saving.",
+        description="Looks at checkpoints: reads only (but gc --delete, export, and commands with --yes), starts no\n"
+        "JAX backend, and needs nothing of the training code. Works beside a run that is saving.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -92,10 +111,13 @@ def parser(version: str) -> argparse.ArgumentParser:
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Intermixed)
 
     def command(
-        run: Callable[[argparse.Namespace, Output], int], *examples: str, marks: bool = True
+        run: Callable[[argparse.Namespace, Output], int], *examples: str, marks: bool = True, source: str = ""
     ) -> Callable[..., argparse.Action]:
-        """Adds a command and the options that all have, `marks` those about the best epoch; returns `add_argument`."""
-        name = run.__name__
+        """Adds a command and the options that all have, `marks` those about the best epoch; returns `add_argument`.
+
+        `source`: what the FILE is that comes before the directory, if there is one.
+        """
+        name = run.__name__.rstrip("_")
         about = " ".join((run.__doc__ or "").split())
         added = subparsers.add_parser(
             name,
@@ -105,6 +127,8 @@ def parser(version: str) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         added.set_defaults(run=run)
+        if source:
+            added.add_argument("source", metavar="FILE", help=source)
         added.add_argument("directory", metavar="DIR", help=_DIRECTORY)
         general = added.add_argument_group("general")
         general.add_argument("--json", action="store_true", help="one JSON document on stdout, for programs")
@@ -120,11 +144,15 @@ def parser(version: str) -> argparse.ArgumentParser:
         names.add_argument("--step-format-fixed-length", metavar="N", type=count, help="00000012 instead of 12")
         if marks:
             best = added.add_argument_group("which epoch is the best")
-            best.add_argument("--metric", metavar="NAME", default="", help="by this metric")
+            best.add_argument(
+                "--metric", metavar="NAME", action="append", help="by this metric; more than one: show these alone"
+            )
             best.add_argument("--mode", choices=("min", "max"), default="max", help="which value is best; default: max")
+            unit = "what to call a number; default: what the job that saved it counts"
+            added.add_argument("--unit", choices=("epoch", "step"), help=unit)
         return added.add_argument
 
-    add = command(commands.ls, "/data/run --metric loss --mode min")
+    add = command(commands.ls, "/data/run --metric loss --mode min", "/data/all_my_runs")
     add("--limit", metavar="N", type=count, default=50, help="show the newest N; 0: all; default: 50")
     add("--no-check", action="store_true", help="read records only, do not look for missing files")
 
@@ -172,16 +200,50 @@ def parser(version: str) -> argparse.ArgumentParser:
     add = command(commands.repair, "gs://bucket/run", "gs://bucket/run --yes", marks=False)
     add("--yes", action="store_true", help="write it")
 
+    run = "/data/run"
+    add = command(changes.rm, f"{run} 3 4", f"{run} 3 4 --yes")
+    _change(add)
+    add("epochs", metavar="EPOCH", nargs="+", type=epoch, help=_EPOCH)
+
+    add = command(changes.rollback, f"{run} 12", f"{run} best --metric loss --mode min --yes")
+    _change(add)
+    add("epoch", metavar="EPOCH", type=epoch, help=_EPOCH)
+
+    add = command(changes.cp, f"{run} gs://bucket/run", "gs://bucket/run /tmp/best best --metric accuracy --yes")
+    _change(add)
+    add("destination", metavar="DEST", help="a checkpoint directory, an empty folder, or a new one: a path or a URL")
+    add("epochs", metavar="EPOCH", nargs="*", type=epoch, help=f"{_EPOCH}; default: all, and the directory's metadata")
+
+    add = command(
+        changes.import_,
+        "params.msgpack /data/run",
+        "hugging_face_folder gs://bucket/run --rename model=params --dtype bfloat16 --yes",
+        marks=False,
+        source="a .safetensors or flax .msgpack file, or a folder: of one, of Hugging Face, of PyTorch's DCP",
+    )
+    _change(add)
+    add("--epoch", metavar="N", type=count, help="its number; default: the next one, from 0")
+    add("--item", metavar="NAME", default=paths.DEFAULT_ITEM, help="the item that holds it; default: %(default)s")
+    add("--format", choices=importing.FORMATS, help="of the file; default: by its name, or its first bytes")
+    add("--separator", metavar="TEXT", default=".", help="safetensors: splits names into keys; default: .")
+    _selection(add)
+    add("--limit", metavar="N", type=count, default=50, help="list N leaves; 0: all; default: 50")
+
     add = command(
         commands.export,
         "/data/run latest /tmp/for-orbax --format orbax",
         "/data/run 12 /tmp/model --format safetensors --item params",
+        "/data/run best /tmp/hf --format huggingface --include params --rename params=model --dtype bfloat16",
     )
     add("epoch", metavar="EPOCH", type=epoch, help=_EPOCH)
     add("destination", metavar="DEST", help="a local folder that is missing or empty")
-    add("--format", choices=("orbax", "safetensors"), required=True, help="what to write")
+    add("--format", choices=exporting.FORMATS, required=True, help="what to write")
     add("--item", metavar="NAME", help="this item only")
+    _selection(add)
     add("--separator", metavar="TEXT", default=".", help="safetensors: joins keys to names; default: .")
+    add("--framework", metavar="NAME", default="flax", help="safetensors: whose names and layouts they are (pt)")
+    add("--max-file-size", metavar="SIZE", type=size, help="of tensors in a safetensors file; default: 5GB")
+    add("--config", metavar="FILE", help="huggingface: JSON that becomes config.json")
     add("--skip-unsupported", action="store_true", help="leave out what the format cannot express")
 
     add = command(watch.watch, "/data/run", "/data/run --json --until 100 --timeout 2h")
@@ -190,6 +252,12 @@ def parser(version: str) -> argparse.ArgumentParser:
     add("--interval", metavar="TIME", type=span, default=1.0, help="how often to look; default: 1s")
     add("--wait", action="store_true", help="wait for the directory if it does not exist yet")
     return top
+
+
+def _change(add: Callable[..., argparse.Action]) -> None:
+    take_over = "fence off a run that has not closed the directory: one on another host may be dead without a sign"
+    add("--yes", action="store_true", help="do it")
+    add("--take-over", action="store_true", help=take_over)
 
 
 def _epoch(add: Callable[..., argparse.Action]) -> None:
@@ -202,7 +270,16 @@ def _leaves(add: Callable[..., argparse.Action]) -> None:
     add("--node", metavar="NAME", help="of an item that every node has its own of: this node's only")
 
 
+def _selection(add: Callable[..., argparse.Action]) -> None:
+    leaves = "leaves or parts of the tree, by name or shell pattern (params, '*/kernel'); it may be repeated"
+    add("--include", metavar="PATTERN", action="append", help=f"only these {leaves}")
+    add("--exclude", metavar="PATTERN", action="append", help="not these, in the same form")
+    renames = "a leaf, or part of the tree, gets another name; it may be repeated"
+    add("--rename", metavar="OLD=NEW", action="append", type=renaming, default=[], help=renames)
+    add("--dtype", metavar="NAME", help="cast floating arrays: bfloat16, float32, …")
+
+
 def _unfolding(add: Callable[..., argparse.Action]) -> None:
     add("--depth", metavar="N", type=count, help="unfold so many levels; default: what fits on a screen")
     add("--all", action="store_true", help="unfold everything")
-    add("--owners", action="store_true", help="list which node wrote which part of an array")
+    add("--owners", action="store_true", help="show which nodes and devices have which part of an array")

@@ -11,28 +11,31 @@ import orbax.checkpoint as ocp
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from epochckpt import _units
+from epochckpt import _progress, _units
 from epochckpt.cli.output import FOUND, OK, UNREACHABLE, VIEW, Output
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
     EpochNotFoundError,
     InvalidArgumentError,
+    NotACheckpointDirectoryError,
     StorageError,
     UnknownNameError,
 )
-from epochckpt.inspection import leaf_views, views
+from epochckpt.inspection import directory_views, leaf_views, views
 from epochckpt.inspection.blocks import Block, Facts, Span, Tone
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import EpochInspection
 from epochckpt.inspection.gc import Garbage, collect
 from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail
+from epochckpt.inspection.runs import inspect_runs
 from epochckpt.inspection.select import narrowed
 from epochckpt.inspection.text import BAD, FAINT, GOOD, HEAD, WARN, Fact, render, safe
 from epochckpt.inspection.tree import ALL, Folding
 from epochckpt.manager import Verification, status
 from epochckpt.manager import export as exporting
 from epochckpt.manager import repair as repairing
+from epochckpt.manager.selection import say_cast
 from epochckpt.options import StorageOptions
 
 _CHILDREN = 40  # shown of one group of a tree, where a depth is asked for
@@ -48,9 +51,16 @@ def options_of(args: argparse.Namespace) -> ocp.CheckpointManagerOptions:
     )
 
 
+def only_cpu() -> None:
+    """Has jax start no other backend: a second process on an accelerator breaks the training beside it."""
+    jax.config.update("jax_platforms", "cpu")
+
+
 def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection:
     """The directory of a command, or another one that it names."""
-    return inspect(directory or args.directory, metric=args.metric or None, mode=args.mode, options=options_of(args))
+    metric = args.metric[0] if args.metric and len(args.metric) == 1 else args.metric
+    unit = getattr(args, "unit", None)
+    return inspect(directory or args.directory, metric=metric, mode=args.mode, options=options_of(args), unit=unit)
 
 
 def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspection:
@@ -70,11 +80,22 @@ def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspecti
 
 
 def ls(args: argparse.Namespace, output: Output) -> int:
-    """List the epochs of a directory: state, size, times, metrics, nodes.
+    """List the epochs of a directory, or the runs of a folder: age, metrics with their curves, what differs from most.
 
-    Each node of an epoch has a bar, as high as the time that it took to write; × is a damaged one.
+    ✓ is a committed epoch. Each node of several has a bar, as high as the time that it took to write; × is a damaged
+    one. Sizes and times are in the rows only where they differ from what the head says of all.
     """
-    seen = opened(args).overview(args.limit or None, check=not args.no_check)
+    try:
+        run = opened(args)
+    except NotACheckpointDirectoryError as error:
+        try:
+            metric = args.metric[0] if args.metric else None
+            runs = inspect_runs(args.directory, metric=metric, mode=args.mode, options=options_of(args)).overview()
+        except NotACheckpointDirectoryError:
+            raise error from None
+        output.rows(runs, lambda: render(views.of(runs)))
+        return FOUND if any(row.state == DAMAGED for row in runs.runs) else OK
+    seen = run.overview(args.limit or None, check=not args.no_check)
     output.rows(seen, lambda: render(views.overview(seen, hint="; --limit 0 shows all")))
     return FOUND if any(row.state == DAMAGED for row in seen.epochs) else OK
 
@@ -134,8 +155,8 @@ def stat(args: argparse.Namespace, output: Output) -> int:
     epoch = epoch_of(opened(args), args.epoch, output)
     asked = args.patterns or "*", args.item, args.node
     (less,) = narrowed([epoch.detail()], *asked)
-    with output.progress(f"epoch {epoch.epoch}", sum(item.nbytes for item in less.items)) as bar:
-        found = epoch.stats(*asked, progress=lambda nbytes: bar(advance=nbytes)).rows
+    with _progress.work(f"{epoch.plain_row().unit} {epoch.epoch}", sum(item.nbytes for item in less.items)) as bar:
+        found = epoch.stats(*asked, progress=bar.advance).rows
     output.rows(found, lambda: render(leaf_views.stats(found)))
     for item in less.items:
         if item.problem:
@@ -152,8 +173,8 @@ def diff(args: argparse.Namespace, output: Output) -> int:
     other = run if args.other is None else opened(args, args.other)
     one, two = epoch_of(run, args.before, output), epoch_of(other, args.after, output)
     asked: dict[str, Any] = {"directory": args.other, "item": args.item, "node": args.node}
-    with output.progress(f"epochs {one.epoch} and {two.epoch}", one.plain_row().nbytes + two.plain_row().nbytes) as bar:
-        asked["progress"] = lambda done, total: bar(completed=done, total=total)
+    with _progress.work(f"epochs {one.epoch} and {two.epoch}", one.plain_row().nbytes + two.plain_row().nbytes) as bar:
+        asked["progress"] = bar.set
         found = run.diff(one.epoch, two.epoch, args.patterns or "*", **asked).diff
     shown = {"listed": args.limit or None, "unchanged": args.unchanged, "hint": "; --limit 0 lists all"}
     output.rows(found, lambda: render(leaf_views.diff(found, **shown)))
@@ -167,10 +188,10 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     sizes = {row.epoch: row.nbytes for row in rows}
     found: list[Verification] = []
     unread = False
-    with output.progress("verifying", sum(sizes.values())) as bar:
+    with _progress.work("verifying", sum(sizes.values())) as bar:
         for epoch, nbytes in sizes.items():
             try:
-                one = run[epoch].verify(lambda nbytes: bar(advance=nbytes))
+                one = run[epoch].verify(bar.advance)
                 found.append(_repaired(run, one, output) if args.repair_view else one)
             except EpochNotFoundError:  # a live run deletes epochs
                 output.note(f"epoch {epoch} was deleted meanwhile")
@@ -249,8 +270,8 @@ def gc(args: argparse.Namespace, output: Output) -> int:
     search = functools.partial(collect, args.directory, options=options, storage=storage, **asked)
     found = search()
     if args.delete and found.rows:
-        with output.progress("removing", found.nbytes) as bar:
-            found = search(delete=True, progress=lambda row: bar(advance=row.nbytes))
+        with _progress.work("removing", found.nbytes) as bar:
+            found = search(delete=True, progress=lambda row: bar.advance(row.nbytes))
     answer = {"deleted": bool(args.delete), **dataclasses.asdict(found), "nbytes": found.nbytes}
     output.rows(answer, lambda: Group(*_garbage(found, args.delete)))
     return UNREACHABLE if any(why.startswith(_FAILED) for why in found.kept.values()) else OK
@@ -284,7 +305,7 @@ def _garbage(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
     if found.rows:
         things = _units.several(len(found.rows), "thing", "things")
         yield Text(f"{'removed' if deleted else 'can be removed'}: {things}, {_units.nbytes(found.nbytes)}", HEAD)
-        yield render([views.leftovers(found.rows)])
+        yield render([directory_views.leftovers(found.rows)])
     else:
         yield Text("nothing was removed" if deleted else "nothing can be removed", HEAD)
     if found.kept:
@@ -301,18 +322,21 @@ def _garbage(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
 
 
 def export(args: argparse.Namespace, output: Output) -> int:
-    """Write an epoch as a stock Orbax checkpoint or as safetensors files, every byte verified."""
-    # Orbax asks jax for its devices, to name a single one. jax must start the CPU's backend only: a second process that
-    # starts an accelerator's backend breaks the training beside it.
-    jax.config.update("jax_platforms", "cpu")
+    """Write an epoch, or some of its leaves, as a stock Orbax checkpoint or as safetensors, every byte verified."""
+    only_cpu()  # Orbax asks jax for its devices, to name a single one
     epoch = epoch_of(opened(args), args.epoch, output)
-    asked = {"item": args.item, "separator": args.separator, "skip_unsupported": args.skip_unsupported}
-    with output.progress(f"exporting epoch {epoch.epoch}", epoch.plain_row().nbytes) as bar:
-        asked |= {"options": options_of(args), "progress": lambda nbytes: bar(advance=nbytes)}
+    asked: dict[str, Any] = {"item": args.item, "separator": args.separator, "skip_unsupported": args.skip_unsupported}
+    chosen = {"include": args.include, "exclude": args.exclude, "rename": dict(args.rename), "dtype": args.dtype}
+    asked |= {**chosen, "framework": args.framework, "config": args.config, "options": options_of(args)}
+    asked |= {"max_file_bytes": args.max_file_size} if args.max_file_size else {}
+    total = None if any(chosen.values()) else epoch.plain_row().nbytes
+    with _progress.work(f"exporting epoch {epoch.epoch}", total):
         done = exporting.export(args.directory, epoch.epoch, args.destination, args.format, **asked)
 
     def view() -> Iterator[RenderableType]:
         yield Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", safe(done.path))
+        if done.cast:
+            yield Text(say_cast(done.cast, args.dtype))
         if done.unsupported:
             yield Text("left out:")
         for item, leaves in done.unsupported.items():

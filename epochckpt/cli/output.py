@@ -1,13 +1,11 @@
-"""Where the command line writes: rows to stdout as text or JSON, progress and remarks to stderr."""
+"""Where the command line writes: rows to stdout as text or JSON, remarks to stderr."""
 
 import contextlib
-import functools
 import json
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
 from epochckpt._text import shown
@@ -26,7 +24,7 @@ class _Console(Console):
 
 
 class Output:
-    """The output of one command: an answer as text, or as JSON with `as_json`; remarks; progress."""
+    """The output of one command: an answer as text, or as JSON with `as_json`; remarks."""
 
     def __init__(self, as_json: bool):
         self._as_json = as_json
@@ -61,18 +59,3 @@ class Output:
     def note(self, message: str) -> None:
         """A remark beside the answer."""
         self._err.print(Text(f"epochckpt: {shown(message, limit=2000)}", WARN))
-
-    @contextlib.contextmanager
-    def progress(self, what: str, total: float) -> Generator[Callable[..., None]]:
-        """Shows how far work on so many bytes is, on a terminal and nowhere else.
-
-        Yields what any thread may call: `bar(advance=…)`, or `bar(completed=…, total=…)`.
-        """
-        description = TextColumn("{task.description}", markup=False)
-        columns = SpinnerColumn(), description, BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn()
-        drawn = Progress(*columns, console=self._err, transient=True)
-        task = drawn.add_task(shown(what), total=total)
-        # FORCE_COLOR makes no terminal of a file: rich's own test is not enough.
-        on_terminal = sys.stderr.isatty() and not self._err.is_dumb_terminal
-        with drawn if on_terminal else contextlib.nullcontext():
-            yield functools.partial(drawn.update, task)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ from epochckpt import _units
 from epochckpt.cli.commands import options_of
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
 from epochckpt.commit import commits_of
-from epochckpt.inspection import rows, scan, views
+from epochckpt.inspection import rows, scan, signs
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Span, Tone, Words
 from epochckpt.inspection.text import TextTable
@@ -50,9 +51,11 @@ def watch(args: argparse.Namespace, output: Output) -> int:
             if args.json:
                 output.line(event)
             else:
-                show(event, _is_best(args, event))
+                unit = args.unit or (event.before or event.row).unit  # a save under way does not say it
+                row = dataclasses.replace(event.row, unit=unit)
+                show(dataclasses.replace(event, row=row), _is_best(args, event))
     if args.until is None or newest < args.until:
-        output.note(f"no epoch was committed within {_units.secs(args.timeout)}")
+        output.note(f"nothing was committed within {_units.secs(args.timeout)}")
         return MISSING
     return FOUND if damaged else OK
 
@@ -61,7 +64,7 @@ def _is_best(args: argparse.Namespace, event: Event) -> bool:
     """Whether an event's epoch is the best so far."""
     if not args.metric or event.kind not in (PRESENT, SAVED):
         return False
-    asked = {"metric": args.metric, "mode": args.mode, "options": options_of(args)}
+    asked = {"metric": args.metric[0], "mode": args.mode, "options": options_of(args)}
     seen = scan.look(args.directory, limit=1, check=False, **asked)
     return any(row.best and row.epoch == event.row.epoch for row in seen.epochs)
 
@@ -79,11 +82,11 @@ def line(event: Event, best: bool = False) -> TextTable:
         parts.append((1, f"{_units.nbytes(row.nbytes)}{took}"))
         if row.blocked_secs is not None:
             parts.append((7, Span(f"blocked {_units.secs(row.blocked_secs)}", Tone.FAINT)))
-        if row.slowest_node is not None:
-            parts.append((8, Span(f"slowest {row.slowest_node}", Tone.FAINT, 60)))
+        if (slow := signs.slow_node(row)) is not None:
+            parts.append((8, Span(f"slow node {slow.name}", Tone.WARN, 60)))
         for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3], start=4):
-            parts.append((rank, (Span(f"{name} ", Tone.FAINT, 30), Span(views.figure(value), limit=12))))
-    parts.append((2, Span(f"{views.BEST} best" if best else "", Tone.GOOD)))
+            parts.append((rank, (Span(f"{name} ", Tone.FAINT, 30), Span(signs.figure(value), limit=12))))
+    parts.append((2, Span(f"{signs.BEST} best" if best else "", Tone.GOOD)))
     rank, tone = (9, Tone.FAINT) if event.kind == SAVING else (2, Tone.WARN)
     parts.append((rank, Span(row.detail if damaged else event.detail, tone, 300)))
     return _line(parts)
@@ -100,7 +103,7 @@ def _line(parts: Sequence[tuple[int, Words | Cell]]) -> TextTable:
 
 
 def _epoch(row: rows.EpochRow, kind: str, tone: Tone) -> Words:
-    return "epoch ", Span(str(row.epoch), Tone.STRONG), " ", Span(kind, tone)
+    return f"{row.unit} ", Span(str(row.epoch), Tone.STRONG), " ", Span(kind, tone)
 
 
 def _progress(event: Event) -> str:
@@ -149,6 +152,6 @@ def under_way(event: Event) -> TextTable:
     had = {node.name: node.nbytes or 0 for node in before.nodes} if before is not None else {}
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
     bar = Cell(drawing=None if event.done is None else Bar(event.done, 20, Tone.LIVE))
-    strip = Cell(drawing=views.node_strip(row, names, had) if len(names) > 1 else None)
+    strip = Cell(drawing=signs.node_strip(row, names, had) if len(names) > 1 else None)
     head: list[tuple[int, Words | Cell]] = [(0, _epoch(row, "saving", Tone.LIVE)), (1, _progress(event))]
     return _line([*head, (3, bar), (3, strip), (2, Span(event.detail, Tone.FAINT))])

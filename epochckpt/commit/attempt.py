@@ -8,14 +8,14 @@ the commit as a `Committed`. Reports and commits travel as JSON (`to_wire`, `fro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from epochckpt import _monitoring, _threads, _units
+from epochckpt import _monitoring, _progress, _threads, _units
 from epochckpt._threads import Deadline, Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.plan import ItemPlan
@@ -27,6 +27,8 @@ from epochckpt.format import DataFile, EpochRecord, NodeEntry, NodeRecord, Nodes
 from epochckpt.format.records import AlsoFile, pack_contents, tree_digest, unpack_contents
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
+from epochckpt.orbax.view import bases
+from epochckpt.storage import Tally
 
 # Bytes of small contents that travel in the commit record: of the primary, and of all other processes together.
 _CARRIED_BYTES, _CARRIED_BY_OTHERS = 2**20, 16 * 2**20
@@ -111,6 +113,8 @@ class Attempt:
     blocked_secs: float = 0.0
     spent: Mapping[str, float] = dataclasses.field(default_factory=dict)  # until it began, see `RunClock`
     cost: SaveCost | None = None  # once it is committed
+    nbytes: float = 0.0  # that this process writes, about
+    written_before: int = 0  # bytes that its store had written when it began to write
     writing: float = 0.0  # when this process began to write, monotonic; 0 before
     collecting: float = 0.0  # on the primary: when it began to wait for the other processes' reports; 0 before
     log_entry: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the manager's logger, see `step_log`
@@ -134,6 +138,19 @@ class Attempt:
     def elapsed_secs(self) -> float:
         """Seconds since `save` was called."""
         return time.monotonic() - self.started
+
+    @contextlib.contextmanager
+    def shown(self, tally: Tally) -> Generator[None]:
+        """Shows how much of its part this process has written, while it is waited for; `tally` is that of its store."""
+
+        def written() -> float:
+            if self.written.done():
+                return math.inf
+            return tally.nbytes - self.written_before if self.state == "writing" else 0.0
+
+        with _progress.work(f"saving epoch {self.epoch}") as work:
+            work.follow(written, self.nbytes)
+            yield
 
     def check(self) -> None:
         """Raises SaveError if it was cancelled."""
@@ -284,7 +301,8 @@ def write_nodes(
         sizes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *also]), sum(each.nbytes for each in writers)
         events.wrote(commits.store.root, time.monotonic() - began, *sizes)
         if nodes.process == 0:
-            events.arrays(array for tree in trees for array in tree.plan.arrays)
+            for tree in trees:
+                _monitoring.numbers(tree.plan.figures)
         attempt.snapshot.trees, attempt.snapshot.also = [], []  # their memory need not wait for handlers
         writers[0].write_files()
         return ProcessReport(attempt.plan, tuple(each.seal() for each in writers))
@@ -336,14 +354,17 @@ class _NodeWriter:
 
     def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
         """Keeps what the other hosts need, or compare, of leaves of which each process has a value of its own."""
-        item = plan.item
-        for source, buffer in zip(plan.sources, buffers, strict=True):
-            leaf = item.leaves[source.leaf]
-            if source.leaf in item.carried:
-                self._carried.setdefault(item.name, {})[str(source.leaf)] = buffer.array.tobytes()
-            elif not leaf.is_global and leaf.nbytes:
-                data = buffer.array.reshape(-1).view(np.uint8).data
-                self._alike[f"item {item.name!r}, leaf {leaf.name!r}"] = checksums.digest(data)
+        item, sizes = plan.item, plan.owned[2].tolist()
+        for run, buffer in zip(plan.runs, buffers, strict=True):
+            end = 0
+            for source, size in zip(plan.sources[run.first : run.last], sizes[run.first : run.last], strict=True):
+                start, end = end, end + size
+                leaf = item.leaves[source.leaf]
+                if source.leaf in item.carried:
+                    self._carried.setdefault(item.name, {})[str(source.leaf)] = bytes(buffer.data(start, end))
+                elif not leaf.is_global and leaf.nbytes:
+                    digest = checksums.digest(buffer.data(start, end))
+                    self._alike[f"item {item.name!r}, leaf {leaf.name!r}"] = digest
 
     def write_files(self) -> None:
         """Waits for the files that handlers write, and copies them."""
@@ -370,7 +391,9 @@ class _NodeWriter:
         place = self._name, self._process, self._processes
         also = tuple(self._also)
         data = NodeRecord(attempt.epoch, self._identity, *place, attempt.plan, files, timings, own, also).to_bytes()
-        view = self._options.orbax_view
+        view: list[str] | None = [] if self._options.orbax_view else None
+        if view is not None and self._processes > 1 and not self._local:
+            view = bases(attempt.snapshot.items, files)
         self._commits.seal_node(attempt.epoch, self._identity, self._name, self._folders, data, view)
         secs = self._secs + time.monotonic() - began
         entry = NodeEntry(self._name, self._process, len(data), checksums.digest(data), files, secs)

@@ -151,9 +151,9 @@ def young_daly(cost_secs: float, mtbf_secs: float) -> float:
 
 
 def observed_mtbf(runs: Sequence[RunEntry]) -> float:
-    """The mean time between kills of the recorded runs, seconds; a day, or as long as they ran, where none was seen."""
+    """Mean seconds between kills of runs that have committed; a day, or as long as they ran, where none was seen."""
     secs = sum(max(run.committed_ns - run.began_ns, 0) for run in runs) / 1e9
-    kills = sum(1 for run in runs if run.killed)
+    kills = sum(1 for run in runs if run.killed and run.saves)
     return max(secs / kills, 1.0) if kills else max(secs, _UNSEEN_SECS)
 
 

@@ -9,6 +9,7 @@ Guarantees:
   for each save until every process has reported once.
 """
 
+import functools
 import json
 import os
 import socket
@@ -22,7 +23,7 @@ from absl import logging
 from epochckpt import _units
 from epochckpt.commit.hosts import Hosts
 from epochckpt.commit.protocol import Commits
-from epochckpt.errors import AccessError, FencedError
+from epochckpt.errors import AccessError, FencedError, InvalidArgumentError
 from epochckpt.storage import Store
 
 _MAX_BYTES = 4096
@@ -50,16 +51,30 @@ def has_ended(owner: Any) -> bool:
     return False
 
 
-def report_takeover(root: str, read: Callable[[], Any]) -> None:
+def check_idle(commits: Commits) -> None:
+    """Raises InvalidArgumentError if a run that has not closed the directory may be alive."""
+    for owner in commits.owners():
+        if not has_ended(owner):
+            who = f" (process {owner['pid']} on host {owner['host']})" if {"pid", "host"} <= {*owner} else ""
+            raise InvalidArgumentError(
+                f"{commits.store.root}: a run{who} has not closed it and may be alive. End it first; if it has ended, "
+                "claim() of a manager that is opened there and closed lets go of it, or --take-over of the commands "
+                "that have it"
+            )
+
+
+def report_takeover(root: str, read: Callable[[], Any]) -> int:
     """Logs that a run which has not closed the directory is fenced off from now on; `read` gives that run's owner.
 
     It is a warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
+    Returns when that run claimed the directory, in Unix nanoseconds; 0 if nothing tells.
     """
-    who, ended = "", False
+    who, ended, claimed_ns = "", False, 0
     try:  # it only serves the message, and may be anything
         found = read()
         ended = has_ended(found)
         ago = _units.secs(max(time.time_ns() - found["claimed_ns"], 0) / 1e9)
+        claimed_ns = max(int(found["claimed_ns"]), 0)
         who = f" (process {found['pid']:d} on host {found['host']:.200}, which claimed it {ago} ago)"
         if (found["host"], found["pid"]) == (socket.gethostname(), os.getpid()):
             who += ", which is this process"
@@ -67,13 +82,14 @@ def report_takeover(root: str, read: Callable[[], Any]) -> None:
         logging.debug("%s: nothing tells whether the run before is alive", root, exc_info=True)
     if ended:
         logging.info("%s: takes over from a run that has ended without closing it%s", root, who)
-        return
+        return claimed_ns
     logging.warning(
         "%s: this process takes over from a run that did not close the directory%s. If it is alive, its next save "
         "fails with FencedError: only the newest run that writes may save here. To look at a run, write nothing",
         root,
         who,
     )
+    return claimed_ns
 
 
 class Claim:
@@ -97,6 +113,7 @@ class Claim:
         self._lock = threading.Lock()
         self._taken: dict[str, Any] | None = None  # on the primary: a claim that the other hosts have yet to join
         self._known: dict[str, Any] | None = None
+        self.may_take_over = True  # from a run that may be alive
         self.fenced: FencedError | None = None  # how this manager learned that a newer run has taken over
 
     @property
@@ -134,7 +151,8 @@ class Claim:
             if self.fenced is not None:
                 raise FencedError(epoch, self.fenced.reason)
             try:
-                self._commits.claim(epoch)
+                check = functools.partial(check_idle, self._commits)
+                self._commits.claim(epoch, *([] if self.may_take_over else [check]))
                 if self._hosts is not None:
                     self._taken = {"incarnation": self._commits.incarnation}
                     return self._taken

@@ -24,9 +24,10 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import claiming, head_record, surroundings
+from epochckpt.commit import claiming, head_record, metrics_log, surroundings
 from epochckpt.commit.departures import Departures
 from epochckpt.commit.head_record import Head, HeadEpoch, send_off
+from epochckpt.commit.object_log import ObjectLog
 from epochckpt.commit.object_views import ObjectViews
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import (
@@ -63,6 +64,7 @@ class PutCommits(Commits):
         self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
         self._copying = threading.RLock()  # held where the copy of a record is written, or removed
         self.swept: set[str] = set()  # dead attempts of which nothing is left
+        self._log = ObjectLog(store)
         self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
         self.departures = Departures(store, self.head, self.change)
 
@@ -127,7 +129,7 @@ class PutCommits(Commits):
                     raise
                 new = None
             if new is not None and not late:
-                new = new.next(dead={a: f for a, f in new.dead.items() if a not in self.swept})
+                new = new.tidied(self.swept, self._log.moved)
                 if self._put(data, new):
                     return new
             elif fresh and new is None:
@@ -304,8 +306,8 @@ class PutCommits(Commits):
             return None  # the folder has copies
         return {epoch: (entry.attempt, entry.attached) for epoch, entry in self.entries().items() if entry.attached}
 
-    def _is_foreign(self, folder: str) -> bool:
-        return True
+    def deleted(self) -> dict[int, metrics_log.Line]:
+        return {} if self.names.only else self._log.deleted(self.seen() or Head())
 
     def _is_copy(self, folder: str) -> bool:
         return self.store.exists(paths.join(folder, paths.EPOCH_RECORD))
@@ -326,6 +328,10 @@ class PutCommits(Commits):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
+    def owners(self) -> list[Any]:
+        found = self.head()
+        return [] if found is None or found.closed else [found.owner]
+
     def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
         owner = claiming.owner()
         while True:
@@ -345,9 +351,9 @@ class PutCommits(Commits):
         self.store.check_conditions(paths.HEAD, new.to_bytes())
         if old is None:
             self._views.guard()
+        self.incarnation, self.taken_over = new.incarnation, None
         if old is not None and not old.closed:
-            claiming.report_takeover(self.store.root, lambda: old.owner)
-        self.incarnation, self.after_kill = new.incarnation, old is not None and not old.closed
+            self.taken_over = old.incarnation, claiming.report_takeover(self.store.root, lambda: old.owner)
         for name in sorted(name for name, attempts in beside.items() if attempts is not None):
             _threads.logged(f"{self.store.root}/{name}: a copy of a record stays", partial(self._tidy, name, new))
         if new.dead:
@@ -375,12 +381,6 @@ class PutCommits(Commits):
         for folder in sorted(set(dead.values())):
             self._remove(folder, {attempt for attempt, where in dead.items() if where == folder})
         self.swept |= dead.keys()
-
-    def clock_ns(self) -> int:
-        """The time by the store's clock, nanoseconds since 1970: that of a change of the head, which is made now."""
-        folder, _, name = paths.HEAD.partition("/")
-        self.change(lambda now: now.next(), 0, fenced=False)
-        return next(file.written_ns for file in self.store.files(folder) if file.path == name)
 
     def _remove(self, folder: str, attempts: Collection[str]) -> None:
         """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""
@@ -481,13 +481,11 @@ class PutCommits(Commits):
         """Copies the record of a committed epoch; that of a newer one stays, however late this is."""
         path = paths.join(folder, paths.EPOCH_RECORD)
         with self._copying, suppress(FileExistsError):
-            entry = (self.seen() or Head()).epochs.get(folder)
-            if entry is not None and entry.attempt == attempt:  # it may have been set aside since
+            if (self.seen() or Head()).has(folder, attempt):  # it may have been set aside since
                 self.store.create(path, record)
             return
         there = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)  # of the epoch that gave way
-        entry = (self.head() or Head()).epochs.get(folder)
-        if entry is not None and entry.attempt == attempt:
+        if (self.head() or Head()).has(folder, attempt):
             self.store.replace(path, there, record)
 
     def _give_up(self, epoch: int, attempt: str) -> bool:
@@ -495,16 +493,16 @@ class PutCommits(Commits):
         folder = self.names.build(epoch)
 
         def edit(now: Head) -> Head | None:
-            return now.next(**now.without(folder, attempt=attempt, dead=True)) if attempt in now.begun else None
+            changes = {**now.without(attempt=attempt), "dead": {**now.dead, attempt: folder}}
+            return now.next(**changes) if attempt in now.begun else None
 
-        entry = self.change(edit, epoch).epochs.get(folder)
-        return entry is not None and entry.attempt == attempt
+        return self.change(edit, epoch).has(folder, attempt)
 
     def discard(self, epoch: int, attempt: str) -> None:
         if not self._give_up(epoch, attempt):
             self.remove_dead({attempt: self.names.build(epoch)})
 
-    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+    def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
         folder, gone = self.folder(epoch), dict[str, HeadEpoch]()  # by where it is kept, or its folder
 
         def edit(now: Head) -> Head | None:
@@ -515,16 +513,19 @@ class PutCommits(Commits):
                 raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
             send_off(changes, folder, entry, None if into is None else kept)
             gone[kept] = entry
-            return now.next(**changes)
+            noted = self._log.noting(now, folder, self.names.parse, self._record) if logged else {}
+            return now.next(**changes, **noted)
 
         self.change(edit, epoch)
         self._folders.pop(epoch, None)
+        steps: list[Callable[[], None]] = [lambda: self._log.move(self.seen())]
         if into is not None:
             self._copy_aside(gone)
-            return lambda: None
-        if any(entry.stock for entry in gone.values()):
-            return lambda: self.departures.end(folder, self.incarnation)
-        return lambda: self.remove_dead({entry.attempt: folder for entry in gone.values()})
+        elif any(entry.stock for entry in gone.values()):
+            steps.insert(0, partial(self.departures.end, folder, self.incarnation))
+        else:
+            steps.insert(0, partial(self.remove_dead, {entry.attempt: folder for entry in gone.values()}))
+        return partial(_threads.Pool(1).run, steps)
 
     def roll_back(self, rollback: Rollback) -> None:
         moved = dict[str, HeadEpoch]()
@@ -536,7 +537,7 @@ class PutCommits(Commits):
                 kept = paths.join(rollback.folder or "", folder)
                 send_off(changes, folder, entry, kept)
                 moved[kept] = entry
-            return now.next(**changes) if later else None
+            return now.next(**changes, **now.back_to(rollback.about)) if later else None
 
         self.change(edit, rollback.about)
         self._copy_aside(moved)
@@ -581,13 +582,11 @@ class PutCommits(Commits):
         folder = self.folder(epoch)
 
         def edit(now: Head) -> Head | None:
-            entry = now.epochs.get(folder)
-            if entry is None or entry.attempt != attempt or entry.attached.get(source) == metrics:
+            if not now.has(folder, attempt) or now.epochs[folder].attached.get(source) == metrics:
                 return None
-            return now.next(epochs={**now.epochs, folder: entry.with_attached(source, metrics)})
+            return now.next(epochs={**now.epochs, folder: now.epochs[folder].with_attached(source, metrics)})
 
-        found = self.change(edit, epoch, fenced=False).epochs.get(folder)
-        return found is not None and found.attempt == attempt
+        return self.change(edit, epoch, fenced=False).has(folder, attempt)
 
     def release(self) -> None:
         """See Commits. The head stays, and the next incarnation counts on from it."""

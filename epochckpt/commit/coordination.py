@@ -12,7 +12,8 @@ of their JAX process indices. As a rule these numbers are those indices.
 import collections
 import contextlib
 import json
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -25,6 +26,7 @@ from epochckpt._threads import Deadline
 T = TypeVar("T")
 
 _CALL_SECS = 30.0  # bound on calls that take a fraction of a millisecond
+_LOOK_SECS = 15.0  # a gather looks for errors this often, also while the process that it waits for is silent
 
 
 class Coordinator:
@@ -85,6 +87,8 @@ class Coordinator:
 
         Raises the error of a process that has put one, or a CoordinationTimeoutError that names late processes.
         """
+        if "error" in own:
+            raise errors.from_wire(own["error"])
         found, missing = self.gather(prefix, set(range(1, self.processes)), Deadline(timeout_secs))
         for process, value in sorted(found.items()):
             if "error" in value:
@@ -101,11 +105,12 @@ class Coordinator:
         """
         found: dict[int, Any] = {}
         while missing:
-            first = min(missing)
+            # A process at random: in whatever order they come, the number of rounds grows with the logarithm of theirs.
+            awaited = random.choice(tuple(missing))
             with contextlib.suppress(errors.CoordinationTimeoutError):
-                found[first] = self.get(f"{prefix}/{first}", max(deadline.left(), 0.001))
+                found[awaited] = self.get(f"{prefix}/{awaited}", max(min(deadline.left(), _LOOK_SECS), 0.001))
             present = self.get_all(prefix)
-            found.update({int(k): v for k, v in present.items() if int(k) in missing})
+            found.update({int(k): present[k] for k in present if int(k) in missing})
             missing = missing - found.keys()
             if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in found.values()):
                 break
@@ -157,7 +162,7 @@ class JaxCoordinator(Coordinator):
 
     def get_all(self, prefix: str) -> Mapping[str, Any]:
         pairs = self._call(f"list {prefix}", lambda: self._client.key_value_dir_get(prefix + "/"))
-        return {key.rpartition("/")[2]: json.loads(value) for key, value in pairs}
+        return _Decoded({key.rpartition("/")[2]: value for key, value in pairs})
 
     def forget(self, prefix: str) -> None:
         with contextlib.suppress(errors.CoordinationError):
@@ -172,6 +177,22 @@ class JaxCoordinator(Coordinator):
             if isinstance(error, TimeoutError) or (wait_secs is not None and "DEADLINE_EXCEEDED" in str(error)):
                 raise errors.CoordinationTimeoutError(f"{problem} within {wait_secs or _CALL_SECS:g} s") from None
             raise errors.CoordinationError(f"{problem}: {error}") from error
+
+
+class _Decoded(Mapping[str, Any]):
+    """Values as JSON, which are decoded when they are asked for: of many, a caller knows most already."""
+
+    def __init__(self, texts: Mapping[str, str]):
+        self._texts = texts
+
+    def __getitem__(self, key: str) -> Any:
+        return json.loads(self._texts[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
 
 
 class RecentKeys:

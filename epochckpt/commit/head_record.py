@@ -7,9 +7,10 @@ in one request, and no listing tells them what there is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from epochckpt.commit.metrics_log import Line
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 
 _MAX_METRICS_BYTES = 8192  # of one epoch: larger ones are in its record only
@@ -120,11 +121,17 @@ class Head:
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
     leaving: Mapping[str, Leaving] = dataclasses.field(default_factory=dict)  # by folder; see `commit.departures`
     foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
+    log: tuple[Line, ...] = ()  # of deleted epochs: the last lines, which come after those of the file
+    logged: int = 0  # lines that are in the file alone, see `commit.metrics_log`
     change: str = ""  # unlike that of every other content
 
     def knows(self, attempt: str) -> bool:
         """Whether one of the runs here has made an attempt."""
         return attempt.partition("-")[0] in {*self.past, self.incarnation}
+
+    def has(self, folder: str, attempt: str) -> bool:
+        """Whether an attempt is the epoch of a folder."""
+        return folder in self.epochs and self.epochs[folder].attempt == attempt
 
     @property
     def named(self) -> set[str]:
@@ -136,8 +143,24 @@ class Head:
         head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head", "nodes": nodes, **vars(self)}
         for name in ("epochs", "stock", "aside"):
             head[name] = {folder: entry.to_json(nodes) for folder, entry in head[name].items()}
+        head["log"] = [line.to_json() for line in self.log]
         head["leaving"] = {folder: [step.attempt, step.to] for folder, step in self.leaving.items()}
         return checksums.seal(head)
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines of `log` as they are to be in the file."""
+        return [dataclasses.replace(line, number=number) for number, line in enumerate(self.log, self.logged + 1)]
+
+    def tidied(self, gone: Collection[str], moved: int) -> Head:
+        """The head without dead attempts of which nothing is left, and without the lines that are in the file."""
+        dead = {attempt: folder for attempt, folder in self.dead.items() if attempt not in gone}
+        count = min(max(moved - self.logged, 0), len(self.log))
+        return self.next(dead=dead, log=self.log[count:], logged=self.logged + count)
+
+    def back_to(self, epoch: int) -> dict[str, Any]:
+        """What a change adds to the log where the epochs after this one have not been, for all that comes after."""
+        return {"log": (*self.log, Line(epoch, back=True))} if self.log or self.logged else {}
 
     @property
     def listed(self) -> dict[str, HeadEpoch]:
@@ -148,20 +171,14 @@ class Head:
         """The head after a change."""
         return dataclasses.replace(self, **changes, change=paths.new_id())
 
-    def without(self, *folders: str, attempt: str = "", dead: bool = False) -> dict[str, dict[str, Any]]:
-        """What a change may change, as dicts of its own: the epochs of folders are gone, and the attempt is not begun.
-
-        `dead`: the epochs stay, and the attempt is dead.
-        """
+    def without(self, *folders: str, attempt: str = "") -> dict[str, dict[str, Any]]:
+        """What a change may change, as dicts of its own: epochs of folders are gone, and the attempt is not begun."""
         names = ("epochs", "stock", "begun", "dead", "aside", "leaving")
         changes: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in names}
         changes["begun"].pop(attempt, None)
         for folder in folders:
-            if dead:
-                changes["dead"][attempt] = folder
-            else:
-                changes["epochs"].pop(folder, None)
-                changes["stock"].pop(folder, None)
+            changes["epochs"].pop(folder, None)
+            changes["stock"].pop(folder, None)
         return changes
 
     def claimed(self, owner: Mapping[str, Any], foreign: tuple[str, ...]) -> Head:
@@ -175,6 +192,7 @@ class Head:
             begun={},
             dead={**self.dead, **self.begun},
             foreign=foreign,
+            **({} if self.listed else self.back_to(-1)),
         )
 
 
@@ -237,5 +255,10 @@ def parse(path: str, data: bytes) -> Head:
             for folder, found in (fields.mapping("leaving") if "leaving" in fields.data else {}).items()
         },
         foreign=tuple(paths.check_recorded_name(path, name, paths.is_part) for name in fields.array("foreign")),
+        log=tuple(
+            Line.from_json(path, line, f"log[{number}].")
+            for number, line in enumerate(fields.array("log") if "log" in fields.data else [])
+        ),
+        logged=fields.integer("logged") if "logged" in fields.data else 0,
         change=fields.text("change", 16),
     )

@@ -61,8 +61,7 @@ class ObjectViews:
     def _show(self, folder: str, attempt: str, view: View, old: HeadEpoch | None = None) -> None:
         def still() -> bool:
             found = self._head()
-            entry = found.epochs.get(folder) if found is not None and folder not in found.leaving else None
-            return entry is not None and entry.attempt == attempt
+            return found is not None and folder not in found.leaving and found.has(folder, attempt)
 
         with self._changing:
             if old is not None and not old.stock:

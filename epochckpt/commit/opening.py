@@ -126,7 +126,8 @@ def _commits_at(
     storage: StorageOptions,
 ) -> Commits:
     mode = options.file_options.path_permission_mode if options.file_options else None
-    return commits_of(open_store(directory, folder_mode=mode, settings=storage.store), names)
+    store = open_store(directory, folder_mode=mode, settings=storage.store, direct_io=storage.direct_io)
+    return commits_of(store, names)
 
 
 @_monitoring.timed(events.LOOKED)
@@ -246,7 +247,7 @@ def open_directory(
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
     names = StepNames.of(options)  # refuses what cannot be used before another process hears of this one
-    defaults = [f"process_{id}" for id in coordinator.ids]
+    defaults = _default_names(coordinator)
     own = check_names(defaults[coordinator.process] if node is None else node)
     if coordinator.processes > 1 and not (node is None or isinstance(node, str)):
         raise errors.InvalidArgumentError(
@@ -292,7 +293,7 @@ def open_directory(
         prefix = f"{base}/{answer['opening']}"
         coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
     # Each process opens the directory as the primary has resolved it.
-    where, found = answer["directory"] if host is None else directory, tuple(answer["nodes"])
+    where, found = answer["directory"] if host is None else directory, tuple(answer["nodes"] or defaults)
     commits, there = _commits_at(where, options, names, storage), Survey.from_wire(answer["survey"])
     commits.ignored = frozenset(there.aside.get(coordinator.process, ()))
     given = node is not None or (coordinator.processes > 1 and found != tuple(defaults))
@@ -301,6 +302,10 @@ def open_directory(
     if refused is not None:
         logging.warning("%s", refused)
     return Opened(coordinator, commits.store, commits, prefix, nodes, there, refused, host)
+
+
+def _default_names(coordinator: Coordinator) -> list[str]:
+    return [f"process_{id}" for id in coordinator.ids]
 
 
 def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> str:
@@ -323,10 +328,9 @@ def _gather_hellos(coordinator: Coordinator, prefix: str, own: dict[str, Any], w
         late = coordinator.named(missing)
         raise errors.CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
     hellos = [own, *(found[process] for process in sorted(others))]
-    nodes = [hello["node"] for hello in hellos]
-    for process, node in enumerate(nodes):
-        first = nodes.index(node)
-        if first != process:
+    firsts: dict[str, int] = {}
+    for process, node in enumerate(hello["node"] for hello in hellos):
+        if (first := firsts.setdefault(node, process)) != process:
             both = f"{coordinator.named([first])} and {coordinator.named([process])}"
             raise errors.InvalidArgumentError(f"{both} both call their node {node!r}; node= must be unique")
     return hellos
@@ -367,7 +371,8 @@ def _decide(
         what = f"{'epoch' if len(moving) == 1 else 'epochs'} {', '.join(map(str, moving))}"
         remedy = "which the next write puts back. claim() does that now: call it before you choose what to restore"
         logging.warning("%s: an earlier run was killed while it replaced %s, %s", store.root, what, remedy)
-    return {"directory": store.address, "opening": paths.new_id(), "nodes": list(nodes), "survey": found.to_wire()}
+    named = [] if nodes == _default_names(coordinator) else list(nodes)  # every process takes the answer: it is short
+    return {"directory": store.address, "opening": paths.new_id(), "nodes": named, "survey": found.to_wire()}
 
 
 def _looked_at(store: Store, options: ocp.CheckpointManagerOptions, look: Callable[[], T]) -> T:

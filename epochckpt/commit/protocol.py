@@ -28,6 +28,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import errors
+from epochckpt.commit import metrics_log
 from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 from epochckpt.orbax import StepNames, steps
@@ -88,7 +89,7 @@ class Commits(abc.ABC):
     def __init__(self, store: Store, names: StepNames):
         self.store, self.names = store, names
         self.incarnation = ""
-        self.after_kill = False  # the run that this one claimed the directory from had not closed it
+        self.taken_over: tuple[str, int] | None = None  # incarnation and claim of a run that had not closed it
         self.ignored: frozenset[int] = frozenset()  # epochs on this disk that are none of the job's, see `disks`
         self._folders: dict[int, str] = {}
 
@@ -130,6 +131,10 @@ class Commits(abc.ABC):
     def attach(self, epoch: int, attempt: str, source: str, metrics: Mapping[str, Any]) -> bool:
         """Adds metrics to what `attached` returns; False if another attempt, or none, is there by now."""
         raise NotImplementedError
+
+    def deleted(self) -> dict[int, metrics_log.Line]:
+        """What is kept of epochs that were deleted, their metrics, ascending; numbers may be in use again."""
+        return metrics_log.deleted(metrics_log.read(self.store))
 
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
         if epoch in self.hidden():
@@ -266,7 +271,7 @@ class Commits(abc.ABC):
             elif self.store.exists(paths.join(entry.name, paths.EPOCH_RECORD)) or self._is_orbax(entry.name):
                 if epoch not in folders or entry.name == self.names.build(epoch):
                     folders[epoch] = entry.name
-            elif epoch not in hidden and self._is_foreign(entry.name):
+            elif epoch not in hidden:  # a deletion of ours moves a folder away before anything in it is removed
                 foreign[epoch] = entry.name
         self._folders = folders
         return sorted(folders.keys() - hidden), foreign
@@ -279,10 +284,6 @@ class Commits(abc.ABC):
     def rollback(self) -> Rollback | None:
         """The rollback that is under way, or was interrupted; None without one."""
         return parsing.read_record(self.store, paths.ROLLBACK_RECORD, parse_rollback)
-
-    @abc.abstractmethod
-    def _is_foreign(self, folder: str) -> bool:
-        """Whether a folder without a commit record is not ours, and no remainder of ours either."""
 
     def _is_orbax(self, folder: str) -> bool:
         """Whether a folder without a commit record is a step that stock Orbax finished."""
@@ -302,6 +303,10 @@ class Commits(abc.ABC):
             f"{self.store.root}: this user (uid {os.getuid()}) may read it, but not write there: nothing can be saved "
             "or deleted. Give write access, or save to another directory"
         )
+
+    @abc.abstractmethod
+    def owners(self) -> list[Any]:
+        """What is known of the processes whose runs have not closed the directory; see `claiming.owner`."""
 
     @abc.abstractmethod
     def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
@@ -329,10 +334,13 @@ class Commits(abc.ABC):
         """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""
         return self.node_folder(epoch, attempt, node)
 
-    def seal_node(self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: bool) -> None:
+    def seal_node(
+        self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None
+    ) -> None:
         """Makes the names in a node's folder and in its `folders` durable, and writes `node.json` (`record`).
 
-        It is the node's last act on its staging. `view`: the epoch is to have an Orbax view.
+        It is the node's last act on its staging. `view`: None if the epoch is to have no Orbax view; else the folders
+        of databases in it where this node makes the link to its folder. The primary makes those that are missing.
         """
         del folders, view
         self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
@@ -369,9 +377,10 @@ class Commits(abc.ABC):
         """Primary: removes the files of a failed attempt; files that are gone already are no error."""
 
     @abc.abstractmethod
-    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+    def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
         """Primary: takes an epoch out of sight, durably; the returned call removes its bytes.
 
+        With `logged`, its metrics stay, see `deleted`: unless it is the newest, of which a run goes back then.
         With `into`, that subfolder of the directory keeps the epoch. Where no rename can move an epoch (overlayfs, for
         epochs of a lower layer), a record hides it during the removal; UnfinishedError says that this has failed.
         """

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Container, Iterator, Mapping
 
 from epochckpt import errors
-from epochckpt.commit import attached_metrics, claiming
+from epochckpt.commit import attached_metrics, claiming, metrics_log
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing, paths
@@ -55,12 +55,8 @@ def look(commits: PutCommits) -> Rebuilt:
         else:
             sources = attached_metrics.in_folder(commits, name, record.epoch, record.attempt)
             epochs[name] = dataclasses.replace(HeadEpoch.of(record), attached=sources)
-    if head is not None and epochs and not head.closed and not claiming.has_ended(head.owner):
-        owner = f"process {head.owner.get('pid')} on host {head.owner.get('host')}"
-        raise errors.InvalidArgumentError(
-            f"{commits.store.root}: a run ({owner}) has not closed it and may be alive. End it first; if it has ended, "
-            "claim() of a manager that is opened there and closed lets go of it"
-        )
+    if head is not None and epochs:
+        claiming.check_idle(commits)
     return Rebuilt(epochs, aside, left_out, problem)
 
 
@@ -75,7 +71,8 @@ def write(commits: PutCommits, found: Rebuilt) -> None:
     head = Head(incarnation=last, past=tuple(sorted(runs - {last})), epochs=found.epochs, aside=found.aside)
     beside, stock = commits.beside(head)
     foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
-    head = head.claimed(claiming.owner(), foreign).next(closed=True, stock=stock)
+    logged = max((line.number for line in metrics_log.read(commits.store)), default=0)
+    head = head.claimed(claiming.owner(), foreign).next(closed=True, stock=stock, logged=logged)
     with commits.access():
         commits.store.put(paths.HEAD, head.to_bytes(), draft="", replace=True)
 

@@ -13,14 +13,16 @@ import json
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 from absl import logging
 
 from epochckpt import _threads, errors
-from epochckpt.commit import claiming, placing
+from epochckpt.commit import attached_metrics, claiming, metrics_log, placing
+from epochckpt.commit.metrics_log import Line
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.format import EpochRecord, paths
-from epochckpt.orbax import StepNames, Views, linked_view
+from epochckpt.orbax import StepNames, Views, linked_view, step_names
 from epochckpt.storage import Entry, Store
 
 _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
@@ -43,8 +45,15 @@ class RenameCommits(Commits):
         """`<epoch>-<number>` in the home: each attempt has its own, so that a late writer never meets a later one."""
         return paths.join(self._home, attempt.partition("-")[2])
 
-    def _is_foreign(self, folder: str) -> bool:
-        return True  # our own deletions move a folder away before anything in it is removed
+    def owners(self) -> list[Any]:
+        homes = [entry.name for entry in self.store.list("") if paths.parse_incarnation(entry.name) is not None]
+        found: list[Any] = []
+        for home in homes:
+            try:
+                found.append(claiming.read_owner(self.store, paths.join(home, paths.OWNER_FILE)))
+            except (OSError, ValueError, RecursionError):  # the run is claiming just now, or was killed then
+                found += [{}] * self.store.exists(home)
+        return found
 
     def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
         check()
@@ -58,7 +67,12 @@ class RenameCommits(Commits):
         self.store.make_folder(self._home)
         with self._fenced(epoch):  # of two runs that claim at the same moment, one is the later one
             self.store.create(paths.join(self._home, paths.OWNER_FILE), json.dumps(claiming.owner()).encode())
-            swept = [gone for gone in map(self._sweep, self.store.list("")) if gone]
+            entries = self.store.list("")
+            swept = [gone for gone in map(self._sweep, entries) if gone]
+            if all(self.names.parse(entry.name) is None for entry in entries) and not self._is_mirrored:
+                folders = [(entry.name, entry.is_folder) for entry in entries]
+                if not step_names.named_otherwise(self.store, folders):  # somebody has removed them all
+                    self._append(Line(-1, back=True))
             self.store.sync_folder("")
             self._finish_if_it_can()
             if not self.store.exists(self._home):
@@ -74,9 +88,9 @@ class RenameCommits(Commits):
             return ""
         away = placing.take_over(self.store, self._home, entry.name)
         if away is not None and older not in self._begun:
-            self.after_kill = True
             owner = paths.join(away, paths.OWNER_FILE)
-            claiming.report_takeover(self.store.root, partial(claiming.read_owner, self.store, owner))
+            when = claiming.report_takeover(self.store.root, partial(claiming.read_owner, self.store, owner))
+            self.taken_over = max(self.taken_over or ("", -1), (older, when), key=lambda run: run[1])
         return away or ""
 
     def moving(self) -> list[int]:
@@ -108,13 +122,16 @@ class RenameCommits(Commits):
             self.store.make_folder(folder)
         return folder
 
-    def seal_node(self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: bool) -> None:
+    def seal_node(
+        self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None
+    ) -> None:
         folder = self.node_folder(epoch, attempt, node)
         with self._staged(epoch):
             for inner in folders:
                 self.store.sync_folder(paths.join(folder, inner))
-            if view and paths.JSON_FILE not in folders:
-                linked_view.link_node(self.store, folder)
+            if view is not None:
+                place = self._staging(attempt), paths.folder_name(node)
+                linked_view.link_node(self.store, *place, paths.JSON_FILE not in folders, view)
             super().seal_node(epoch, attempt, node, folders, record, view)
             self.store.sync_folder(folder)
             self.store.sync_folder(self._staging(attempt))
@@ -129,8 +146,6 @@ class RenameCommits(Commits):
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
         view, noted = self._views.note(record)
-        if view is None:
-            return noted
         with self._staged(record.epoch):
             return linked_view.write(self.store, self._staging(record.attempt), noted, view, run)
 
@@ -216,12 +231,50 @@ class RenameCommits(Commits):
         self.store.rename(self._staging(attempt), away)
         return away
 
-    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+    def deleted(self) -> dict[int, Line]:
+        found, rollback = super().deleted(), self.rollback()
+        to = None if rollback is None else rollback.to
+        return {epoch: line for epoch, line in found.items() if to is None or epoch <= to}
+
+    @property
+    def _is_mirrored(self) -> bool:
+        """Whether another directory may have epochs from which a run goes on here."""
+        return self.store.exists(paths.MIRROR_RECORD)
+
+    def _log(self, epoch: int) -> None:
+        """Notes the metrics of an epoch that is about to be deleted, or that the run goes back to the one before."""
+        numbers = [self.names.parse(entry.name) for entry in self.store.list("") if entry.is_folder]
+        others = [number for number in numbers if number not in (None, epoch)]
+        if all(number < epoch for number in others):
+            self._append(Line(max(others, default=epoch - 1 if self._is_mirrored else -1), back=True))
+            return
+        with suppress(errors.DamagedError, errors.FormatError):
+            found = self.read_head(epoch)
+            metrics = attached_metrics.merge(found.metrics, attached_metrics.of_epoch(self, found))
+            if line := Line.of(epoch, found.attempt, found.committed_ns, metrics):
+                self._append(line)
+
+    def _append(self, line: Line) -> None:
+        """Appends to the log of deleted epochs, unless a newer run has taken over; a failure is logged."""
+        path = paths.METRICS_LOG
+
+        def append() -> None:
+            if line.back and not self.store.exists(path):
+                return
+            self.make_folder(path.partition("/")[0])
+            if self.store.exists(self._home):
+                self.store.append_line(path, line.to_bytes(), limit_bytes=metrics_log.MAX_BYTES)
+
+        _threads.logged(f"{self.store.root}: the metrics of a deleted epoch are not kept", append)
+
+    def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
         name = self.folder(epoch)
         kept = None if into is None else paths.join(into, name)
         if kept is not None and self.store.exists(kept):
             problem = f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}"
             raise errors.EpochExistsError(problem)
+        if logged:
+            _threads.logged(f"{self.store.root}: the metrics of epoch {epoch} are not kept", partial(self._log, epoch))
         away = placing.removed(self._home, name)
         with self._fenced(epoch):
             try:
@@ -249,6 +302,8 @@ class RenameCommits(Commits):
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
         folder = rollback.folder
+        if rollback.to is not None:
+            self._append(Line(rollback.to, back=True))
         with self._fenced(rollback.about):
             if folder is not None:
                 placing.make_folder(self.store, self._home, folder)

@@ -28,7 +28,15 @@ from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.commit.opening import Survey
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.commit.run_clock import RunClock
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError, InvalidArgumentError
+from epochckpt.errors import (
+    DamagedError,
+    EpochCheckpointError,
+    EpochNotFoundError,
+    FormatError,
+    InvalidArgumentError,
+    RemovalError,
+    say,
+)
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import events
 
@@ -120,10 +128,11 @@ class History:
         self.damaged: dict[int, ReplaceCondition] = {}
         self.run, self.pace = RunClock(), Pace(alone)
 
-    def reset(self, survey: Survey) -> None:
-        """Starts anew from a look at storage."""
+    def reset(self, survey: Survey, known: Collection[int] | None = None) -> None:
+        """Starts anew from a look at storage; what is not `known`, as of its beginning, was committed meanwhile."""
         self.damaged, self.run.earlier = survey.damaged, survey.runs
-        self._committed = {e: EpochInfo(e, self._load) for e in sorted(survey.epochs)}  # any may have been replaced
+        found = {e: EpochInfo(e, self._load) for e in sorted(survey.epochs)}  # any may have been replaced
+        self._committed = found | {e: i for e, i in self._committed.items() if known is not None and e not in known}
         self.remote = frozenset(survey.remote)
         self.forget_failed()
         self.attach(survey.attached)
@@ -361,13 +370,18 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
 
 
 def hide(commits: Commits, epoch: int, into: str | None) -> Callable[[], None]:
-    """Takes an epoch out of sight, see `Commits.hide`; returns what removes its bytes."""
+    """Takes an epoch out of sight, see `Commits.hide`; returns what removes its bytes, or raises RemovalError."""
     began = time.monotonic()
-    remove, hiding_secs = commits.hide(epoch, into), time.monotonic() - began
+    remove, hiding_secs = commits.hide(epoch, into, logged=True), time.monotonic() - began
+    where = "" if into is None else f": it was moved to {into}"
+    logging.info("epoch %d of %s is deleted%s", epoch, commits.store.root, where)
 
     def remove_it() -> None:
         began = time.monotonic()
-        remove()
+        try:
+            remove()
+        except Exception as error:
+            raise RemovalError(commits.store.root, epoch, say(error)) from error
         _monitoring.secs(hiding_secs + time.monotonic() - began, events.DELETED)
 
     return remove_it

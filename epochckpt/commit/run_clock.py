@@ -36,17 +36,26 @@ class RunClock:
         return dict(self._spent)
 
     def committing(
-        self, epoch: int, incarnation: str, spent: Mapping[str, float], times: tuple[int, int], after_kill: bool
+        self,
+        epoch: int,
+        incarnation: str,
+        spent: Mapping[str, float],
+        times: tuple[int, int],
+        killed: tuple[str, int] | None,
     ) -> tuple[RunEntry, ...]:
         """The runs as the record of an epoch has them, which is about to be committed.
 
-        `spent`: `so_far` when its save began; `times`: when that was, and now, in Unix nanoseconds. `after_kill`: the
-        run before this one did not close the directory.
+        `spent`: `so_far` when its save began; `times`: when that was, and now, in Unix nanoseconds. `killed`: the
+        incarnation before this one, and when it claimed the directory, if it did not close it.
         """
         self._saves += 1
-        earlier = [run for run in self.earlier if run.incarnation != incarnation][1 - _KEPT :]
-        if earlier and earlier[-1].killed is None:
-            earlier[-1] = dataclasses.replace(earlier[-1], killed=after_kill)
+        earlier = [run for run in self.earlier if run.incarnation != incarnation]
+        if killed is not None and killed[1] and killed[0] not in [run.incarnation for run in earlier]:
+            # It has committed nothing. Whether the run before it was killed, it has told nobody.
+            name, claimed_ns = killed
+            earlier.append(RunEntry(name, claimed_ns, claimed_ns, claimed_ns, 0, 0, 0.0, 0.0, 0.0, killed=True))
+        elif earlier and earlier[-1].killed is None:
+            earlier[-1] = dataclasses.replace(earlier[-1], killed=killed is not None)
         blocked, restoring, waiting = (round(spent.get(on, 0.0), 6) for on in (BLOCKED, RESTORING, WAITING))
         run = RunEntry(incarnation, self._began_ns, *times, self._saves, epoch, blocked, restoring, waiting)
-        return (*earlier, run)
+        return (*earlier[1 - _KEPT :], run)

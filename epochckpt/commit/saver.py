@@ -89,11 +89,11 @@ class Attempts:
         # no invariant spans two of them; see the guarantees of `_threads`.
         self._pending: list[Attempt] = []
         self._tries: dict[int, int] = {}  # how many attempts at an epoch the write lane has taken up
-        self._errors: list[errors.SaveError] = []
+        self.failures: list[errors.SaveError | errors.RemovalError] = []  # that nobody has been told of
         self._failed: dict[int, tuple[str, str]] = {}
         self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_KEPT_KEYS)
         self._report_keys, self._keys = RecentKeys(_KEPT_REPORTS), RecentKeys(_KEPT_KEYS)
-        self._resident: collections.deque[int] = collections.deque()  # epochs whose bytes the page cache may hold
+        self._resident = collections.deque[int]()  # epochs whose bytes the page cache may hold
 
     # -- on the training thread ----------------------------------------------------------------------------------
 
@@ -190,27 +190,27 @@ class Attempts:
         """How the last attempt at an epoch ended, if not well (`failed`, `uncertain`), and why."""
         return self._failed.get(epoch)
 
-    def pop_errors(self) -> list[errors.SaveError]:
+    def pop_errors(self) -> list[errors.SaveError | errors.RemovalError]:
         """Failures since the last call."""
-        popped = list(self._errors)
+        popped = list(self.failures)
         for error in popped:
             self.forget_error(error)
         return popped
 
-    def forget_error(self, error: errors.SaveError) -> None:
+    def forget_error(self, error: errors.SaveError | errors.RemovalError) -> None:
         """The caller has been told of a failure."""
         with contextlib.suppress(ValueError):
-            self._errors.remove(error)
+            self.failures.remove(error)
 
     def after_fork(self) -> None:
         """In a forked child: the saves in flight are the parent's."""
         self._pending.clear()
-        self._errors.clear()
+        self.failures.clear()
 
     def drain(self, epoch: int | None = None) -> None:
         """Waits until every attempt (at one epoch, or at any) has its verdict; bounded, as every attempt is."""
-        for attempt in self.pending():
-            if epoch in (None, attempt.epoch):
+        for attempt in (each for each in self.pending() if epoch in (None, each.epoch)):
+            with attempt.shown(self._store.written):
                 self._wait(attempt, attempt.done)
 
     def drain_removals(self) -> None:
@@ -220,9 +220,9 @@ class Attempts:
         self._commit_lane.submit(lambda: None).wait(self._options.save_timeout_secs)
         self._history.run.spend(run_clock.WAITING, time.monotonic() - began)
 
-    def remove(self, remove: Callable[[], None]) -> None:
-        """Removes hidden epochs in the background, after the saves in flight."""
-        self._commit_lane.submit(lambda: _threads.logged("a deleted epoch could not be removed", remove))
+    def remove(self, remove: Callable[[], None]) -> _threads.Future[None]:
+        """Removes a hidden epoch in the background, after the saves in flight; a RemovalError is kept in `failures`."""
+        return self._commit_lane.submit(lambda: _threads.logged("delete", remove, self.failures.append))
 
     @property
     def longest_secs(self) -> float:
@@ -283,7 +283,7 @@ class Attempts:
             if attempt.error is not None:
                 raise attempt.error
             attempt.check()
-            attempt.state = "writing"
+            attempt.written_before, attempt.state = self._store.written.nbytes, "writing"
             while self._resident:
                 epoch = self._resident.popleft()
                 for name in self.nodes.hosted_names:
@@ -396,7 +396,7 @@ class Attempts:
             state = "uncertain" if isinstance(failure, errors.UncertainError) else "failed"
             self._failed[attempt.epoch] = (state, failure.reason)
             if attempt.error is None:  # else `save` has raised it, or `refuse` has entered it
-                self._errors.append(failure)
+                self.failures.append(failure)
                 self._history.fail(attempt)
             logging.error("%s: %s", self._store.root, failure)
         self._listener.ended(attempt, failure)
@@ -474,7 +474,7 @@ class Attempts:
         if different:
             reason = (
                 f"{self._coordinator.named(different)} planned something else than {self.nodes.names[0]}: the trees, "
-                "shapes or shardings that were passed to save() differ between the processes"
+                "shapes or shardings that were passed to save(), or the sizes in StorageOptions, are not the same"
             )
             raise errors.SaveError(attempt.epoch, reason)
 
@@ -495,7 +495,7 @@ class Attempts:
     @_monitoring.timed(events.FINALIZED)
     def _publish(self, attempt: Attempt) -> Committed:
         record = attempt.record(self._id(attempt), objects=not self._store.renames)
-        times, took_over = (record.started_ns, record.committed_ns), self._commits.after_kill
+        times, took_over = (record.started_ns, record.committed_ns), self._commits.taken_over
         runs = self._history.run.committing(attempt.epoch, self._commits.incarnation, attempt.spent, times, took_over)
         record = dataclasses.replace(record, runs=runs)
         if self._options.orbax_view:
@@ -512,7 +512,7 @@ class Attempts:
         if self._hosts is not None:
             self._hosts.commit(attempt, record.attempt, data, still_in_time, self._key)
         elif remove := self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces):
-            self.remove(remove)
+            self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
         logging.info("epoch %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
         cost = SaveCost.of(attempt.epoch, record)
         return Committed(attempt.epoch, attempt.metrics, record.committed_ns, attempt=record.attempt, cost=cost)

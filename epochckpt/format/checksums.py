@@ -24,9 +24,24 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def seal(record: dict[str, Any]) -> bytes:
+class Json(str):
+    """Text of JSON."""
+
+
+def dumps(value: Any) -> Json:
+    """A value as JSON; ValueError for what JSON has no number for."""
+    return Json(json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False))
+
+
+def dumps_fields(fields: Mapping[str, Any]) -> Json:
+    """An object as JSON, of whose values some may be text already."""
+    texts = (f"{dumps(name)}:{value if isinstance(value, Json) else dumps(value)}" for name, value in fields.items())
+    return Json(f"{{{','.join(texts)}}}")
+
+
+def seal(record: Mapping[str, Any]) -> bytes:
     """A record as JSON. The first field is the checksum of the whole, computed with zeros in its place."""
-    body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    body = dumps_fields(record).encode()
     zeroed = _FIELD + _ZEROS + b'"' + (b"," + body[1:] if body != b"{}" else b"}")
     return _FIELD + f"{xxh3(zeroed):016x}".encode() + zeroed[len(_FIELD) + 16 :]
 

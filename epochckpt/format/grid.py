@@ -15,17 +15,20 @@ another node owns (`ArrayItem.also`), in files that are laid out alike.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from epochckpt import _text
-from epochckpt.format import safetensors
+from epochckpt.format import checksums, safetensors
+from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import ARRAY_KINDS, KeyPath
 
 _CARRIED_LEAF, _CARRIED_ITEM = 64 * 2**10, 512 * 2**10  # bytes of one leaf, and of all of an item, see `carried`
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+MAX_CELLS, MAX_ITEM_CELLS = 2**24, 2**30
+"""The most cells of a leaf, and of all leaves of an item: what a record of it may have."""
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -43,6 +46,11 @@ def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
     if origin is None:
         return tuple([slice(start, stop) for start, stop in box])
     return tuple([slice(start - at, stop - at) for (start, stop), (at, _) in zip(box, origin, strict=True)])
+
+
+def meet(box: Box, other: Box) -> Box:
+    """What two boxes of one array have in common; sides without a length where they do not touch."""
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
 
 
 def cell_box(cell: int, counts: Sequence[int], shape: Sequence[int]) -> Box:
@@ -76,19 +84,43 @@ class Grid:
     counts: tuple[int, ...]  # cells along each dimension, without trailing ones
     holders: tuple[tuple[int, ...], ...]  # the nodes that hold each cell, ascending; cells in C order
 
+    def __hash__(self) -> int:
+        return self._hash
+
     @functools.cached_property
-    def _table(self) -> tuple[np.ndarray, np.ndarray]:
-        sizes = np.array([len(h) for h in self.holders], dtype=np.int64)
-        table = np.full((len(self.holders), int(sizes.max(initial=1))), -1, dtype=np.int64)
-        for i, nodes in enumerate(self.holders):
-            table[i, : len(nodes)] = nodes
-        return table, sizes
+    def _hash(self) -> int:
+        return hash((self.counts, self.holders))
+
+    @functools.cached_property
+    def firsts(self) -> list[int]:
+        """For every cell the first cell that has the same holders."""
+        known: dict[int, int] = {}  # equal tuples are one object, as a rule, and may be long
+        equal: dict[tuple[int, ...], int] = {}
+        for cell, nodes in enumerate(self.holders):
+            if id(nodes) not in known:
+                known[id(nodes)] = equal.setdefault(nodes, cell)
+        return [known[id(nodes)] for nodes in self.holders]
+
+    @functools.cached_property
+    def _table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A row per distinct set of holders, how many each has, and the row of each cell."""
+        cells, rows = np.unique(np.array(self.firsts, np.int64), return_inverse=True)
+        sizes = np.array([len(self.holders[cell]) for cell in cells.tolist()], dtype=np.int64)
+        table = np.full((len(cells), int(sizes.max())), -1, dtype=np.int64)
+        for i, cell in enumerate(cells.tolist()):
+            table[i, : sizes[i]] = self.holders[cell]
+        return table, sizes, rows
+
+    @functools.cached_property
+    def width(self) -> tuple[int, int]:
+        """How many nodes hold a cell: the fewest, and the most."""
+        sizes = self._table[1]
+        return int(sizes.min()), int(sizes.max())
 
     def owners(self, rotation: int) -> np.ndarray:
         """Node number of the owner of every cell; int64 of shape (cells,)."""
-        table, sizes = self._table
-        cells = np.arange(len(sizes))
-        return table[cells, (cells + rotation) % sizes]
+        table, sizes, rows = self._table
+        return table[rows, (np.arange(len(rows)) + rotation) % sizes[rows]]
 
     @functools.cached_property
     def _owned(self) -> dict[tuple[int, int, bool], list[int]]:
@@ -100,13 +132,13 @@ class Grid:
         if found is None:
             mine = self.owners(rotation) == node
             if others:
-                mine = np.any(self._table[0] == node, axis=1) & ~mine
+                table, _, rows = self._table
+                mine = np.any(table == node, axis=1)[rows] & ~mine
             found = self._owned[rotation, node, others] = np.flatnonzero(mine).tolist()
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One leaf of an item's tree, as recorded. For typed PRNG keys, dtype and shape are those of their data."""
 
     path: KeyPath
@@ -154,6 +186,24 @@ class ArrayItem:
         """Whether the item is a single leaf, not a tree."""
         return len(self.leaves) == 1 and not self.leaves[0].path
 
+    def to_json(self) -> dict[str, Any]:
+        """Its form in `epoch.json`."""
+        rows: list[Any] = []
+        for leaf in self.leaves:
+            row: list[Any] = [tree_lib.path_to_json(leaf.path), leaf.kind]
+            if leaf.dtype is not None:
+                name = tree_lib.dtype_name(leaf.dtype, leaf.name)
+                row += [name, leaf.shape, leaf.grid, leaf.rotation, leaf.sharding]
+                row += [leaf.impl] if leaf.impl is not None else []
+            rows.append(row)
+        grids = [(g.counts, [_held(g, cell, first) for cell, first in enumerate(g.firsts)]) for g in self.grids]
+        return {"leaves": rows, "grids": grids, "shardings": self.shardings, "meshes": self.meshes}
+
+    @functools.cached_property
+    def json_fields(self) -> dict[str, checksums.Json]:
+        """The same as text: every epoch of one plan has it."""
+        return {name: checksums.dumps(value) for name, value in self.to_json().items()}
+
     @functools.cached_property
     def by_name(self) -> dict[str, int]:
         """Leaf numbers by leaf name."""
@@ -171,22 +221,26 @@ class ArrayItem:
 
     @functools.cached_property
     def _file_order(self) -> list[int]:
-        arrays = [i for i, leaf in enumerate(self.leaves) if leaf.kind in ARRAY_KINDS]
-        return sorted(arrays, key=lambda i: (-_itemsize(self.leaves[i]), i))
+        return self.in_file_order(i for i, leaf in enumerate(self.leaves) if leaf.kind in ARRAY_KINDS)
+
+    def in_file_order(self, leaves: Iterable[int]) -> list[int]:
+        """Leaves, given in ascending order, as they follow each other in the files of one node."""
+        return sorted(leaves, key=lambda i: -_itemsize(self.leaves[i]))
 
     @functools.cached_property
-    def _cells(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], int]]:
+    def _cells(self) -> dict[Any, tuple[tuple[int, ...], tuple[int, ...], int]]:
         return {}
 
     def _cell(self, leaf: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """(counts, cell shape, cell bytes) of a leaf."""
-        found = self._cells.get(leaf)
+        info = self.leaves[leaf]
+        form = info[3:6]  # dtype, shape and grid
+        found = self._cells.get(form)
         if found is None:
-            info = self.leaves[leaf]
             counts = self.grids[info.grid].counts
             counts += (1,) * (len(info.shape) - len(counts))
             shape = tuple(d // c for d, c in zip(info.shape, counts, strict=True))
-            found = self._cells[leaf] = counts, shape, math.prod(shape) * _itemsize(info)
+            found = self._cells[form] = counts, shape, math.prod(shape) * _itemsize(info)
         return found
 
     def counts(self, leaf: int) -> tuple[int, ...]:
@@ -287,11 +341,13 @@ class ArrayItem:
         leaves, _, sizes = owned
         if not len(leaves):
             return []
+        infos = [self.leaves[leaf] for leaf in leaves.tolist()]
+        extras = [safetensors.header_bytes_bound(len(i.name) + 2 + 42 * len(i.shape), len(i.shape)) for i in infos]
+        if sum(extras) <= safetensors.MAX_HEADER_BYTES and (part_bytes is None or sizes.sum() <= part_bytes):
+            return [len(leaves)]
         ends: list[int] = []
         data = head = 0
-        for i, (leaf, size) in enumerate(zip(leaves.tolist(), sizes.tolist(), strict=True)):
-            info = self.leaves[leaf]
-            extra = safetensors.header_bytes_bound(len(info.name) + 2 + 42 * len(info.shape), len(info.shape))
+        for i, (extra, size) in enumerate(zip(extras, sizes.tolist(), strict=True)):
             full = part_bytes is not None and data + size > part_bytes
             if i > (ends[-1] if ends else 0) and (full or head + extra > safetensors.MAX_HEADER_BYTES):
                 ends.append(i)
@@ -309,6 +365,11 @@ class ArrayItem:
         if shape != info.shape:
             name += f"[{','.join(f'{start}:{stop}' for start, stop in self.cell_box(leaf, cell))}]"
         return name, info.dtype, shape, self.cell_bytes(leaf)
+
+
+def _held(grid: Grid, cell: int, first: int) -> Sequence[int] | int:
+    """The nodes that hold a cell; where several do, and they are those of an earlier cell, the number of that cell."""
+    return grid.holders[cell] if first == cell or len(grid.holders[cell]) == 1 else first
 
 
 def _itemsize(leaf: Leaf) -> int:

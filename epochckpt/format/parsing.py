@@ -6,6 +6,7 @@ by the size of the record.
 
 import dataclasses
 import itertools
+import marshal
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from epochckpt import _collector
 from epochckpt.errors import FormatError, FormatVersionError, unreadable
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
-from epochckpt.format.grid import ArrayItem, Grid, Leaf
+from epochckpt.format.grid import MAX_CELLS, MAX_ITEM_CELLS, ArrayItem, Grid, Leaf
 from epochckpt.format.records import (
     MAX_RECORD_BYTES,
     AlsoFile,
@@ -33,7 +34,6 @@ T = TypeVar("T")
 
 _MAX_DIM, _MAX_DIMS = 2**48, 32
 _MAX_BYTES = 2**62
-_MAX_CELLS = 2**24
 _MAX_BRACES = 2**16
 _OPENING = ord("{")
 _PLAIN = bytes(set(range(256)) - set(b'"{}'))  # bytes that neither begin nor end a string or an object
@@ -325,9 +325,10 @@ def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
 
 def _parse_arrays(fields: Fields, name: str, nodes: int) -> ArrayItem:
     grids = [_parse_grid(fields, i, row, nodes) for i, row in enumerate(fields.array("grids"))]
-    leaves = [_parse_leaf(fields, i, row, grids) for i, row in enumerate(fields.array("leaves"))]
-    if sum(len(grids[leaf.grid].holders) for leaf in leaves if leaf.grid >= 0) > _MAX_CELLS:
-        raise fields.fail("leaves", f"at most {_MAX_CELLS} cells in all")
+    known: dict[bytes, tuple[Any, ...]] = {}
+    leaves = [_parse_leaf(fields, i, row, grids, known) for i, row in enumerate(fields.array("leaves"))]
+    if sum(len(grids[leaf.grid].holders) for leaf in leaves if leaf.grid >= 0) > MAX_ITEM_CELLS:
+        raise fields.fail("leaves", f"at most {MAX_ITEM_CELLS} cells in all")
     if len({leaf.name for leaf in leaves}) != len(leaves):
         raise fields.fail("leaves", "distinct names")
     shardings, meshes = fields.array("shardings"), fields.array("meshes")
@@ -341,23 +342,47 @@ def _parse_grid(fields: Fields, number: int, row: object, nodes: int) -> Grid:
     if not isinstance(row, list) or len(row) != 2 or not all(isinstance(x, list) for x in row):
         raise problem
     counts, holders = row
-    if len(counts) > _MAX_DIMS or not all(type(c) is int and 0 < c <= _MAX_CELLS for c in counts):
+    if len(counts) > _MAX_DIMS or not all(type(c) is int and 0 < c <= MAX_CELLS for c in counts):
         raise problem
-    if math.prod(counts) > _MAX_CELLS or len(holders) != math.prod(counts):
+    if math.prod(counts) > MAX_CELLS or len(holders) != math.prod(counts):
         raise problem
+    lists = [held for held in holders if isinstance(held, list)]
+    named = list(itertools.chain.from_iterable(lists))  # a large job has many: they are checked together
+    if not all(lists) or {*map(type, named)} != {int} or not 0 <= min(named) <= max(named) < nodes:
+        raise problem
+    parsed: list[tuple[int, ...]] = []
     for held in holders:
-        if not isinstance(held, list) or not held or not all(type(n) is int and 0 <= n < nodes for n in held):
+        if isinstance(held, list):
+            parsed.append(tuple(held))
+        elif type(held) is int and 0 <= held < len(parsed):  # the holders of an earlier cell
+            parsed.append(parsed[held])
+        else:
             raise problem
-    return Grid(tuple(counts), tuple(map(tuple, holders)))
+    return Grid(tuple(counts), tuple(parsed))
 
 
-def _parse_leaf(fields: Fields, number: int, row: object, grids: list[Grid]) -> Leaf:
-    if not isinstance(row, list) or len(row) not in (2, 7, 8) or not isinstance(row[1], str):
+def _parse_leaf(
+    fields: Fields, number: int, row: object, grids: list[Grid], known: dict[bytes, tuple[Any, ...]]
+) -> Leaf:
+    if not isinstance(row, list) or len(row) not in (2, 7, 8):
         raise _no_leaf(fields, number)
     path = tree_lib.path_from_json(fields.path, row[0])
-    name, kind = tree_lib.leaf_name(path), row[1]
+    try:
+        form = marshal.dumps(row[1:], 2)  # not a tuple, which would take true for 1
+    except ValueError:  # nested too deeply
+        raise _no_leaf(fields, number) from None
+    if (rest := known.get(form)) is None:
+        rest = known[form] = _parse_form(fields, number, row, grids)
+    return Leaf._make((path, tree_lib.leaf_name(path), *rest))
+
+
+def _parse_form(fields: Fields, number: int, row: list[Any], grids: list[Grid]) -> tuple[Any, ...]:
+    """The fields of a leaf after its name; few leaves of a tree differ in them."""
+    kind = row[1]
+    if not isinstance(kind, str):
+        raise _no_leaf(fields, number)
     if len(row) == 2 and (kind in tree_lib.VALUE_KINDS or kind in tree_lib.EMPTY_KINDS):
-        return Leaf(path, name, kind)
+        return Leaf((), "", kind)[2:]
     if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not isinstance(row[3], list):
         raise _no_leaf(fields, number)
     dtype = tree_lib.parse_dtype(fields.path, row[2])
@@ -375,7 +400,7 @@ def _parse_leaf(fields: Fields, number: int, row: object, grids: list[Grid]) -> 
     if counts and (len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False))):
         where = f"{fields.where}leaves[{number}]"
         raise FormatError(fields.path, f"{where}: shape {shape} is not cut evenly by the grid {list(counts)}")
-    return Leaf(path, name, kind, dtype, tuple(shape), grid, rotation, sharding, impl)
+    return kind, dtype, tuple(shape), grid, rotation, sharding, impl
 
 
 def _no_leaf(fields: Fields, number: int) -> FormatError:

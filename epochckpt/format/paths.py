@@ -27,6 +27,7 @@ DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
 LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax keep it
 MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
+METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `commit.metrics_log`
 HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
 ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
 

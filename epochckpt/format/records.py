@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from epochckpt.format import checksums, paths
-from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import ArrayItem
 
 MAX_RECORD_BYTES = 256 * 2**20
@@ -77,7 +76,7 @@ class NodeRecord:
         fields: dict[str, Any] = {
             **vars(self),
             "files": [dataclasses.asdict(f) for f in self.files],
-            "items": {name: _item_json(item) for name, item in self.items.items()},
+            "items": _items_json(self.items),
             "also": [dataclasses.asdict(f) for f in self.also],
         }
         if not self.also:
@@ -221,7 +220,7 @@ class EpochRecord:
         fields: dict[str, Any] = {
             **vars(self),
             "nodes": [n.row() for n in self.nodes],
-            "items": {name: _item_json(item) for name, item in self.items.items()},
+            "items": _items_json(self.items),
             "metrics": checksums.pack_json(self.metrics, "metrics"),
             "custom_metadata": checksums.pack_json(dict(self.custom_metadata), "custom_metadata"),
         }
@@ -248,20 +247,6 @@ def _seal(kind: str, fields: Mapping[str, Any]) -> bytes:
     return checksums.seal({"format": paths.FORMAT, "version": paths.VERSION, "record": kind, **fields})
 
 
-def array_item_json(item: ArrayItem) -> dict[str, Any]:
-    """The recorded form of an array item; nodes compare its digest."""
-    rows: list[Any] = []
-    for leaf in item.leaves:
-        row: list[Any] = [tree_lib.path_to_json(leaf.path), leaf.kind]
-        if leaf.dtype is not None:
-            name = tree_lib.dtype_name(leaf.dtype, leaf.name)
-            row += [name, leaf.shape, leaf.grid, leaf.rotation, leaf.sharding]
-            row += [leaf.impl] if leaf.impl is not None else []
-        rows.append(row)
-    grids = [(g.counts, g.holders) for g in item.grids]
-    return {"leaves": rows, "grids": grids, "shardings": item.shardings, "meshes": item.meshes}
-
-
 def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
     """Digest of one node's own tree; equal on two nodes if and only if they wrote the same, to the last bit.
 
@@ -269,7 +254,7 @@ def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
     shardings cut differently count as different.
     """
     assert item.arrays is not None, "a node's own items are trees"
-    described = array_item_json(item.arrays)
+    described = item.arrays.to_json()
     content = {
         "leaves": [row[:6] + row[7:] for row in described["leaves"]],
         "grids": described["grids"],
@@ -279,13 +264,17 @@ def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
     return checksums.digest(json.dumps(content, separators=(",", ":")).encode())
 
 
-def _item_json(item: ItemRecord) -> dict[str, Any]:
+def _items_json(items: Mapping[str, ItemRecord]) -> checksums.Json:
+    return checksums.dumps_fields({name: checksums.dumps_fields(_item_fields(item)) for name, item in items.items()})
+
+
+def _item_fields(item: ItemRecord) -> dict[str, Any]:
     head: dict[str, Any] = {"kind": item.kind, "handler": item.handler}
     if item.arrays is None:
         return {**head, "same": item.same} if item.kind == "node" else head
     return {
         **head,
-        **array_item_json(item.arrays),
+        **item.arrays.json_fields,
         "values": {str(k): v for k, v in item.values.items()},
         "custom_metadata": checksums.pack_json(item.custom_metadata, "custom_metadata"),
     }

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from epochckpt.errors import FormatError, InvalidArgumentError
+from epochckpt.storage.mmap import Assembled
 
 KeyPath = tuple[tuple[str, Any], ...]
 
@@ -30,6 +31,7 @@ EMPTY_KINDS = frozenset({"none", "dict", "list", "tuple", "node"})
 INLINE_BYTES = 4096  # longer strings and bytes go to the data file
 _SAFE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '%/[]"\\')
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON joins two adjacent ones to one character
+_DictKey = jax.tree_util.DictKey
 _INT_LIKE = re.compile(r"-?\d+\Z")
 MAX_DEPTH = 256
 TIME_UNIT = r"(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
@@ -118,7 +120,9 @@ def key_path(path: Sequence[Any]) -> KeyPath:
     """A key path of JAX in our form; InvalidArgumentError for a dict key that cannot be saved."""
     out: list[tuple[str, Any]] = []
     for entry in path:
-        if isinstance(entry, jax.tree_util.DictKey):
+        if type(entry) is _DictKey and type(key := entry.key) is str:  # most keys
+            out.append(("k", key))
+        elif isinstance(entry, _DictKey):
             key = entry.key
             if isinstance(key, np.generic):
                 key = key.item()
@@ -243,6 +247,8 @@ def leaf_kind(leaf: Any) -> str | None:
         return "prng" if is_prng_dtype(leaf.dtype) else "jax"
     if isinstance(leaf, np.ndarray):
         return None if isinstance(leaf, np.ma.MaskedArray) else "numpy"  # a mask would be lost
+    if isinstance(leaf, Assembled):
+        return "numpy"
     if isinstance(leaf, bool):
         return "bool"
     if isinstance(leaf, np.generic):

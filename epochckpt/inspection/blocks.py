@@ -106,6 +106,7 @@ class Column(NamedTuple):
     right: bool = False
     least: int | None = None  # a narrow terminal may shorten cells to so many characters; None: never
     tip: str = ""
+    missed: bool = False  # a narrow terminal that leaves it out says so
 
 
 class Row(NamedTuple):
@@ -153,10 +154,26 @@ class Problem(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Leaves as a tree, which the renderer folds; shares are of `total_nbytes`."""
+    """Leaves as a tree, which the renderer folds; shares are of `total_nbytes`.
+
+    `usual`: the mesh, or the one device, that arrays lie on unless their line says otherwise; with `placed` some do.
+    """
 
     root: Branch
     total_nbytes: int
+    usual: tuple[str, str] = ("", "")
+    placed: bool = True
+
+
+class Heat(NamedTuple):
+    """A matrix of squares, each as strong as its level: from -1 to 1, or NaN."""
+
+    levels: tuple[tuple[float, ...], ...]
+
+    @staticmethod
+    def tone(level: float) -> Tone:
+        """The colour of a square."""
+        return Tone.BAD if math.isnan(level) else Tone.WARN if level < 0 else Tone.LIVE
 
 
 class Section(NamedTuple):
@@ -168,7 +185,7 @@ class Section(NamedTuple):
     on_demand: bool = False  # a terminal shows it only if it is asked for
 
 
-Block = Line | Summary | Facts | Problem | Table | Tree | Section
+Block = Line | Summary | Facts | Problem | Table | Tree | Heat | Section
 
 
 def trees(blocks: Iterable[Block]) -> list[Tree]:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from epochckpt._units import several
 from epochckpt.arrays import EpochReader
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, EpochNotFoundError, FormatError, say
-from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, Leaf, paths
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, Leaf, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection import leftovers
 from epochckpt.inspection.leaf_reader import PerNodeReader, open_reader
@@ -26,10 +27,12 @@ from epochckpt.orbax import OrbaxRecord, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store
 
+MAX_DRAWN, MAX_DEVICES = 64, 512  # parts and devices of an array of which a row says which lie where
 MAX_REPR = 120  # characters of a Python value that a row shows
 _TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}  # as jax names the dtypes of keys
 _MAX_SCALARS = 1000  # numbers of a step of stock Orbax whose values are read; each is an array in a file
 _MAX_FILES = 100_000
+_MAX_JSON, _MAX_READ = 16_384, 8  # bytes of a file that is read to be shown, and how many of an item
 
 
 def describe(commits: Commits, row: EpochRow) -> EpochDetail:
@@ -72,8 +75,30 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
         return _array_item(name, reader.record, item, handler)
     if item.kind == "node":
         return _node_item(reader, name, handler)
-    files = [FileRow(f.name, n.name, f.size) for n in reader.record.nodes for f in n.files if f.item == name]
-    return ItemRow(name, item.kind, handler, files=tuple(files))
+    problems: list[str] = []
+
+    def content(file: DataFile) -> Any:
+        try:
+            return parsed(reader.read_file(name, file.name))
+        except EpochDeletedError:
+            raise
+        except EpochCheckpointError as error:
+            problems.append(say(error))
+            return None
+
+    found = [(number, n.name, f) for number, n in enumerate(reader.record.nodes) for f in n.files if f.item == name]
+    small = [f for number, _, f in found if f.size <= _MAX_JSON and number in reader.here]
+    read = {f.name: content(f) for f in small} if len(small) <= _MAX_READ else {}
+    files = tuple(FileRow(f.name, node, f.size, read.get(f.name)) for _, node, f in found)
+    return ItemRow(name, item.kind, handler, files=files, problem="; ".join(problems))
+
+
+def parsed(content: bytes) -> Any:
+    """What a file says if it is JSON; None if it is not."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _per_node_items(epoch: PerNodeReader) -> Iterator[ItemRow]:
@@ -98,7 +123,11 @@ def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str) 
         """How arrays lie; those that lie alike share a row."""
         cells = arrays.grids[grid]
         owners = tuple(record.nodes[int(n)].name for n in cells.owners(rotation))
-        return ShardingRow(counts, owners, min(map(len, cells.holders)), _spec(arrays, sharding))
+        few = len(owners) <= MAX_DRAWN
+        holders = tuple(tuple(record.nodes[n].name for n in cell) for cell in cells.holders) if few else ()
+        devices = _devices(arrays, sharding, counts) if few else ()
+        spec, mesh = _spec(arrays, sharding)
+        return ShardingRow(counts, owners, min(map(len, cells.holders)), spec, mesh, devices, holders)
 
     leaves = []
     for number, (public, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True)):
@@ -147,25 +176,54 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
     return ItemRow(name, "node", handler, nodes=nodes, problem=problem)
 
 
-def _spec(arrays: ArrayItem, number: int) -> str:
-    """A recorded sharding in words; empty for a row that has none, or is not valid: parsing did not check it."""
+def _spec(arrays: ArrayItem, number: int) -> tuple[str, str]:
+    """A recorded sharding in words, and its mesh; empty if there is none, or an invalid one: parsing checks none."""
     if number < 0:
-        return ""
+        return "", ""
     try:
         row = arrays.shardings[number]
         if "device" in row:
-            return _with_memory(f"one device ({row['platform']}:{row['device']})", row.get("memory"))
+            return _with_memory(f"{row['platform']}:{row['device']}", row.get("memory")), ""
         mesh = arrays.meshes[row["mesh"]]
         return _words(mesh["axes"], mesh["shape"], row["spec"], row.get("memory"))
     except (KeyError, IndexError, TypeError, ValueError):
-        return ""
+        return "", ""
 
 
-def _words(axes: Sequence[Any], shape: Sequence[Any], spec: Sequence[Any], memory: str | None) -> str:
-    """`PartitionSpec('data', None) on data=4, model=2`."""
-    entries = ", ".join(repr(tuple(e)) if isinstance(e, list) else repr(e) for e in spec)
+def _words(axes: Sequence[Any], shape: Sequence[Any], spec: Sequence[Any], memory: str | None) -> tuple[str, str]:
+    """`P(None, 'data')`, and `data=4, model=2`."""
+    cut = list(spec)
+    while cut and cut[-1] is None:  # says no more than its absence
+        cut.pop()
+    entries = ", ".join(repr(tuple(e)) if isinstance(e, list) else repr(e) for e in cut)
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(axes, shape, strict=True))
-    return _with_memory(f"PartitionSpec({entries}) on {mesh}", memory)
+    return _with_memory(f"P({entries})", memory), mesh
+
+
+def _devices(arrays: ArrayItem, number: int, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The ids of the devices that had each part of an array; empty if they are not known, or very many."""
+    try:
+        row = arrays.shardings[number] if number >= 0 else {}
+        if "device" in row:
+            return ((int(row["device"]),),)
+        mesh = arrays.meshes[row["mesh"]]
+        axes, shape, ids = mesh["axes"], mesh["shape"], mesh["devices"]
+        if len(ids) != math.prod(shape) or len(ids) > MAX_DEVICES:
+            return ()
+        groups = [() if e is None else e if isinstance(e, list) else [e] for e in row["spec"]]
+        found: list[list[int]] = [[] for _ in range(math.prod(counts))]
+        for device, where in zip(ids, itertools.product(*map(range, shape)), strict=True):
+            at = dict(zip(axes, where, strict=True))
+            part = 0
+            for dim, count in enumerate(counts):
+                within = 0
+                for axis in groups[dim] if dim < len(groups) else ():
+                    within = within * shape[axes.index(axis)] + at[axis]
+                part = part * count + within
+            found[part].append(int(device))
+        return tuple(map(tuple, found)) if all(found) else ()
+    except (KeyError, IndexError, TypeError, ValueError):
+        return ()
 
 
 def _with_memory(text: str, memory: str | None) -> str:
@@ -227,11 +285,12 @@ def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
     recorded = item.shardings.get(row.param, {})
     with contextlib.suppress(KeyError, TypeError, ValueError):  # it is in no form that we know
         if recorded.get("sharding_type") == "SingleDeviceSharding":
-            return ShardingRow((1,) * len(row.leaf.shape), spec=f"one device ({recorded['device_str']})")
+            return ShardingRow((1,) * len(row.leaf.shape), spec=str(recorded["device_str"]))
         if recorded:
             axes, shape, spec = recorded["axis_names"], recorded["shape"], recorded["partition_spec"]
             counts = _counts(dict(zip(axes, shape, strict=True)), spec, row.leaf.shape)
-            return ShardingRow(counts, spec=_words(axes, shape, spec, recorded.get("memory_kind")))
+            words, mesh = _words(axes, shape, spec, recorded.get("memory_kind"))
+            return ShardingRow(counts, spec=words, mesh=mesh)
     pieces = row.write_shape
     if pieces is None or len(pieces) != len(row.leaf.shape) or not all(pieces):
         pieces = row.leaf.shape
@@ -254,4 +313,9 @@ def _files(store: Store, at: str) -> list[FileRow]:
         name = path.removeprefix(f"{at}/")
         if not is_folder and name.rpartition("/")[2] != steps.COMMIT:
             found.append(FileRow(name, "", store.size(path)))
+    small = [file for file in found if file.nbytes <= _MAX_JSON]
+    if len(small) > _MAX_READ:
+        small = []
+    read = {file.name: parsed(store.read(f"{at}/{file.name}", limit_bytes=_MAX_JSON)) for file in small}
+    found = [dataclasses.replace(file, content=read.get(file.name)) for file in found]
     return sorted(found, key=lambda file: file.name)

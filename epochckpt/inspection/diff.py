@@ -8,9 +8,11 @@ epochs have them.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from epochckpt import _units
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, say
 from epochckpt.inspection import rows, stats
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
@@ -35,7 +37,19 @@ def compare(
     """
     pairs, problems = _pairs(before[0], after[0])
     found = _Comparison(before[1], after[1], progress, problems).run(pairs)
-    return Diff(directory, before[0].row.epoch, after[0].row.epoch, found, other_directory, problems)
+    metrics = dict(_changed(before[0].row.metrics, after[0].row.metrics))
+    return Diff(
+        directory, before[0].row.epoch, after[0].row.epoch, found, other_directory, metrics, problems, after[0].row.unit
+    )
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """What differs between two mappings, by the names that `flat` gives: both values, None for what is not there."""
+    ones, others = rows.flat(before), rows.flat(after)
+    for name in others | ones:
+        pair = ones.get(name), others.get(name)
+        if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1]):  # NaN is what it was
+            yield name, pair
 
 
 # -- what belongs together -----------------------------------------------------------------------------------------
@@ -85,7 +99,8 @@ def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[s
             if any(side.problem and not side.leaves and not side.files for side in sides):
                 continue  # nothing says whether the leaves of the other epoch were added or removed
             before_it, after_it = (side.get(node, ItemRow(name, "")) for side in parts)
-            pairs += [_Pair(name, node, *pair) for pair in _paired(before_it.leaves, after_it.leaves)]
+            leaves = (rows.without_empty(side.leaves) for side in (before_it, after_it))
+            pairs += [_Pair(name, node, *pair) for pair in _paired(*leaves)]
             pairs += [_Pair(name, node, *pair) for pair in _paired(before_it.files, after_it.files)]
     return pairs, problems
 
@@ -151,10 +166,11 @@ class _Comparison:
         if one is None or other is None:
             return pair.row(rows.ADDED if one is None else rows.REMOVED)
         if isinstance(one, FileRow) or isinstance(other, FileRow):
+            said = _changes(one, other)
             if one.nbytes != other.nbytes:
-                return pair.row(rows.CHANGED, detail=f"{one.nbytes} → {other.nbytes} bytes")
+                return pair.row(rows.CHANGED, detail=said or f"{one.nbytes} → {other.nbytes} bytes")
             same = self._same_files(pair.item, pair.node).get(pair.name)
-            return None if same is None else pair.row(rows.UNCHANGED if same else rows.CHANGED)
+            return None if same is None else pair.row(rows.UNCHANGED if same else rows.CHANGED, detail=said)
         arrays = one.kind in stats.ARRAYS and other.kind in stats.ARRAYS
         if arrays and one.shape != other.shape:
             return pair.row(rows.RESHAPED, detail=_both(one, other))
@@ -168,7 +184,7 @@ class _Comparison:
         one, other, where = pair.before, pair.after, (pair.item, pair.name, pair.node)
         if not isinstance(one, LeafRow) or not isinstance(other, LeafRow):
             before, after = self._before.file(*where), self._after.file(*where)
-            detail = "" if before == after else _first_difference(before, after)
+            detail = "" if before == after else _changes(one, other) or _first_difference(before, after)
             return pair.row(rows.UNCHANGED if before == after else rows.CHANGED, detail=detail)
         if one.kind in stats.ARRAYS:
             return self._arrays(pair, one, other)
@@ -184,9 +200,12 @@ class _Comparison:
         odd = ("datetime64", "timedelta64")
         change = stats.Change(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
         where = (pair.item, pair.name, pair.node)
+        values = ""
         try:
             for before, after in zip(self._before.pieces(*where), self._after.pieces(*where), strict=True):
                 change.add(before, after)
+                if before.size == 1 and change.largest is not None and math.prod(one.shape) == 1:
+                    values = f"{_number(before.item())} → {_number(after.item())}"
                 self._tell(before.nbytes + after.nbytes)
         except ValueError as error:
             if isinstance(error, EpochCheckpointError):
@@ -194,6 +213,7 @@ class _Comparison:
             raise DamagedError(pair.label, f"is not of the shape that is recorded: {error}", pair.name) from error
         retyped = (one.kind, one.dtype) != (other.kind, other.dtype)
         details = ([_both(one, other)] if retyped else []) + ([change.words] if change.words else [])
+        details += [values] if values and change.elements else []
         kind = rows.RETYPED if retyped else rows.CHANGED if change.elements else rows.UNCHANGED
         numbers = {"norm": change.norm, "relative": change.relative, "largest": change.largest}
         return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(details))
@@ -207,6 +227,23 @@ class _Comparison:
         one, other = ({} if r is None else {f.name: f for _, f in r.item_files(item)} for r in readers)
         both = ((name, f, other[name]) for name, f in one.items() if name in other)
         return {name: (a.size, a.xxh3) == (b.size, b.xxh3) for name, a, b in both if a.block_bytes == b.block_bytes}
+
+
+def _changes(one: FileRow | LeafRow | None, other: FileRow | LeafRow | None) -> str:
+    """What differs between two JSON files, value by value; empty if that is not known."""
+    sides = [row.content for row in (one, other) if isinstance(row, FileRow)]
+    if len(sides) < 2 or any(side is None for side in sides):
+        return ""
+    before, after = (side if isinstance(side, Mapping) else {"": side} for side in sides)
+    return "; ".join(f"{name} {_word(a)} → {_word(b)}".lstrip() for name, (a, b) in _changed(before, after))
+
+
+def _word(value: Any) -> str:
+    return "nothing" if value is None else value if isinstance(value, str) else _number(value)
+
+
+def _number(value: Any) -> str:
+    return _units.number(value) if isinstance(value, float) else str(value)
 
 
 def _first_difference(before: str | bytes, after: str | bytes) -> str:

@@ -7,6 +7,7 @@ storage anew, because others may be writing there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING
 import orbax.checkpoint as ocp
 
 from epochckpt import _text
+from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import goodput, scan, tiers, usage
-from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, UsageView
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
+from epochckpt.inspection import goodput, scan, tiers, usage, whole_run
+from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, MetricsView, UsageView
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview, RunMetrics
 from epochckpt.inspection.select import narrowed
 from epochckpt.manager.reader import epoch_number
 
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
 def inspect(
     directory: str | os.PathLike[str],
     *,
-    metric: str | None = None,
+    metric: str | Sequence[str] | None = None,
     mode: str = "max",
     options: ocp.CheckpointManagerOptions | None = None,
+    unit: str | None = None,
 ) -> Inspection:
     """Opens a directory of checkpoints to look at: ours or stock Orbax's, also a live or a damaged one.
 
@@ -56,18 +59,23 @@ def inspect(
 
     Args:
         directory: a path or a URL.
-        metric: the metric by which the best epoch is found.
+        metric: the metric by which the best epoch is found; or several: by the first of them, and views show these
+            alone, in this order.
         mode: which value of the metric is best: `max` or `min`.
         options: the step name format and `todelete_subdir`, if they are not the defaults.
+        unit: what views call a number: `epoch` or `step`; None: what the job counts that saved the newest one, see
+            `Job`.
 
     Raises:
         NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
         AccessError: it may not be read.
-        InvalidArgumentError: an unknown mode.
+        InvalidArgumentError: an unknown mode or unit.
     """
     if mode not in ("max", "min"):
         raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
-    return Inspection(directory, metric, mode, options)
+    if unit not in (None, "epoch", "step"):
+        raise InvalidArgumentError(f"unit {unit!r} is not known; expected 'epoch' or 'step'")
+    return Inspection(directory, metric, mode, options, unit)
 
 
 class Inspection(Container):
@@ -81,11 +89,14 @@ class Inspection(Container):
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        metric: str | None,
+        metric: str | Sequence[str] | None,
         mode: str,
         options: ocp.CheckpointManagerOptions | None,
+        unit: str | None = None,
     ):
-        self._given, self.metric, self._mode, self._options = os.fspath(directory), metric, mode, options
+        self._given, self._mode, self._options, self._unit = os.fspath(directory), mode, options, unit
+        self._asked = () if metric is None or isinstance(metric, str) else tuple(metric)
+        self.metric = metric if metric is None or isinstance(metric, str) else next(iter(self._asked), None)
         self.commits = scan.open_commits(directory, options, single=True)
 
     @property
@@ -106,7 +117,8 @@ class Inspection(Container):
     def _look(self, limit: int | None, check: bool) -> Overview:
         known = self.commits if self._has_head() else None
         asked = {"metric": self.metric, "mode": self._mode, "options": self._options, "known": known}
-        return scan.look(self._given, limit=limit, check=check, **asked)
+        found = scan.look(self._given, limit=limit, check=check, **asked)
+        return dataclasses.replace(found, asked=self._asked, unit=self._unit or found.unit)
 
     def _has_head(self) -> bool:
         """Whether it is a bucket, and has its head as when it was opened."""
@@ -127,6 +139,16 @@ class Inspection(Container):
         """
         todelete = self._options.todelete_subdir if self._options else None
         return UsageView(usage.measure(self.commits, todelete))
+
+    def metrics(self) -> MetricsView:
+        """The metrics of the whole run: a row per epoch, also of those that were deleted.
+
+        Of a deleted epoch the numbers are kept, as they were when it was deleted: attached ones, too. An epoch that was
+        rolled back, or deleted while it was the newest, is not there. `.to_pandas()` makes a DataFrame of the rows.
+        """
+        found = self.overview(None, check=False)
+        rows = tuple(whole_run.rows_of(found))
+        return MetricsView(RunMetrics(found.directory, rows, found.asked, found.problems, found.unit))
 
     def goodput(self) -> GoodputView:
         """What the runs here have spent their time on: training, saves, restores, and what was lost with each kill.
@@ -168,11 +190,13 @@ class Inspection(Container):
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
         if scan.find(self.commits, number) is not None:
-            return EpochInspection(self.commits, number, self._latest_and_best)
+            return self._at(self.commits, number)
         with contextlib.suppress(EpochCheckpointError, OSError):  # the mirror does not answer
             mirror = tiers.mirror_of(self.commits)
-            if mirror is not None and number not in mirror[1].hidden and scan.find(mirror[0], number) is not None:
-                return EpochInspection(mirror[0], number, self._latest_and_best)
+            if mirror is not None and number not in mirror.hidden:
+                there = tiers.in_mirror(self.commits, mirror)
+                if scan.find(there, number) is not None:
+                    return self._at(there, number)
         rows = self.overview(None, check=False).epochs
         known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
         error = EpochNotFoundError(number, self.directory, known)
@@ -224,7 +248,12 @@ class Inspection(Container):
         return Plots(lambda: self.overview(None, check=False), lambda: self.goodput().goodput)
 
     def _epoch(self, number: int | None) -> EpochInspection | None:
-        return None if number is None else EpochInspection(self.commits, number, self._latest_and_best)
+        if number is None or not self.commits.store.renames:
+            return None if number is None else self._at(self.commits, number)
+        return self[number]  # it may be in the mirror alone
+
+    def _at(self, commits: Commits, number: int) -> EpochInspection:
+        return EpochInspection(commits, number, self._latest_and_best, self._unit)
 
     def _latest_and_best(self) -> tuple[int | None, int | None]:
         """Of the epochs that are whole as far as a look at their files tells."""

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from epochckpt import _text
 from epochckpt._text import readable
 from epochckpt.commit import Commits
-from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
+from epochckpt.errors import (
+    DamagedError,
+    EpochDeletedError,
+    EpochNotFoundError,
+    InvalidArgumentError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from epochckpt.format import paths
 from epochckpt.inspection import describe, plain, scan, stats
 from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import (
     DAMAGED,
+    ArrayLook,
     Diff,
     DiffRow,
     EpochDetail,
@@ -24,9 +34,12 @@ from epochckpt.inspection.rows import (
     ItemRow,
     LeafRow,
     LeafStats,
+    MetricsRow,
+    RunMetrics,
     RunRow,
     Usage,
     UsageRow,
+    flat,
 )
 from epochckpt.inspection.select import narrowed, quoted
 from epochckpt.manager import CheckpointReader, Verification
@@ -137,6 +150,44 @@ class GoodputView(Table[RunRow]):
         return self.goodput
 
 
+class MetricsView(Table[MetricsRow]):
+    """The metrics of a run, one row per epoch."""
+
+    def __init__(self, found: RunMetrics):
+        super().__init__(found.rows)
+        self._found = found
+
+    def _rows(self) -> RunMetrics:
+        return self._found
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`: by epoch, the columns `committed` (UTC) and `deleted`, and one per metric.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        try:
+            pandas: Any = importlib.import_module("pandas")
+        except ImportError as error:
+            raise UnsupportedError("a DataFrame needs pandas: pip install pandas") from error
+        index = pandas.Index([row.epoch for row in self.rows], name=self._found.unit)
+        named = [flat(row.metrics) for row in self.rows]
+        times = pandas.to_datetime([row.committed_ns for row in self.rows], unit="ns", utc=True)
+        columns: dict[str, Any] = {"committed": times, "deleted": [row.deleted for row in self.rows]}
+        columns |= {name: [each.get(name) for each in named] for name in self._found.names}
+        return pandas.DataFrame(columns, index=index)
+
+
+class ArrayView(Shown):
+    """One array with its statistics, a picture of its elements, and of how it is cut over devices and nodes."""
+
+    def __init__(self, look: ArrayLook):
+        self.look = look
+
+    def _rows(self) -> ArrayLook:
+        return self.look
+
+
 class EpochInspection(Container):
     """One epoch. Iterates over the names of its items.
 
@@ -144,8 +195,14 @@ class EpochInspection(Container):
         epoch: its number.
     """
 
-    def __init__(self, commits: Commits, epoch: int, latest_and_best: Callable[[], tuple[int | None, int | None]]):
-        self._commits, self.epoch, self._latest_and_best = commits, epoch, latest_and_best
+    def __init__(
+        self,
+        commits: Commits,
+        epoch: int,
+        latest_and_best: Callable[[], tuple[int | None, int | None]],
+        unit: str | None = None,
+    ):
+        self._commits, self.epoch, self._latest_and_best, self._unit = commits, epoch, latest_and_best, unit
 
     @property
     def row(self) -> EpochRow:
@@ -163,7 +220,7 @@ class EpochInspection(Container):
         row = scan.find(self._commits, self.epoch)
         if row is None:
             raise self._gone()
-        return row
+        return row if self._unit is None else dataclasses.replace(row, unit=self._unit)
 
     def _gone(self) -> EpochDeletedError:
         return EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
@@ -277,29 +334,55 @@ class ItemInspection(Container):
         return [file.name for file in self.row.files] if self.row.kind == "files" else list(self._by_name)
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (isinstance(name, str) and readable(name) in self._by_name)
+        return super().__contains__(name) or (isinstance(name, str) and bool(self._meant(name)))
+
+    def _meant(self, name: str) -> list[str]:
+        """The leaf of this name, or the leaves of the subtree of this name."""
+        for one in (name, readable(name)):
+            if one in self._by_name:
+                return [one]
+        below = f"{readable(name.rstrip('/'))}/"
+        return [known for known in self._by_name if known.startswith(below)]
 
     def __getitem__(self, leaf: str) -> Any:
-        """A leaf as a NumPy array or Python value; typed keys as their data.
+        """A leaf as a NumPy array or Python value, a subtree as a dict of dicts; typed keys as their data.
+
+        The keys of these dicts are the parts of the leaves' names: `item["params/w"]` is `item["params"]["w"]`.
 
         Raises:
-            UnknownNameError: there is no such leaf; names those that are near.
+            UnknownNameError: there is no such leaf or subtree; names those that are near.
             InvalidArgumentError: the item has files, or is each node's own.
             DamagedError: the leaf cannot be read, or its bytes differ from what was written.
             EpochDeletedError: the epoch went away.
         """
+        names = self._named(str(leaf))
+        values = self._leaves.values(self.row.name, names, self._node)
+        if names[0] in (leaf, readable(str(leaf))):
+            return values[0]
+        tree: dict[str, Any] = {}
+        start = len(readable(str(leaf).rstrip("/"))) + 1
+        for name, value in zip(names, values, strict=True):
+            *above, last = name[start:].split("/")
+            inner = tree
+            for key in above:
+                inner = inner.setdefault(key, {})
+            inner[last] = value
+        return tree
+
+    def _named(self, name: str) -> list[str]:
+        """The leaf of this name, or those of the subtree; raises what `__getitem__` does."""
         row = self.row
         some = ", ".join(map(quoted, self._names()[:5]))
         if row.kind == "node":
             raise InvalidArgumentError(f"{self._where}: it is each node's own: choose one by .node(…), of {some}")
         if row.kind == "files":
             raise InvalidArgumentError(f"{self._where}: it has no leaves but files: .read(…) gives one, of {some}")
-        name = leaf if leaf in self._by_name else readable(str(leaf))
-        if name not in self._by_name:
+        names = self._meant(name)
+        if not names:
             if row.problem and not row.leaves:
                 raise DamagedError(self._where, row.problem)
-            raise UnknownNameError(f"{self._where}: {_text.no_leaf(str(leaf), self._by_name)}")
-        return self._leaves.value(row.name, name, self._node)
+            raise UnknownNameError(f"{self._where}: {_text.no_leaf(name, self._by_name)}")
+        return names
 
     def node(self, name: str) -> ItemInspection:
         """What one node saved of its own.
@@ -330,6 +413,24 @@ class ItemInspection(Container):
     def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> Table[LeafStats]:
         """Statistics of the item's arrays; see `EpochInspection.stats`."""
         return self._epoch.stats(patterns, self.row.name, self._node or None, progress=progress)
+
+    def look(self, leaf: str) -> ArrayView:
+        """One array as a picture: the means of its parts as squares, its statistics, and how it is cut.
+
+        It is read twice, in pieces. A notebook draws it as `treescope.render_array` does an array in memory, without a
+        script; `.look.means` has the means.
+
+        Raises:
+            UnknownNameError: there is no such leaf, or it is no array; names those that are near.
+            DamagedError: it cannot be read, or its bytes differ from what was written.
+        """
+        names = self._named(leaf)
+        row = self._by_name[names[0]]
+        if len(names) > 1 or row.kind not in stats.ARRAYS or not math.prod(row.shape):
+            raise UnknownNameError(f"{self._where}: {quoted(leaf)} is no single array with elements")
+        pieces = functools.partial(self._leaves.pieces, self.row.name, row.name, self._node)
+        found = stats.of_leaf(pieces, self.row.name, row, self._node)
+        return ArrayView(ArrayLook(found, stats.means(pieces(), row.shape)))
 
     @property
     def _where(self) -> str:

@@ -185,7 +185,7 @@ class _Search:
         """Removes an attempt, or epochs that were set aside, from an object store; returns why not, or nothing."""
         if not self._home:
             self._home = objects.OWN
-            self._ahead_secs = max(time.time() - commits.clock_ns() / 1e9, 0.0)
+            self._ahead_secs = max(time.time() - _clock_ns(commits) / 1e9, 0.0)
         if reason := self.reason(dataclasses.replace(row, age_secs=(row.age_secs or 0.0) - self._ahead_secs)):
             return reason
         folder, _, name = row.path.rpartition("/")
@@ -208,6 +208,13 @@ def _row(attempt: EpochRow) -> LeftoverRow:
     """An attempt: its folder."""
     detail = f"a save; {attempt.detail}"
     return LeftoverRow(attempt.folder, ATTEMPT, attempt.nbytes, attempt.age_secs, (attempt.epoch,), detail)
+
+
+def _clock_ns(commits: PutCommits) -> int:
+    """The time by the store's clock, nanoseconds since 1970: that of a change of the head, which is made now."""
+    folder, _, name = paths.HEAD.partition("/")
+    commits.change(lambda now: now.next(), 0, fenced=False)
+    return next(file.written_ns for file in commits.store.files(folder) if file.path == name)
 
 
 def _bury(commits: PutCommits, attempts: Mapping[str, str]) -> None:

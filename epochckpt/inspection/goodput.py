@@ -31,7 +31,7 @@ def measure(commits: Commits) -> Goodput:
 def _rows(runs: tuple[RunEntry, ...]) -> tuple[RunRow, ...]:
     found = []
     for number, run in enumerate(runs):
-        following = runs[number + 1].began_ns if number + 1 < len(runs) else None
+        following = runs[number + 1].began_ns if number + 1 < len(runs) else run.committed_ns
         # The training since the newest save began is lost if the run was killed; a run that was closed has waited.
         held = run.blocked_secs + run.restoring_secs + run.waiting_secs
         saving = _secs(run.saved_ns, run.committed_ns)
@@ -47,7 +47,7 @@ def _rows(runs: tuple[RunEntry, ...]) -> tuple[RunRow, ...]:
             restoring_secs=run.restoring_secs,
             waiting_secs=run.waiting_secs + (saving if run.killed is False else 0.0),
             lost_secs=saving if run.killed else 0.0,
-            unknown_secs=_secs(run.committed_ns, following) if following else saving,
+            unknown_secs=_secs(run.saved_ns if run.killed is None else run.committed_ns, following),
         )
         found.append(row)
     return tuple(found)

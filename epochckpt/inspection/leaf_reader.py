@@ -48,7 +48,7 @@ class PerNodeReader(NativeReader):
         super().__init__(first.commits, first.folder, first.record, first.context, first.native)
         self.nodes, self.unread = nodes, unread
 
-    def _of(self, item: str, node: str) -> EpochReader:
+    def of(self, item: str, node: str) -> EpochReader:
         if node not in self.nodes:
             what = f"node {node!r} has no item {item!r} of its own" if node else f"item {item!r} is of each node's"
             raise InvalidArgumentError(f"epoch {self.record.epoch}: {what}")

@@ -1,20 +1,25 @@
 """The views of leaves: lines of a tree, the cut of arrays over nodes, statistics, and differences."""
 
 import collections
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from epochckpt import _text, _units
 from epochckpt.format import grid
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Span, Summary, Tone, Words, leaf_count, table
+from epochckpt.inspection.signs import figure
 
 LISTED = 200  # leaves of a difference
+_DIGITS = re.compile(r"\d+")
 _CUTS = 12  # ways of cutting arrays that are listed
 _NODES = 32  # of one of these ways
 _RANGES = 4  # of one node
+_ACROSS, _HOLDERS, _DEVICES = 8, 2, 8  # columns of a picture, and nodes and devices in one of its cells
 _CHANGES = {
     rows.ADDED: ("+", Tone.GOOD),
     rows.REMOVED: ("−", Tone.BAD),
@@ -28,28 +33,50 @@ TREE_COLUMNS = (
     Column("leaf", 0, least=30),
     Column("type", 1),
     Column("shape", 2, least=26, tip="or value"),  # room for trillions of elements
-    Column("bytes", 3, right=True),
-    Column("share", 4, right=True, tip="of the bytes of the epoch"),
-    Column("parts", 5, least=18, tip="into how many parts each dimension is cut, and on how many nodes these lie"),
-    Column("on devices", 6, least=30),
+    Column("on devices", 3, tip="how the dimensions are cut over the axes of the mesh", missed=True),
+    Column("bytes", 4, right=True),
+    Column("share", 5, right=True, tip="of the bytes of the epoch"),
+    Column("parts", 6, least=18, tip="into how many parts each dimension is cut, and on how many nodes these lie"),
 )
 
 
-def branch_cells(branch: tree.Branch, total_nbytes: int) -> tuple[Cell, ...]:
+def usual_place(leaves: Sequence[rows.LeafRow]) -> tuple[str, str]:
+    """The mesh that most of the arrays on a mesh lie on; and, without any, the one device that all arrays lie on."""
+    lies = [leaf.sharding for leaf in leaves if leaf.sharding is not None]
+    meshes, alone = collections.Counter(each.mesh for each in lies if each.mesh), {each.spec for each in lies}
+    return (meshes.most_common(1)[0][0], "") if meshes else ("", alone.pop() if len(alone) == 1 else "")
+
+
+def placed(leaf: rows.LeafRow, usual: tuple[str, str]) -> str:
+    """How an array lies on devices, as far as that is not what is usual."""
+    lies = leaf.sharding
+    if lies is None or (lies.spec == usual[1] and not lies.mesh):
+        return ""
+    return f"{lies.spec} on {lies.mesh}" if lies.mesh not in ("", usual[0]) else lies.spec
+
+
+def branch_cells(branch: tree.Branch, block: kinds.Tree) -> tuple[Cell, ...]:
     """A branch of a tree as cells for `TREE_COLUMNS`."""
     leaf = branch.leaf
     size = Span(_units.nbytes(branch.nbytes) if branch.nbytes else "", Tone.PLAIN if leaf else Tone.FAINT)
-    sizes = Cell(size), kinds.share(branch.nbytes, total_nbytes)
+    sizes = Cell(size), kinds.share(branch.nbytes, block.total_nbytes)
     if leaf is None:
         name = Span(branch.label, Tone.FAINT if branch.hidden else Tone.STRONG)
-        elements = f"{_units.count(branch.elements)} elements" if branch.elements else ""
+        elements = f"{_units.roughly(branch.elements)} elements" if branch.elements else ""
         count = Cell(Span(leaf_count(branch.count), Tone.FAINT))
-        return Cell(name), count, Cell(Span(elements, Tone.FAINT)), *sizes, Cell(), Cell()
-    spec = leaf.sharding.spec if leaf.sharding else ""
-    parts = Span(_lies(leaf.sharding) if leaf.sharding else "", Tone.FAINT)
+        return Cell(name), count, Cell(Span(elements, Tone.FAINT)), Cell(), *sizes, Cell()
+    parts = _lies(leaf.sharding) if leaf.sharding else ""
     shape = Cell(_shape(leaf), tip="" if leaf.dtype else leaf.value)
-    where = Cell(parts, tip=spec), Cell(Span(spec, Tone.FAINT))
-    return Cell(branch.label, tip=leaf.name), Cell(_type(leaf, Tone.GOOD)), shape, *sizes, *where
+    spec = placed(leaf, block.usual)
+    what = Cell(branch.label, tip=leaf.name), Cell(_type(leaf, Tone.GOOD)), shape, Cell(spec, tip=parts)
+    return *what, *sizes, Cell(Span(parts, Tone.FAINT))
+
+
+def extent(leaves: Sequence[rows.LeafRow]) -> str:
+    """How many leaves there are, with their elements: `28 leaves, 1.44 M elements`."""
+    arrays = [leaf for leaf in leaves if leaf.dtype]
+    elements = sum(math.prod(leaf.shape) for leaf in arrays)
+    return leaf_count(len(rows.without_empty(leaves))) + (f", {_units.roughly(elements)} elements" if arrays else "")
 
 
 def _lies(sharding: rows.ShardingRow) -> str:
@@ -68,7 +95,7 @@ def cuts(leaves: Sequence[rows.LeafRow]) -> list[Block]:
         lies = leaf.sharding
         if lies is not None and math.prod(lies.counts) > 1:
             # Owners take turns from leaf to leaf, so which node wrote which part does not count.
-            key = (lies.counts, lies.spec, lies.replicas, len(set(lies.owners)))
+            key = (lies.counts, lies.spec, lies.mesh, lies.replicas, len(set(lies.owners)))
             found.setdefault(key, []).append((leaf, lies))
     view: list[Block] = [_cut(alike) for alike in sorted(found.values(), key=len, reverse=True)[:_CUTS]]
     if len(found) > _CUTS:
@@ -82,12 +109,14 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
     leaf, lies = alike[0]
     others = f" · {leaf_count(len(alike))}, such as " if len(alike) > 1 else " · "
     heading = Span(_lies(lies), Tone.STRONG), others, Span(leaf.name, limit=50)
-    view: list[Block] = [Line(Span(lies.spec, Tone.FAINT))] if lies.spec else []
+    view: list[Block] = [Line(Span(placed(leaf, ("", "")), Tone.FAINT))] if lies.spec else []
     if len(lies.counts) != len(leaf.shape) or len(lies.owners) != math.prod(lies.counts):
         return kinds.Section(heading, tuple(view))  # the nodes are not known, as in a step of stock Orbax
     if len({each.owners for _, each in alike}) > 1:
         view.append(Line(Span("which node wrote which part differs from leaf to leaf; listed: the first", Tone.FAINT)))
     sides = [size // count for size, count in zip(leaf.shape, lies.counts, strict=True)]
+    if (picture := _picture(lies, sides)) is not None:
+        return kinds.Section(heading, (*view, picture))
     parts: dict[str, list[int]] = {}
     for part, owner in enumerate(lies.owners):
         parts.setdefault(owner, []).append(part)
@@ -107,6 +136,39 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
     if len(parts) > _NODES:
         view.append(Line(Span(f"… {_units.several(len(parts) - _NODES, 'more node', 'more nodes')}", Tone.FAINT)))
     return kinds.Section(heading, tuple(view))
+
+
+def _picture(lies: rows.ShardingRow, sides: Sequence[int]) -> kinds.Table | None:
+    """The parts of an array as it is cut, each with its devices and the nodes that held it; None if it is too large."""
+    cut = [dim for dim, count in enumerate(lies.counts) if count > 1]
+    across = lies.counts[cut[1]] if len(cut) > 1 else 1
+    if not lies.holders or len(cut) > 2 or across > _ACROSS:
+        return None
+
+    def part(down: int, right: int) -> Cell:
+        number = down * across + right
+        nodes = ", ".join(lies.holders[number][:_HOLDERS])
+        nodes += f" and {len(lies.holders[number]) - _HOLDERS} more" if len(lies.holders[number]) > _HOLDERS else ""
+        wrote = f"written by {lies.owners[number]}"
+        if not lies.devices:
+            return Cell(Span(nodes, limit=60), tip=wrote)
+        numbers = ", ".join(map(str, lies.devices[number][:_DEVICES]))
+        numbers += ", …" if len(lies.devices[number]) > _DEVICES else ""
+        return Cell((Span(numbers, Tone.STRONG), Span(f" on {nodes}", Tone.FAINT, 60)), tip=wrote)
+
+    def span(dim: int, number: int) -> str:
+        return f"{number * sides[dim]}:{(number + 1) * sides[dim]}"
+
+    def column(right: int) -> tuple[Column, kinds.Cells[int]]:
+        title = span(cut[1], right) if len(cut) > 1 else "devices, nodes" if lies.devices else "nodes"
+        return Column(title, 0, least=6), lambda down: part(down, right)
+
+    first = Column(f"dim {cut[0]} ↓" + (f"  dim {cut[1]} →" if len(cut) > 1 else ""), 0)
+    return table(
+        range(lies.counts[cut[0]]),
+        (first, lambda down: Span(span(cut[0], down), Tone.FAINT)),
+        *map(column, range(across)),
+    )
 
 
 def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
@@ -143,6 +205,22 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
     return [Summary((f"{_units.several(len(found), 'array', 'arrays')}, {elements} elements", finite)), made]
 
 
+def look(found: rows.ArrayLook) -> list[Block]:
+    """One array: what it is, its statistics, a picture of its elements, and of how it is cut."""
+    leaf = found.stats.leaf
+    most = max((abs(mean) for row in found.means for mean in row if math.isfinite(mean)), default=0.0)
+    levels = tuple(tuple(mean / most if most else mean * 0.0 for mean in row) for row in found.means)
+    down, across = len(levels), len(levels[0]) if levels else 0
+    each = "an element" if down * across == math.prod(leaf.shape) else "the mean of some elements"
+    title = Span(leaf.name, Tone.STRONG, 400), "  ", _type(leaf, Tone.GOOD), "  ", _shape(leaf)
+    bare = dataclasses.replace(found.stats, leaf=dataclasses.replace(leaf, name="", kind="", dtype="", value=""))
+    colours = Span("positive", Tone.LIVE), ", ", Span("negative", Tone.WARN), ", ", Span("NaN or Inf", Tone.BAD)
+    said = Span(f"each square is {each}", Tone.FAINT), Span(f"the strongest is ±{_units.number(most)}", Tone.FAINT)
+    view: list[Block] = [Line((*title, f"  {_units.nbytes(leaf.nbytes)}"), title=True), *stats([bare])]
+    view += [kinds.Summary((*said, colours)), kinds.Heat(levels)] if levels else []
+    return [*view, *cuts([leaf])]
+
+
 def _histogram(found: rows.LeafStats) -> Cell:
     if not found.histogram or len(found.edges) != len(found.histogram) + 1:
         return Cell()
@@ -155,22 +233,31 @@ def _histogram(found: rows.LeafStats) -> Cell:
 
 
 def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = False, hint: str = "") -> list[Block]:
-    """The difference of two epochs: counts, then a line per leaf; the leaves that changed most come first.
+    """The difference of two epochs: metrics, counts, then a line per leaf; the leaves that changed most come first.
 
-    At most `listed` leaves have a line (None: all); leaves that did not change have one only with `unchanged`. `hint`
-    says how to see the rest.
+    Leaves of layers that are alike share a line, that of the leaf that changed most, unless all are listed. At most
+    `listed` lines are shown (None: all leaves); what did not change has one only with `unchanged`. `hint` says how to
+    see the rest.
     """
-    there: Words = (Span(found.other_directory, Tone.STRONG, 1000), " epoch ") if found.other_directory else ()
-    title: Words = (Span(found.directory, Tone.STRONG, 1000), f" epoch {found.before} → ", *there, str(found.after))
+    there: Words = (Span(found.other_directory, Tone.STRONG, 1000), f" {found.unit} ") if found.other_directory else ()
+    title: Words = (
+        Span(found.directory, Tone.STRONG, 1000),
+        f" {found.unit} {found.before} → ",
+        *there,
+        str(found.after),
+    )
     counts = collections.Counter(row.change for row in found.rows)
     said = [Span(f"{_units.count(counts[each])} {each}", _CHANGES[each][1]) for each in _CHANGES if counts[each]]
     if found.rows and counts[rows.UNCHANGED] == len(found.rows) and not found.problems:
         said.append(Span("nothing changed", Tone.GOOD))
     view: list[Block] = [Line(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
+    if found.metrics:
+        view.append(_metrics(found.metrics))
     shown = sorted((row for row in found.rows if unchanged or row.change != rows.UNCHANGED), key=_importance)
-    if shown[:listed]:
-        view.append(_changes(shown[:listed], found.rows))
-    if more := len(shown) - len(shown[:listed]):
+    alike = [[row] for row in shown] if listed is None else _alike(shown)
+    if alike[:listed]:
+        view.append(_changes(alike[:listed], found.rows))
+    if more := sum(map(len, alike[len(alike[:listed]) :])):
         view.append(Line(Span(f"… {_units.several(more, 'more leaf', 'more leaves')}{hint}", Tone.FAINT)))
     return [*view, *kinds.problems(found.problems)]
 
@@ -184,8 +271,42 @@ def _importance(row: rows.DiffRow) -> tuple[int, float]:
     return list(_CHANGES).index(row.change), -weight
 
 
-def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) -> kinds.Table:
+def _metrics(found: Mapping[str, tuple[Any, Any]]) -> kinds.Table:
+    def change(pair: tuple[Any, Any]) -> str:
+        numbers = [each for each in pair if isinstance(each, int | float) and not isinstance(each, bool)]
+        if len(numbers) < 2:
+            return ""
+        by = numbers[1] - numbers[0]
+        return f"{'+' if by > 0 else ''}{_units.number(by)}"
+
+    return table(
+        list(found.items())[:LISTED],
+        (Column("metric", 0, least=20), lambda each: each[0]),
+        (Column("before", 0, right=True), lambda each: Span(figure(each[1][0]), limit=40)),
+        (Column("after", 0, right=True), lambda each: Span(figure(each[1][1]), Tone.STRONG, 40)),
+        (Column("change", 1, right=True), lambda each: change(each[1])),
+    )
+
+
+def _alike(found: Sequence[rows.DiffRow]) -> list[list[rows.DiffRow]]:
+    """Rows whose names differ in numbers alone, with the same change, type and shape, together; three and more."""
+    groups: dict[object, list[rows.DiffRow]] = {}
+    for row in found:
+        forms = [(leaf.kind, leaf.dtype, leaf.shape) if leaf else None for leaf in (row.before, row.after)]
+        groups.setdefault((row.item, row.node, row.change, _DIGITS.sub("*", row.name), *forms), []).append(row)
+    made: list[list[rows.DiffRow]] = []
+    for group in groups.values():
+        made += [group] if len(group) > 2 else [[row] for row in group]
+    return sorted(made, key=lambda group: _importance(group[0]))
+
+
+def _changes(groups: Sequence[Sequence[rows.DiffRow]], all_rows: Sequence[rows.DiffRow]) -> kinds.Table:
+    found = [group[0] for group in groups]
+    others = {id(group[0]): len(group) - 1 for group in groups}
     most = max((row.relative for row in found if row.relative and math.isfinite(row.relative)), default=0.0)
+
+    def like(row: rows.DiffRow) -> Words:
+        return Span(f"{_units.count(others[id(row)])} like it" if others[id(row)] else "", Tone.FAINT)
 
     def tone(row: rows.DiffRow) -> Tone:
         return _CHANGES[row.change][1]
@@ -204,6 +325,7 @@ def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) ->
         found,
         (Column("", 0), lambda row: Span(_CHANGES[row.change][0], tone(row))),
         *_leaf_columns(found, all_rows),
+        (Column("and", 1, tip="leaves whose names differ in numbers alone; this one changed most"), like),
         (Column("change", 6), lambda row: Span(row.change, tone(row))),
         (Column("relative", 1, right=True, tip="norm of the change, divided by the norm before"), relative),
         (Column("", 4), bar),
@@ -257,5 +379,6 @@ def _type(leaf: rows.LeafRow, tone: Tone = Tone.PLAIN) -> Span:
 
 
 def _shape(leaf: rows.LeafRow) -> Span:
-    """The shape of an array, or the value of a leaf that is none."""
-    return Span("×".join(map(str, leaf.shape)) or "scalar" if leaf.dtype else leaf.value, limit=60)
+    """The shape of an array, of keys as they are used (each is words of data); or the value of a leaf that is none."""
+    shape = leaf.shape[:-1] if leaf.kind == "prng" else leaf.shape
+    return Span("×".join(map(str, shape)) or "scalar" if leaf.dtype else leaf.value, limit=60)

@@ -7,8 +7,12 @@ known, or does not apply; an empty text is one that does not apply. Times (`_ns`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from epochckpt.commit.metrics_log import flat, numbers
+from epochckpt.format.tree import EMPTY_KINDS
 
 COMMITTED = "committed"
 DAMAGED = "damaged"  # it cannot be read, or files are missing or have other sizes than recorded
@@ -54,6 +58,7 @@ class EpochRow:
     latest: bool = False
     best: bool = False  # by the metric that was asked for
     tier: str = ""  # of a directory with a mirror, where it is: LOCAL, MIRROR or BOTH; empty if that is not known
+    unit: str = "epoch"  # what the job that saved it counts, or `step`
 
     @property
     def secs(self) -> float | None:
@@ -104,6 +109,70 @@ class Overview:
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
     mirror: str = ""  # its path or URL, if the directory has one
     host: str = ""  # the node that wrote there last, if the directory is on a disk of one host and has its part alone
+    asked: tuple[str, ...] = ()  # the metrics that a view shows, in this order; empty: all
+    # The finite values of each metric by epoch, ascending: of all committed epochs, also those not in `epochs`, and of
+    # those that were deleted.
+    history: Mapping[str, tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=dict)
+    deleted: tuple[MetricsRow, ...] = ()  # epochs whose metrics are all that is left, ascending
+    better: int | None = None  # the best of these by `metric`, if it was better than all that are there
+    unit: str = "epoch"  # what numbers are called: `epoch` or `step`
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsRow:
+    """The metrics of one epoch of a run."""
+
+    epoch: int
+    committed_ns: int | None
+    metrics: Mapping[str, Any]  # of an epoch that was deleted: the numbers among them, by `outer/inner` names
+    deleted: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RunMetrics:
+    """The metrics of all epochs of a run."""
+
+    directory: str  # path or URL
+    rows: tuple[MetricsRow, ...]  # ascending
+    asked: tuple[str, ...] = ()  # the metrics that a view shows, in this order; empty: all
+    problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
+    unit: str = "epoch"  # as in `Overview`
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The metrics, by `outer/inner` names: those that were asked for, or all."""
+        known = dict.fromkeys(name for row in self.rows for name in flat(row.metrics))
+        return tuple(name for name in self.asked if name in known) or tuple(known)
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectoryRow:
+    """One run among several: a checkpoint directory."""
+
+    name: str  # its path below the folder of all
+    state: str  # `training`, `saving`, `finished`, `stale` (no epoch for long), `empty`; DAMAGED if the newest epoch is
+    detail: str = ""  # why
+    epochs: int = 0
+    nbytes: int = 0
+    latest: int | None = None
+    committed_ns: int | None = None  # of the latest
+    best: int | None = None
+    best_value: float | None = None
+    better: int | None = None  # an epoch that was better than that, and was deleted
+    unit: str = "epoch"  # as in `Overview`
+    history: Mapping[str, tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=dict)  # as in `Overview`
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsOverview:
+    """A folder of runs."""
+
+    directory: str  # path or URL
+    runs: tuple[DirectoryRow, ...]  # by name
+    metric: str = ""  # whose curves a view shows
+    mode: str = "max"  # or `min`
+    ranked: bool = False  # whether `best` is by this metric, or it was not asked for
+    problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +239,7 @@ class RunRow:
     incarnation: str
     began_ns: int
     alive_ns: int  # when it committed its newest epoch: it was alive then
-    epoch: int  # that epoch
+    epoch: int  # that epoch; 0 without any
     saves: int  # committed
     killed: bool | None  # whether it ended without closing the directory; None: it goes on, or nobody has seen its end
     trained_secs: float  # until its newest save began
@@ -199,7 +268,7 @@ class Goodput:
     """What the runs of a directory have spent their time on."""
 
     directory: str  # path or URL
-    runs: tuple[RunRow, ...]  # oldest first; those that committed an epoch, of which the newest hundred are recorded
+    runs: tuple[RunRow, ...]  # oldest first; those that began to save; the newest hundred are recorded
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
 
     @property
@@ -224,7 +293,10 @@ class ShardingRow:
     counts: tuple[int, ...]  # into how many parts each dimension is cut
     owners: tuple[str, ...] = ()  # the node that wrote each part, in C order; empty if unknown
     replicas: int = 0  # how many nodes held each part; 0 if unknown
-    spec: str = ""  # on devices: `PartitionSpec('data', None) on data=4, model=2`
+    spec: str = ""  # on devices: `P(None, 'data')`, or its only device, `cpu:0`
+    mesh: str = ""  # of devices, that the spec is about: `data=4, model=2`
+    devices: tuple[tuple[int, ...], ...] = ()  # ids of those that had each part, in C order; empty if unknown or many
+    holders: tuple[tuple[str, ...], ...] = ()  # the nodes that held each part; empty if unknown or many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +320,7 @@ class FileRow:
     name: str  # path inside the item's folder
     node: str  # the node that wrote it
     nbytes: int
+    content: Any = None  # of a small file that is JSON, parsed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,6 +372,21 @@ class LeafStats:
     histogram: tuple[int, ...] = ()  # elements per bin
 
 
+@dataclasses.dataclass(frozen=True)
+class ArrayLook:
+    """One array: its statistics, and a picture of it."""
+
+    stats: LeafStats
+    # The means of parts of it, all of about one size, as a matrix: its last axis from left to right, the others from
+    # top to bottom. NaN where a part has elements that are not finite.
+    means: tuple[tuple[float, ...], ...]
+
+
+def without_empty(leaves: Iterable[LeafRow]) -> list[LeafRow]:
+    """Without containers that hold nothing, such as the states of optax that have no fields."""
+    return [leaf for leaf in leaves if leaf.kind == "none" or leaf.kind not in EMPTY_KINDS]
+
+
 ADDED, REMOVED, RESHAPED = "added", "removed", "reshaped"
 RETYPED = "retyped"  # another dtype or kind
 CHANGED, UNCHANGED = "changed", "unchanged"
@@ -330,19 +418,20 @@ class Diff:
     after: int
     rows: tuple[DiffRow, ...]  # in order of the trees; of each item, leaves that were removed come last
     other_directory: str = ""  # of the second epoch, if it is another one
+    metrics: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # of both, by name, that differ
     # Why something was not compared and has no row, by `item`, `item:leaf` or `item:node:leaf`.
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unit: str = "epoch"  # as in `Overview`
 
 
-def flat(metrics: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Metrics by name; one in an inner mapping is named `outer/inner`."""
-    found: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping) and prefix.count("/") < 8:
-            found.update(flat(value, f"{prefix}{name}/"))
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
+def history(metrics: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, tuple[tuple[int, float], ...]]:
+    """The finite values of each metric, of (epoch, metrics) ascending."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for epoch, some in metrics:
+        for name, value in numbers(some).items():
+            if math.isfinite(value):
+                found.setdefault(name, []).append((epoch, value))
+    return {name: tuple(values) for name, values in found.items()}
 
 
 def number_in(metrics: Mapping[str, Any], name: str) -> float | None:

@@ -16,9 +16,9 @@ from epochckpt import _text, errors
 from epochckpt.commit import Commits, attached_metrics, commits_of
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
-from epochckpt.commit.retention import best_of, rank
+from epochckpt.commit.metrics_log import Line
 from epochckpt.format import EpochRecord, parsing, paths
-from epochckpt.inspection import leftovers, objects, suggest, tiers
+from epochckpt.inspection import leftovers, objects, suggest, tiers, whole_run
 from epochckpt.inspection.rows import (
     COMMITTED,
     DAMAGED,
@@ -243,6 +243,7 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
         metrics=metrics if isinstance(metrics, Mapping) else {} if metrics is None else {"metrics": metrics},
         custom_metadata=custom,
         notes=notes if isinstance(notes, Mapping) else {},
+        unit="step" if isinstance(notes, Mapping) and notes.get("unit") == "step" else "epoch",
     )
 
 
@@ -491,7 +492,7 @@ class _Scan:
         epochs = [*rows, *(row for row in found.attempts if row.attempt not in committed)]
         epochs.sort(key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.attempt))
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
-        return Overview(
+        seen = Overview(
             directory=place(commits),
             epochs=tuple(epochs),
             hidden=len(hidden),
@@ -499,8 +500,17 @@ class _Scan:
             leftovers=tuple(sorted(found.others, key=lambda row: row.path)),
             metric=self._metric or "",
             mode=self._mode,
-            problems={**found.problems, **self._problems, **self._no_metric()},
+            unit=next((row.unit for row in reversed(epochs) if row.notes), "epoch"),
         )
+        seen = whole_run.completed(seen, self._rows.values(), self._deleted())
+        return dataclasses.replace(seen, problems={**found.problems, **self._problems, **self._no_metric()})
+
+    def _deleted(self) -> Mapping[int, Line]:
+        try:
+            return self._commits.deleted()
+        except (errors.EpochCheckpointError, OSError) as error:
+            self._problems[paths.METRICS_LOG] = errors.say(error)
+            return {}
 
     def _read_head(self, commits: PutCommits, limit: int | None, todelete_subdir: str | None) -> leftovers.Leftovers:
         """Makes the rows of an object store; returns what lies beside the epochs."""
@@ -566,8 +576,7 @@ class _Scan:
         """The best epoch, the later of equals."""
         if self._metric is None:
             return None
-        values = {e: number_in(row.metrics, self._metric) for e, row in self._rows.items() if row.state == COMMITTED}
-        return best_of({epoch: None if value is None else rank(value, self._mode) for epoch, value in values.items()})
+        return whole_run.best(self._rows.values(), self._metric, self._mode)
 
     def _no_metric(self) -> dict[str, str]:
         """Why no epoch is best."""

@@ -16,6 +16,7 @@ ARRAYS = frozenset({"jax", "numpy", "scalar", "prng"})
 """Kinds of leaves that have statistics."""
 
 _CHUNK = 2**16  # elements; as float64 they stay in a core's cache
+_DOWN, _ACROSS = 24, 48  # parts of an array in a picture of it
 _BINS = 20  # of the histogram over [min, max]
 _KEEP_BYTES = 2**26  # a smaller array is read once and kept for the histogram
 
@@ -54,6 +55,22 @@ def of_leaf(pieces: Callable[[], Iterable[np.ndarray]], item: str, leaf: LeafRow
         edges=tuple(edges.tolist()),
         histogram=tuple(histogram.tolist()),
     )
+
+
+def means(pieces: Iterable[np.ndarray], shape: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+    """The means of parts of an array, see `rows.ArrayLook`; `pieces` are as in `of_leaf`, of an array with elements."""
+    height, width = math.prod(shape[:-1]), shape[-1] if shape else 1
+    down, across = min(height, _DOWN), min(width, _ACROSS)
+    sums, counts, start = np.zeros(down * across), np.zeros(down * across, np.int64), 0
+    for values in _chunks(pieces):
+        row, column = np.divmod(np.arange(start, start + values.size), width)
+        part = row * down // height * across + column * across // width
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums += np.bincount(part, values, down * across)
+        counts += np.bincount(part, minlength=down * across)
+        start += values.size
+    found = np.where(np.isfinite(sums), sums, np.nan) / counts
+    return tuple(map(tuple, found.reshape(down, across).tolist()))
 
 
 def _keeping(pieces: Iterable[np.ndarray], kept: list[np.ndarray]) -> Iterator[np.ndarray]:

@@ -51,12 +51,12 @@ def folder(store: Store, found: Mapping[str, bool]) -> str:
     if otherwise := step_names.named_otherwise(store, list(found.items())):
         return otherwise
     below = [n for n, is_folder in found.items() if is_folder and not n.startswith(".")][:_LOOKED_INTO]
-    if inner := [f"{name}/" for name in below if _holds_epochs(store, name)]:
+    if inner := [f"{name}/" for name in below if holds_epochs(store, name)]:
         return f"holds checkpoint directories and is none itself: pass one of them ({step_names.few(inner)})"
     return f"holds no epochs but {step_names.few([f'{n}/' if is_folder else n for n, is_folder in found.items()])}"
 
 
-def _holds_epochs(store: Store, name: str) -> bool:
+def holds_epochs(store: Store, name: str) -> bool:
     """Whether a folder holds what looks like an epoch or a step."""
     try:
         inner = [n for n, is_folder in leftovers.names(store, name) if is_folder]

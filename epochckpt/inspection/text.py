@@ -8,6 +8,7 @@ none is read as markup.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -51,11 +52,12 @@ def render(view: Sequence[Block], *, folding: tree.Folding | None = None, owners
 
 def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: int = 0) -> Iterator[RenderableType]:
     for number, block in enumerate(view):
-        # An empty line sets apart a section, and the table below a summary.
+        # An empty line sets apart a section, a table from another one, and the table below a summary.
         after = view[number - 1] if number else None
         if isinstance(block, kinds.Section) and block.on_demand and not owners:
             continue
-        if number and (isinstance(block, kinds.Section) or isinstance(after, kinds.Summary | kinds.Facts)):
+        two = isinstance(block, kinds.Table) and isinstance(after, kinds.Table)
+        if number and (two or isinstance(block, kinds.Section) or isinstance(after, kinds.Summary | kinds.Facts)):
             yield Text()
         match block:
             case kinds.Line():
@@ -71,9 +73,20 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
                 yield TextTable(block.columns, block.rows, indent=indent)
             case kinds.Tree():
                 yield _tree(block, folding)
+            case kinds.Heat():
+                yield _Heat(block)
             case kinds.Section():
-                yield line(block.heading, indent)
+                yield _heading(block.heading, indent)
                 yield from _blocks(block.blocks, folding, owners, indent + _INDENT)
+
+
+def _heading(words: Words, indent: int) -> TextTable:
+    """A line whose faint end is left out where there is no room for it."""
+    *first, last = kinds.spans(words)
+    if last.tone is not Tone.FAINT or not first:
+        return line(words, indent)
+    end = Span(last.text.strip(), last.tone, last.limit)
+    return TextTable([Column("", 0), Column("", 1)], [Row((Cell(tuple(first)), Cell(end)))], indent=indent)
 
 
 def _tree(block: kinds.Tree, folding: tree.Folding) -> TextTable:
@@ -83,7 +96,7 @@ def _tree(block: kinds.Tree, folding: tree.Folding) -> TextTable:
         listed = branch.listed(folding)
         for child in listed:
             last = child is listed[-1]
-            name, *cells = leaf_views.branch_cells(child, block.total_nbytes)
+            name, *cells = leaf_views.branch_cells(child, block)
             before = f"{prefix}{'└─ ' if last else '├─ '}"
             after = "" if child.leaf or child.hidden else "/" if child in opened else "/ …"
             words = Span(before, Tone.FAINT), *kinds.spans(name.words), Span(after, Tone.FAINT)
@@ -194,6 +207,12 @@ class TextTable(_Lines):
             yield self._line(cells, widths)
             for line in below.wrap(console, max(width - left, 10), overflow="fold") if below else []:
                 yield Text(" " * left).append_text(line)
+        used = {n for cells, _ in self._rows for n, cell in enumerate(cells) if cell.want}
+        missed = [self._columns[n].title for n in sorted(used - widths.keys()) if self._columns[n].missed]
+        if missed:
+            said = safe(f"no room for {', '.join(missed)}", FAINT, 1000)
+            for line in said.wrap(console, max(width - self._indent, 10), overflow="fold"):
+                yield Text(" " * self._indent).append_text(line)
 
     def _widths(self, width: int) -> dict[int, int]:
         """How wide each column is that is shown, by number."""
@@ -201,18 +220,20 @@ class TextTable(_Lines):
         for number, column in enumerate(self._columns):
             if content := max((cells[number].want for cells, _ in self._rows), default=0):
                 full[number] = max(content, drawn(Cell(column.title)).want)
-        least = {n: w if (at := self._columns[n].least) is None else min(w, at) for n, w in full.items()}
-        ranked = sorted(least, key=lambda n: (self._columns[n].rank, n))
+        narrow = {n: w if (at := self._columns[n].least) is None else min(w, at) for n, w in full.items()}
+        ranked = sorted(narrow, key=lambda n: (self._columns[n].rank, n))
+        least: dict[int, int] = {}
 
         def room() -> int:
             return width - sum(least.values()) - _GAP * max(len(least) - 1, 0)
 
-        # Columns of the greatest rank go first; what room is left after that goes to those of the smallest.
-        while ranked and room() < 0 and self._columns[ranked[-1]].rank > 0:
-            del least[ranked.pop()]
+        # Columns of the smallest rank come first, then each that still fits; those of the smallest get the rest.
         for number in ranked:
+            if self._columns[number].rank == 0 or room() >= narrow[number] + _GAP * bool(least):
+                least[number] = narrow[number]
+        for number in least:
             least[number] += min(full[number] - least[number], max(room(), 0))
-        return least
+        return {number: least[number] for number in sorted(least)}
 
     def _line(self, cells: Sequence[Fitted], widths: dict[int, int], style: str = "") -> Text:
         line = Text(" " * self._indent, style=style)
@@ -228,6 +249,25 @@ class TextTable(_Lines):
 def line(words: Words, indent: int = 0) -> TextTable:
     """Words in one line, without their middle where there is no room."""
     return TextTable([Column("", least=0)], [Row((Cell(words),))], indent=indent)
+
+
+class _Heat(_Lines):
+    """A matrix of squares, a character each; in a narrow terminal, the strongest of some side by side."""
+
+    def __init__(self, heat: kinds.Heat):
+        self._heat = heat
+
+    def _made(self, console: Console, width: int) -> Iterable[Text]:
+        for levels in self._heat.levels:
+            share = -(-len(levels) // max(width - _INDENT, 1))
+            groups = (levels[first : first + share] for first in range(0, len(levels), share))
+            shown = (max(group, key=lambda level: math.inf if math.isnan(level) else abs(level)) for group in groups)
+            signs = ((_square(level), STYLES[kinds.Heat.tone(level)]) for level in shown)
+            yield Text.assemble(" " * _INDENT, *signs)
+
+
+def _square(level: float) -> str:
+    return "×" if math.isnan(level) else " ░▒▓█"[min(math.ceil(abs(level) * 4), 4)]
 
 
 class Fact(_Lines):

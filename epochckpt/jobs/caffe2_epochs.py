@@ -254,7 +254,7 @@ class NodeEpochs:
 
     @functools.cached_property
     def _planner(self) -> Planner:
-        return Planner(self._nodes, self._options, self._options.part_bytes)
+        return Planner(self._nodes, self._options, self._options.part_bytes, writers=self._pool.threads)
 
     def reader(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; EpochNotFoundError lists the epochs of this node."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import itertools
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.jobs import stop
 from epochckpt.jobs.workspace import Workspace
+
+EPOCH, STEP = "epoch", "step"  # what a job may count
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+    from epochckpt.jobs.result import RunResult
+    from epochckpt.jobs.session import Session
+    from epochckpt.options import StorageOptions
 
 F = TypeVar("F", bound=Callable[[Workspace], Any])
 
@@ -256,6 +267,10 @@ class Job(_Scope):
         exit_group: runs once, at the very end. A run that is preempted there runs both again when it is started again.
         stop_conditions: see `add_stop_condition`.
         nodes_to_checkpoint: by default those that `init_group` uses.
+        unit: what the job counts: `"epoch"`, or `"step"` for training that has no epochs.
+        steps_per_epoch: of a job that counts steps: how many the tasks of `epoch_group` do each time they are called.
+            Its epochs are then called steps, and numbered by the steps that have been done: 0, 1000, 2000, and so on.
+            `ws.steps` is the range of those that a call does.
     """
 
     def __init__(
@@ -266,8 +281,16 @@ class Job(_Scope):
         exit_group: TaskGroup | None = None,
         stop_conditions: Sequence[Any] | None = None,
         nodes_to_checkpoint: Sequence[str] | None = None,
+        *,
+        unit: str = EPOCH,
+        steps_per_epoch: int | None = None,
     ):
         super().__init__()
+        if unit not in (EPOCH, STEP):
+            raise InvalidArgumentError(f"unit must be 'epoch' or 'step', got {unit!r}")
+        if (unit == STEP) != (steps_per_epoch is not None):
+            raise InvalidArgumentError("a job that counts steps says how many: Job(unit='step', steps_per_epoch=1000)")
+        self.unit, self.stride = unit, 1 if steps_per_epoch is None else _positive(steps_per_epoch)
         self.setup_group = TaskGroup("setup")
         self.init_group = _group(init_group, "init")
         self.epoch_group = _group(epoch_group, "epoch")
@@ -343,12 +366,60 @@ class Job(_Scope):
             condition = ComputedCondition(repr(output), lambda _: output.values(), missing)
         else:
             condition = stop.as_condition(output)
+        for part in stop.counts([condition]):
+            if part.unit != self.unit:
+                raise InvalidArgumentError(f"{part!r} ends no job that counts {self.unit}s: max_{self.unit}s(n) does")
         self._conditions.append(condition)
 
     def stop_when(self, condition: Any) -> Any:
         """The same as `add_stop_condition`; returns the condition, so that it also decorates functions."""
         self.add_stop_condition(condition)
         return condition
+
+    def run(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        session: Session | None = None,
+        exit: bool = False,
+        options: ocp.CheckpointManagerOptions | None = None,
+        storage: StorageOptions | None = None,
+        **arguments: Any,
+    ) -> RunResult:
+        """Runs the job with its checkpoints in a directory, and resumes from there: a manager and a runner in one call.
+
+        >>> job = ec.Job(stop_conditions=[ec.stop.max_epochs(3)])
+        >>> _ = job.epoch(lambda ws: {"loss": 1 / ws.epoch})
+        >>> result = job.run("my_run")
+        >>> result.epoch, result.stop_reason
+        (3, 'max_epochs(3)')
+
+        Args:
+            directory: of the checkpoints: a path or a URL; None: nothing is saved.
+            session: where it runs, see `JobRunner.train`.
+            exit: end the program, with the result's `exit_code`: a scheduler then knows whether to start it again. That
+                the last epoch could not be saved is told by the exit code then, too, and not raised.
+            options: of the manager: when to save, what to keep.
+            storage: how bytes get to storage.
+            arguments: others of `JobRunner`.
+
+        Raises:
+            SystemExit: the job is over, and `exit` asks for it.
+            Others are those of `CheckpointManager` and `JobRunner.train`.
+        """
+        from epochckpt.jobs.runner import JobRunner  # which runs jobs
+        from epochckpt.manager import CheckpointManager
+
+        arguments.setdefault("raise_if_not_saved", not exit)
+        with contextlib.ExitStack() as stack:
+            manager = None
+            if directory is not None:
+                manager = stack.enter_context(CheckpointManager(directory, options=options, storage=storage))
+            runner = JobRunner(self, manager, **arguments)
+            runner.train(session)
+        if exit:
+            sys.exit(runner.result.exit_code)
+        return runner.result
 
     def setup(self, fn: F) -> F:
         """Decorator: runs at every start, before `init_group` or the restore.
@@ -396,6 +467,12 @@ def epoch_limiter(job: Job, num_epochs: int) -> None:
     [max_epochs(10)]
     """
     job.add_stop_condition(stop.max_epochs(num_epochs))
+
+
+def _positive(steps: Any) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InvalidArgumentError(f"steps_per_epoch is an integer of at least 1, got {steps!r}")
+    return steps
 
 
 def _group(given: TaskGroup | None, name: str) -> TaskGroup:

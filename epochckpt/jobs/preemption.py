@@ -92,7 +92,7 @@ class Stopper:
         """After the notice: whether the time to finish the epoch is over."""
         if self._noticed is None:
             self._noticed = time.monotonic()
-            logging.warning("preemption notice heard in the middle of an epoch")
+            logging.warning("preemption notice heard while tasks run")
         if self._resumable or self._deadline_secs is None:
             return self._resumable
         end = self._noticed + self._deadline_secs

@@ -1,11 +1,12 @@
-"""What people see of a run: a progress bar over its epochs, and what became of it."""
+"""What people see of a run: a progress bar over its epochs or a line for each, and what became of it."""
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
 from typing import Any
 
+from epochckpt import _progress, _text
 from epochckpt._units import several
 from epochckpt.jobs import stop
 
@@ -31,9 +32,10 @@ class RunResult:
         fenced_off: a newer run has taken over the directory; this one ended at once, without `download` and `exit`.
         resumed_from: the epoch that the run went on from; None from scratch.
         blocked_secs: seconds for which saving has kept this process from training.
-        slowest_node: the node that took longest to write, and its seconds in all; None if nothing was written.
+        slowest_node: of several nodes the one that took longest to write, and its seconds in all; else None.
         elapsed_secs: seconds that this run took.
         total_secs: seconds that all runs of this job took until the last epoch.
+        unit: what the job counts, `epoch` or `step`; of one that counts steps the numbers here are numbers of steps.
     """
 
     stop_reason: str = ""
@@ -50,6 +52,7 @@ class RunResult:
     slowest_node: tuple[str, float] | None = None
     elapsed_secs: float = 0.0
     total_secs: float = 0.0
+    unit: str = "epoch"
 
     @property
     def exit_code(self) -> int:
@@ -67,15 +70,16 @@ class RunResult:
         return PREEMPTED_EXIT_CODE if self.preempted else 0
 
     def __str__(self) -> str:
-        kept = "nothing" if self.last_committed_epoch is None else f"epoch {self.last_committed_epoch}"
-        begun = "" if self.resumed_from is None else f"resumed from epoch {self.resumed_from}, "
+        unit = self.unit
+        kept = "nothing" if self.last_committed_epoch is None else f"{unit} {self.last_committed_epoch}"
+        begun = "" if self.resumed_from is None else f"resumed from {unit} {self.resumed_from}, "
         parts = [
-            f"{begun}stopped after epoch {self.epoch}{' (partial)' if self.partial else ''}: {self.stop_reason}",
+            f"{begun}stopped after {unit} {self.epoch}{' (partial)' if self.partial else ''}: {self.stop_reason}",
             f"{kept} is the newest on storage",
             f"saving blocked training for {self.blocked_secs:.2f} of {self.elapsed_secs:.1f} s",
         ]
         if self.failed_saves:
-            shown = "; ".join(f"epoch {epoch}: {reason}" for epoch, reason in self.failed_saves[-_FAILURES:])
+            shown = "; ".join(f"{unit} {epoch}: {reason}" for epoch, reason in self.failed_saves[-_FAILURES:])
             parts.append(f"{several(len(self.failed_saves), 'save', 'saves')} failed ({shown})")
         if self.slowest_node is not None:
             parts.append("slowest node {} ({:.2f} s)".format(*self.slowest_node))
@@ -86,27 +90,37 @@ ShowEpoch = Callable[[int, Mapping[str, Any]], None]
 """Shows that an epoch is done, with its metrics."""
 
 
-@contextmanager
-def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition]) -> Generator[ShowEpoch]:
+@contextlib.contextmanager
+def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition], unit: str) -> Generator[ShowEpoch]:
     """A progress bar for a run, on the primary; the least `max_epochs` of the conditions is its end.
 
-    `shown` is the runner's `progress`; None: where output is a terminal or a notebook.
+    `shown` is the runner's `progress`; None: where output is a terminal or a notebook, and else a line for each epoch.
     """
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    notebook = hasattr(shell, "kernel")
-    if not primary or shown is False or (shown is None and not notebook and not sys.stderr.isatty()):
+    alternatives = (one for condition in conditions for one in stop.alternatives(condition))
+    total = min((one.n for one in alternatives if isinstance(one, stop.max_epochs)), default=None)
+
+    def texts(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in list(metrics.items())[:_METRICS]}
+
+    if not primary or shown is False:
         yield lambda epoch, metrics: None
+        return
+    if shown is None and not _progress.is_shown():
+
+        def say(epoch: int, metrics: Mapping[str, Any]) -> None:
+            said = ", ".join(f"{name}={value}" for name, value in texts(metrics).items())
+            line = f"{unit} {epoch}{'' if total is None else f'/{total}'}{': ' if said else ''}{said}"
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # training does not depend on a reader
+                print(_text.shown(line, limit=500), file=sys.stderr, flush=True)
+
+        yield say
         return
     from tqdm.auto import tqdm
 
-    alternatives = (one for condition in conditions for one in stop.alternatives(condition))
-    total = min((one.epochs for one in alternatives if isinstance(one, stop.max_epochs)), default=None)
-    with tqdm(total=total, unit="epoch", desc="training") as drawn:
+    with tqdm(total=total, unit=unit, desc="training", **_progress.room()) as drawn:
 
         def show(epoch: int, metrics: Mapping[str, Any]) -> None:
-            texts = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in list(metrics.items())[:_METRICS]}
             drawn.n = epoch
-            drawn.set_postfix(texts, refresh=True)
+            drawn.set_postfix(texts(metrics), refresh=True)
 
         yield show

@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from absl import logging
 
 from epochckpt.errors import CoordinationTimeoutError, InvalidArgumentError, SaveError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
+from epochckpt.jobs import metrics as metric_lib
 from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
-from epochckpt.jobs.job import ComputedCondition, Job, Task, TaskGroup
+from epochckpt.jobs.job import EPOCH, ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
 from epochckpt.jobs.session import Session
@@ -42,6 +41,7 @@ class RunSettings:
     deadline_secs: float | None
     max_consecutive_save_failures: int | None
     unsaved_blobs: str
+    save_every_secs: float
 
 
 @dataclasses.dataclass
@@ -85,8 +85,10 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.names: Names = {}  # the blobs that are checkpointed; empty before that is known
-        self._result = RunResult()  # so far
+        self._result = RunResult(unit=self.job.unit)  # so far
         self._began, self._earlier_secs = time.monotonic(), 0.0
+        self._saved = self._began  # on the primary: when the last save was decided
+        self._begun = 0  # of a job that counts steps: what had been done when the epoch under way began
         self._in_epoch: int | None = 0  # None when the loop is over
         self._looked_back = False
         self._stop_states: Mapping[str, Any] = {}  # as they were after the last epoch that the conditions were shown
@@ -97,6 +99,10 @@ class TrainingRun:
 
     def train(self) -> RunResult:
         """Runs the job; see `JobRunner.train`."""
+        if self.exchange.primary and all(condition is stop.preempted for condition in self.job.stop_conditions):
+            remedy = "job.stop_when(ec.stop.max_epochs(…)), for example, ends it"
+            logging.warning("the job has no stop condition: it trains until it is preempted or killed; %s", remedy)
+
         # Setup runs at every start: it makes the live objects, and says how blobs come back.
         self.job.reset()
         self._run_group(self.job.setup_group)
@@ -109,13 +115,13 @@ class TrainingRun:
             self._agree_on_names(restored.names)
             if self._is_finished(restored):
                 self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
-                logging.info("training was finished after epoch %d already: nothing to train", restored.epoch)
+                logging.info("training was finished after %s already: nothing to train", self._named(restored.epoch))
         if self.notice.heard and not self._result.finished:
             self._set(preempted=True, stop_reason=PREEMPTED)
 
         # An epoch that was saved in the middle is entered again.
         while not self._result.stop_reason:
-            self._train_epoch(self._result.epoch if self._result.partial else self._result.epoch + 1)
+            self._train_epoch(self._result.epoch + (0 if self._result.partial else self.job.stride))
         self._in_epoch = None
 
         # What follows the loop needs the last epoch on storage, and is left to the next start when time is short.
@@ -124,8 +130,9 @@ class TrainingRun:
         if not self._result.preempted and not self._result.fenced_off:
             self._conclude()
         self.handler.run_ended(self._result.epoch, self._result.stop_reason)
-        elapsed, slowest = time.monotonic() - self._began, self._secs_by_node.most_common(1)
-        self._set(elapsed_secs=elapsed, total_secs=self._earlier_secs + elapsed, slowest_node=next(iter(slowest), None))
+        elapsed, secs = time.monotonic() - self._began, self._secs_by_node.most_common()
+        slowest = secs[0] if len(secs) > 1 else None
+        self._set(elapsed_secs=elapsed, total_secs=self._earlier_secs + elapsed, slowest_node=slowest)
         return self._result
 
     # -- before the first epoch ----------------------------------------------------------------------------------
@@ -142,6 +149,7 @@ class TrainingRun:
             began, named, resume = time.monotonic(), self.resume_from_epoch, self.settings.resume
             found.append(restored := backend.resume(named, resume, self.handler))
             if restored is not None:
+                self._check_unit(restored, backend.directory)
                 self._check_targets(restored, backend.directory)
             return time.monotonic() - began
 
@@ -153,12 +161,13 @@ class TrainingRun:
         self._set(epoch=epoch, resumed_from=epoch, last_committed_epoch=epoch, partial=bool(notes.get("partial")))
         self._in_epoch, earlier = epoch, notes.get("total_secs")
         self._earlier_secs = float(earlier) if isinstance(earlier, int | float) else 0.0
+        self._begun = begun if isinstance(begun := notes.get("begun"), int) else epoch
         self._stop_states = notes.get("stop") or {}
         stop.load_states(self.job.stop_conditions, notes.get("stop"))
         for workspace in spaces.values():
             workspace.epoch = epoch
         self.handler.report("checkpoint_load", dict(zip(self.session.nodes, secs, strict=False)))
-        logging.info("resumed from epoch %d%s", epoch, " (partial)" if self._result.partial else "")
+        logging.info("resumed from %s%s", self._named(epoch), " (partial)" if self._result.partial else "")
         return restored
 
     def _initialize(self) -> None:
@@ -175,6 +184,16 @@ class TrainingRun:
             epoch = _TrainedEpoch(0)
             self._save(epoch, self._agree(epoch, list), force=True)
         self.notice.ask(0)
+
+    def _check_unit(self, restored: Restored, directory: str) -> None:
+        """Refuses an epoch of a job that counted something else, unless the user has named it."""
+        counted, unit = str(restored.notes.get("unit", EPOCH)), self.job.unit
+        if "version" in restored.notes and counted != unit and self.resume_from_epoch is None:
+            raise InvalidArgumentError(
+                f"{directory}: {counted} {restored.epoch} is of a job that counts {counted}s, and this one counts "
+                f"{unit}s: take another directory, make the job with unit={counted!r}, or name the number to go on "
+                f"from (resume_from_epoch={restored.epoch})"
+            )
 
     def _check_targets(self, restored: Restored, directory: str) -> None:
         """Refuses an epoch of another job: one that has none of the blobs for which setup declared a target.
@@ -245,16 +264,18 @@ class TrainingRun:
 
     def _train_epoch(self, number: int) -> None:
         epoch, self._in_epoch = _TrainedEpoch(number), number
+        self._begun = self._begun if self._result.partial else self._result.epoch
+        steps = range(0) if self.job.unit == EPOCH else range(self._begun, number)
         stopper = Stopper(self.notice, self.exchange, self.job.resumable, self.settings.deadline_secs)
         for workspace in self.session.workspaces().values():
-            workspace.epoch = number
+            workspace.epoch, workspace.steps = number, steps
             workspace.set_stopper(stopper.of_one_node())
 
         def train() -> list[str | None]:
             # Conditions on metrics answer alike everywhere: every process shows them the primary's.
             returned = self.session.run(self.job.epoch_group)
             epoch.metrics = self.exchange.broadcast(
-                f"metrics of epoch {number}", lambda: merge_metrics(returned.get(self.session.nodes[0], []))
+                f"metrics of {self._named(number)}", lambda: metric_lib.merge(returned.get(self.session.nodes[0], []))
             )
             epoch.preempted, epoch.interrupted = self.notice.ask(number), stopper.stopped
             if epoch.interrupted:
@@ -263,7 +284,7 @@ class TrainingRun:
             # The first epoch shows what its tasks make that will be lost.
             if not self._looked_back:
                 self._looked_back = True
-                self._check_metrics(epoch.metrics, returned)
+                metric_lib.check(epoch.metrics, returned, self.job.epoch_group, self.session.nodes[0])
                 self._check_blobs(number)
 
             # Every condition looks at every finished epoch: one that counts must not miss any.
@@ -285,7 +306,8 @@ class TrainingRun:
         reason = "; ".join([PREEMPTED] * epoch.preempted + list(stops.values()))
         self._set(finished=bool(stops), preempted=epoch.preempted, stop_reason=reason)
         if verdict.interrupted and not self.job.resumable:
-            logging.warning("epoch %d was left in the middle and is dropped; epoch %d is the last", number, number - 1)
+            names = self._named(number), self._named(self._result.epoch)
+            logging.warning("%s was left in the middle and is dropped; %s is the last", *names)
             return
 
         self._set(epoch=number, partial=verdict.interrupted)
@@ -319,23 +341,28 @@ class TrainingRun:
                 if any(votes):
                     stops[repr(condition)] = next(filter(None, votes))
 
-            # The epoch is saved if every process can save its part, and storage can be reached.
+            # The epoch is saved if it is time, every process can save its part, and storage can be reached.
+            now, interrupted = time.monotonic(), any(r["interrupted"] for r in reports)
+            due = bool(stops) or interrupted or epoch.preempted or epoch.number == 0
+            due = due or now - self._saved >= self.settings.save_every_secs
             refusal = problem = _first(reports, "problem")
-            if backend is not None and not problem and not self.handler.cp_accessible(epoch.number):
+            if due and backend is not None and not problem and not self.handler.cp_accessible(epoch.number):
                 refusal = NOT_ACCESSIBLE
-            if refusal:
+            if due and refusal:
                 self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
+            elif due:
+                self._saved = now
             return {
                 "stop": stops,
-                "interrupted": any(r["interrupted"] for r in reports),
-                "save": not refusal,
+                "interrupted": interrupted,
+                "save": due and not refusal,
                 "retry": not problem,
                 "exists": backend is not None and epoch.number in backend.epochs(),
                 "fenced_off": _first(reports, "fenced_off"),
                 "results": self._take_results(),
             }
 
-        verdict = _Verdict(**self.exchange.gather(f"end of epoch {epoch.number}", report, decide))
+        verdict = _Verdict(**self.exchange.gather(f"end of {self._named(epoch.number)}", report, decide))
         self._enter(verdict.results)
         limit, failures = self.settings.max_consecutive_save_failures, self._failures_in_a_row
         if limit is not None and failures > limit and not verdict.fenced_off:
@@ -356,29 +383,14 @@ class TrainingRun:
         if not listed:
             return
         message = (
-            f"blobs that are not checkpointed are in the workspace after epoch {epoch}: {'; '.join(listed)}. They were "
-            "not there when init had run, or the epoch that was resumed lacks them. A resumed run that reads them "
-            "before it makes them computes something else: make them in init, put them into ws.live, or leave them out "
-            "with JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
+            f"blobs that are not checkpointed are in the workspace after {self._named(epoch)}: {'; '.join(listed)}. "
+            "They were not there when init had run, or the epoch that was resumed lacks them. A resumed run that reads "
+            "them before it makes them computes something else: make them in init, put them into ws.live, or leave "
+            "them out with JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
         )
         if self.settings.unsaved_blobs == ERROR:
             raise InvalidArgumentError(message)
         logging.warning("%s", message)
-
-    def _check_metrics(self, metrics: Mapping[str, Any], returned: Mapping[str, Sequence[Any]]) -> None:
-        """Names the metrics that are not kept, and what looks like a metric and is none; `returned`: by node."""
-        numbers: dict[Task, str] = {}
-        for node, values in returned.items():
-            tasks = (task for task in self.job.epoch_group if task.node in (None, node))
-            numbers |= {t: type(value).__name__ for t, value in zip(tasks, values, strict=True) if _is_numeric(value)}
-            lost = {name for value in values if isinstance(value, Mapping) for name in value} - metrics.keys()
-            if lost:
-                names, primary = sorted(map(str, lost)), self.session.nodes[0]
-                logging.warning("metrics %s of node %s are not kept: those of node %s count", names, node, primary)
-        for task, kind in numbers.items():
-            logging.warning(
-                "%s returned a %s, which is no metric: return a mapping, such as {'loss': loss}", task, kind
-            )
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -399,7 +411,7 @@ class TrainingRun:
             except CoordinationTimeoutError:
                 raise
             except Exception as error:
-                logging.warning("epoch %d could not be saved: %s", number, say(error))
+                logging.warning("%s could not be saved: %s", self._named(number), say(error))
                 self._ended.append(SaveResult(number, False, say(error), 0.0, 0.0, {}))
             self._set(blocked_secs=self._result.blocked_secs + time.monotonic() - began)
 
@@ -425,7 +437,7 @@ class TrainingRun:
             else:
                 self._failures_in_a_row += not one["behind"]  # the saves that it waited for count
                 self._set(failed_saves=(*self._result.failed_saves, (one["epoch"], one["detail"])))
-                logging.warning("epoch %d was not saved, training goes on: %s", one["epoch"], one["detail"])
+                logging.warning("%s was not saved, training goes on: %s", self._named(one["epoch"]), one["detail"])
 
     def _drain(self) -> None:
         """Waits for the saves in flight. The last epoch, if it could not be saved, is tried once more."""
@@ -457,9 +469,12 @@ class TrainingRun:
             if retry is None or not answer["retry"]:
                 break
             retry()
-        unsaved = dict(self._result.failed_saves).get(epoch, "it was not asked for")
+        unsaved = dict(self._result.failed_saves).get(epoch)
+        if unsaved is None:  # the epoch after it was left in the middle and is dropped
+            logging.warning("%s was not to be saved, and is lost with what came after", self._named(epoch))
+            return
         self._set(unsaved=unsaved)
-        logging.error("the last epoch, %d, was not saved: %s", epoch, unsaved)
+        logging.error("%s, the last, was not saved: %s", self._named(epoch), unsaved)
 
     def _notes(self, partial: bool) -> dict[str, Any]:
         return {
@@ -468,6 +483,7 @@ class TrainingRun:
             "partial": partial,
             "stop": self._stop_states,
             "total_secs": self._earlier_secs + time.monotonic() - self._began,
+            **({"unit": self.job.unit, "begun": self._begun} if self.job.unit != EPOCH else {}),
         }
 
     def notes_beside(self, epoch: int, session: Session) -> dict[str, Any]:
@@ -509,9 +525,12 @@ class TrainingRun:
     def _end_fenced_off(self, epoch: int, why: str) -> None:
         """A newer run saves to the directory: whatever this one would train could not be saved."""
         self._set(epoch=epoch, fenced_off=True, stop_reason=f"{FENCED_OFF}: {why}", unsaved=why)
-        logging.error("the run ends after epoch %d: %s", epoch, why)
+        logging.error("the run ends after %s: %s", self._named(epoch), why)
 
     # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _named(self, number: int) -> str:
+        return f"{self.job.unit} {number}"
 
     def _set(self, **changes: Any) -> None:
         self._result = dataclasses.replace(self._result, **changes)
@@ -548,27 +567,3 @@ def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | N
     if isinstance(condition, ComputedCondition) and not condition.values(ctx.workspace):
         return None
     return stop.why(condition, ctx) if true else ""
-
-
-def _is_numeric(value: Any) -> bool:
-    """Whether a value is a number or array, or a pytree of such; a bool is the answer to a stop condition."""
-    leaves = [] if isinstance(value, Mapping) else jax.tree.leaves(value)
-    numbers = [x for x in leaves if isinstance(x, int | float | np.generic | np.ndarray | jax.Array)]
-    return 0 < len(leaves) == len(numbers) and bool not in [getattr(x, "dtype", type(x)) for x in numbers]
-
-
-def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
-    """One mapping of those that the tasks of a node returned, of Python scalars; waits until they are computed."""
-    merged: dict[str, bool | int | float] = {}
-    for name, value in (pair for one in returned if isinstance(one, Mapping) for pair in one.items()):
-        if not isinstance(name, str):
-            raise InvalidArgumentError(f"the names of metrics are strings, got {name!r}")
-        if name in merged:
-            raise InvalidArgumentError(f"two tasks returned a metric {name!r}; rename one")
-        scalar = stop.as_scalar(value)
-        if scalar is None:
-            found = f"{type(value).__name__}{f' of shape {value.shape}' if hasattr(value, 'shape') else ''}"
-            found += " that is too large for a float" if isinstance(value, int) else ""
-            raise InvalidArgumentError(f"metric {name!r} must be a scalar (a number, or a 0-d array), got a {found}")
-        merged[name] = scalar
-    return merged

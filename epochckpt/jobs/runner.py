@@ -17,7 +17,8 @@ from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
 from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
-from epochckpt.jobs.session import DistributedSession, Session
+from epochckpt.jobs.session import DistributedSession, Session, default_session
+from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, metadata_handlers
 from epochckpt.manager.reader import epoch_number
 
@@ -51,8 +52,8 @@ class JobRunner:
     ...     job.stop_when(ec.stop.max_epochs(epochs))
     ...     with ec.CheckpointManager("runs/one") as manager:
     ...         runner = ec.JobRunner(job, manager)
-    ...         runner.train(session := ec.LocalSession())
-    ...     return runner.result.resumed_from, session.workspace()["total"]
+    ...         runner.train()
+    ...     return runner.result.resumed_from, runner.workspace["total"]
     >>> train(epochs=2)
     (None, 3)
     >>> train(epochs=4)
@@ -78,8 +79,10 @@ class JobRunner:
         unsaved_blobs: what to do, after the first epoch, about blobs that stay from epoch to epoch and are not
             checkpointed, though `include` and `exclude` do not leave them out: `warn`, `error` or `ignore`.
         raise_if_not_saved: raise SaveError at the very end if the last epoch could not be saved; False: only log it.
+        save_every_secs: save the first epoch that ends so long after the last save began, and no other, except epoch 0,
+            the last and a preempted one; the primary's clock counts. None: the manager's policies alone decide.
         exchange_timeout_secs: how long the nodes wait for each other between epochs.
-        progress: show a progress bar; None: where output is a terminal or a notebook.
+        progress: show a progress bar; None: where output is a terminal or a notebook, and else a line per epoch.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class JobRunner:
         max_consecutive_save_failures: int | None = 5,
         raise_if_not_saved: bool = True,
         unsaved_blobs: str = WARN,
+        save_every_secs: float | None = None,
         exchange_timeout_secs: float = 600.0,
         progress: bool | None = None,
     ):
@@ -108,6 +112,8 @@ class JobRunner:
             raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
         if deadline_secs is not None:
             _check_seconds("deadline_secs", deadline_secs, zero=True)
+        if save_every_secs is not None:
+            _check_seconds("save_every_secs", save_every_secs)
         _check_seconds("exchange_timeout_secs", exchange_timeout_secs)
         for name, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
@@ -116,10 +122,13 @@ class JobRunner:
         self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
-        self._settings = RunSettings(resume, include, exclude, deadline_secs, limit, unsaved_blobs)
+        self._settings = RunSettings(
+            resume, include, exclude, deadline_secs, limit, unsaved_blobs, save_every_secs or 0
+        )
         self._timeout, self._progress, self._must_save = exchange_timeout_secs, progress, raise_if_not_saved
         self._result: RunResult | None = None
         self._run: TrainingRun | None = None
+        self._session: Session | None = None  # of the last run
         self._check()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -156,15 +165,30 @@ class JobRunner:
             raise InvalidArgumentError("no run has ended yet: train(session) comes first")
         return self._result
 
-    def __call__(self, session: Session) -> int:
+    @property
+    def workspace(self) -> Workspace:
+        """The workspace of the last run, or of the one under way: of the only node here, or the parent of all.
+
+        Raises:
+            InvalidArgumentError: no run has begun.
+        """
+        if self._session is None:
+            raise InvalidArgumentError("no run has begun yet: train() comes first")
+        return self._session.root
+
+    def __call__(self, session: Session | None = None) -> int:
         """The same as `train`."""
         return self.train(session)
 
-    def train(self, session: Session) -> int:
+    def train(self, session: Session | None = None) -> int:
         """Runs the job; in a `jax.distributed` job, call it in every process. Blocks until it is over.
 
+        Args:
+            session: where it runs. None: a new one, of the class that the job was compiled for, or else a
+                `DistributedSession` if `jax.distributed` has several processes, and a `LocalSession` if there is one.
+
         Returns:
-            The number of the last epoch; `result` says more.
+            The number of the last epoch, or step; `result` says more.
 
         Raises:
             TaskError: a task raised; what is committed stays.
@@ -174,7 +198,10 @@ class JobRunner:
             CoordinationTimeoutError: a node did not arrive at the end of an epoch; names it.
         """
         self._result = None
+        if session is None:
+            session = default_session(self.job.session_class)
         backend, exchange, handler = self._open(session)
+        self._session = session
 
         def open_backend() -> None:
             if backend is not None:
@@ -186,7 +213,7 @@ class JobRunner:
         distributed = isinstance(session, DistributedSession)
         with (
             listening(distributed, backend is not None and backend.asks_jax) as notice,
-            bar(self._progress, exchange.primary, self.job.stop_conditions) as show_epoch,
+            bar(self._progress, exchange.primary, self.job.stop_conditions, self.job.unit) as show_epoch,
         ):
             named = self.resume_from_epoch
             self._run = TrainingRun(

@@ -144,6 +144,15 @@ class DistributedSession(Session):
         self.open(named)
 
 
+def default_session(kind: type | None) -> Session:
+    """A session of this class, if it is one of ours; else of the one that fits the processes of the job."""
+    if kind is None:
+        kind = DistributedSession if jax.process_count() > 1 else LocalSession
+    if kind not in (DistributedSession, LocalSession):
+        raise InvalidArgumentError(f"the job was compiled for {kind.__name__}: make one, and pass it to train()")
+    return kind()
+
+
 def _run(task: Task, workspace: Workspace) -> Any:
     group, node, epoch = task.group.name if task.group else "-", workspace.node, workspace.epoch
     try:

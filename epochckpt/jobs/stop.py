@@ -40,7 +40,7 @@ class Context:
     """What a stop condition is shown of a finished epoch.
 
     Attributes:
-        epoch: epochs completed, by all runs of the job together.
+        epoch: epochs, or steps, completed by all runs of the job together.
         metrics: what the epoch's tasks returned, by name.
         workspace: the job's blobs.
         elapsed_secs: seconds since this run began.
@@ -54,6 +54,11 @@ class Context:
     elapsed_secs: float
     total_secs: float
     preempted: bool = False
+
+    @property
+    def step(self) -> int:
+        """The same as `epoch`, for a job that counts steps."""
+        return self.epoch
 
 
 class Condition(abc.ABC):
@@ -155,17 +160,29 @@ class max_epochs(Condition):
     """True once `n` epochs, at least 1, have been completed by all runs together.
 
     Attributes:
-        epochs: n.
+        n: as given.
     """
 
+    unit = "epoch"
+
     def __init__(self, n: int):
-        self.epochs = _count("max_epochs(n)", n)
+        self.n = _count(f"max_{self.unit}s(n)", n)
 
     def __repr__(self) -> str:
-        return f"max_epochs({self.epochs})"
+        return f"max_{self.unit}s({self.n})"
 
     def holds(self, ctx: Context) -> bool:
-        return ctx.epoch >= self.epochs
+        return ctx.epoch >= self.n
+
+
+class max_steps(max_epochs):
+    """True once `n` steps, at least 1, have been completed by all runs together, of a job that counts steps.
+
+    Attributes:
+        n: as given.
+    """
+
+    unit = "step"
 
 
 class max_time(Condition):
@@ -375,6 +392,11 @@ def alternatives(condition: Condition) -> list[Condition]:
 def is_foreign(condition: Condition) -> bool:
     """Whether it contains a user's callable, which may change its state whenever it is asked."""
     return any(isinstance(part, _Wrapped) for part in _parts([condition]))
+
+
+def counts(conditions: Sequence[Condition]) -> list[max_epochs]:
+    """The conditions, and their parts, that are true after some number of epochs or steps."""
+    return [part for part in _parts(conditions) if isinstance(part, max_epochs)]
 
 
 # -- states ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Generator
 from typing import Any
 
+from epochckpt import _progress
 from epochckpt.commit import commits_of, coordination
 from epochckpt.commit.attempt import NodeReport
 from epochckpt.errors import (
@@ -26,9 +27,9 @@ from epochckpt.jobs.job import Task, TaskGroup
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
-from epochckpt.manager.epoch_copy import EpochCopy
+from epochckpt.manager.epoch_copy import EpochCopy, check_place
 from epochckpt.manager.reader import epoch_number
-from epochckpt.storage import Store, open_store, plain
+from epochckpt.storage import open_store, plain
 
 
 class CopyUpload(UploadTaskGroupBuilder):
@@ -128,7 +129,7 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
     exchange, uploading = Exchange(coordinator, nodes, asked.timeout_secs), _uploading(epoch, asked.destination)
 
     @uploading
-    def open_copy() -> EpochCopy:
+    def open_copy(progress: Callable[[int], None]) -> EpochCopy:
         reader, names = manager.source(epoch)
         if reader is None:
             raise UnsupportedError(
@@ -136,15 +137,19 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
                 "copy its folder, or save the epoch with epochckpt.CheckpointManager"
             )
         target = open_store(asked.address)
-        _check_place(reader.store, target)
-        return EpochCopy(reader, commits_of(target, names))
+        check_place(reader.store, target)
+        return EpochCopy(reader, commits_of(target, names), progress=progress)
 
     def publish(copy: EpochCopy, copied: list[NodeEntry]) -> None:
         copy.publish(copied)
         copy.leave()
 
     def upload_once() -> None:
-        copy = exchange.together("opening of the upload", open_copy)
+        with _progress.work(f"uploading epoch {epoch}") as work:
+            upload_now(work)
+
+    def upload_now(work: _progress.Work) -> None:
+        copy = exchange.together("opening of the upload", lambda: open_copy(work.advance))
 
         @uploading
         def begin() -> str | None:
@@ -182,7 +187,7 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
     if not (source.renames and target.renames):
         problem = "epochs of single nodes can be copied from a file system only to a directory of one"
         raise UnsupportedError(f"{source.root}: {problem}; the destination is {target.root}")
-    _check_place(source, target)
+    check_place(source, target)
 
     @_uploading(epoch, target.root)
     def upload(workspace: Workspace) -> None:
@@ -190,23 +195,11 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
             reader = NodeEpochs(manager.db_prefix, node).reader(epoch).native
             assert reader is not None, "epochs of single nodes are ours"
             target.make_root()
-            copy = EpochCopy(reader, NodeCommits(target, node))
-            if copy.begin(asked.replace):
-                with copy.giving_up():
-                    copy.publish()
-                    copy.leave()
+            with _progress.work(f"uploading epoch {epoch}") as work:
+                copy = EpochCopy(reader, NodeCommits(target, node), progress=work.advance)
+                if copy.begin(asked.replace):
+                    with copy.giving_up():
+                        copy.publish()
+                        copy.leave()
 
     return upload
-
-
-def _check_place(source: Store, target: Store) -> None:
-    """Refuses a destination that lies in the source."""
-    home, there = source.root, target.root
-    if source.renames and target.renames:
-        root = os.path.realpath(home)
-        if os.path.commonpath([root, os.path.realpath(there)]) == root:
-            raise InvalidArgumentError(
-                f"destination {there} lies in the checkpoint directory {home}; upload to one outside"
-            )
-    elif source.is_same(target):
-        raise InvalidArgumentError(f"destination {there} is the checkpoint directory itself; choose another")

@@ -12,7 +12,7 @@ from epochckpt.errors import InvalidArgumentError, WorkspaceAttributeError
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
 
-_ATTRIBUTES = frozenset({"node", "live", "epoch"})
+_ATTRIBUTES = frozenset({"node", "live", "epoch", "steps"})
 
 
 class Target(NamedTuple):
@@ -40,13 +40,17 @@ class Workspace(MutableMapping[str, Any]):
     Attributes:
         node: the node's name.
         live: a namespace of anything, never checkpointed.
-        epoch: the epoch that is being trained; 0 before the first.
+        epoch: the epoch that is being trained; 0 before the first. Of a job that counts steps: the number of steps that
+            will have been done.
+        steps: of a job that counts steps, those that are being trained, as a range: the first is the number of steps
+            that have been done. Empty otherwise.
     """
 
     def __init__(self, node: str = "process_0"):
         self.node = node
         self.live = types.SimpleNamespace()
         self.epoch = 0
+        self.steps = range(0)
         self._blobs: dict[str, Any] = {}
         self._targets: dict[str, Target] = {}
         self._children: dict[str, Workspace] = {}
@@ -100,7 +104,7 @@ class Workspace(MutableMapping[str, Any]):
     def scratch(self) -> Workspace:
         """A copy for trying something: blobs and live objects may be set there without changing this workspace."""
         out = Workspace(self.node)
-        out.live, out.epoch = types.SimpleNamespace(**vars(self.live)), self.epoch
+        out.live, out.epoch, out.steps = types.SimpleNamespace(**vars(self.live)), self.epoch, self.steps
         out._blobs = {name: jax.tree.map(lambda leaf: leaf, value) for name, value in self._blobs.items()}
         out._targets = dict(self._targets)
         return out
@@ -114,7 +118,7 @@ class Workspace(MutableMapping[str, Any]):
         if self._children:
             return
         child = self.child(node)
-        child.live, child.epoch = self.live, self.epoch
+        child.live, child.epoch, child.steps = self.live, self.epoch, self.steps
         child._blobs, child._targets = self._blobs, self._targets
         child._stopper, child._init_tracer = self._stopper, self._init_tracer
         self.live, self._blobs, self._targets = types.SimpleNamespace(), {}, {}

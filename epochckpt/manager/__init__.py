@@ -7,15 +7,18 @@ from epochckpt.manager.manager import CheckpointManager
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import CheckpointReader
 from epochckpt.manager.readers import Readers
+from epochckpt.manager.restoring import Asked, Response
 from epochckpt.manager.status import EpochStatus, NodeStatus, SaveResult, Verification
 
 __all__ = [
+    "Asked",
     "CheckpointManager",
     "CheckpointReader",
     "EpochStatus",
     "HandlerNotifier",
     "NodeStatus",
     "Readers",
+    "Response",
     "SaveResult",
     "Verification",
 ]

@@ -8,7 +8,8 @@ published, and the next claim of that directory sweeps what a killed copy leaves
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Generator
+import os
+from collections.abc import Callable, Collection, Generator
 
 from absl import logging
 
@@ -17,9 +18,18 @@ from epochckpt.arrays import EpochReader
 from epochckpt.commit import Commits
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
-from epochckpt.errors import DamagedError, EpochExistsError, FormatError, UncertainError, UploadError, unreadable
+from epochckpt.errors import (
+    DamagedError,
+    EpochExistsError,
+    FormatError,
+    InvalidArgumentError,
+    UncertainError,
+    UploadError,
+    unreadable,
+)
 from epochckpt.format import EpochRecord, NodeEntry, checksums, paths
 from epochckpt.orbax import object_view
+from epochckpt.storage import Store
 
 _THREADS = 2
 
@@ -29,11 +39,14 @@ class EpochCopy:
 
     The Orbax view is built anew, because it is made of links that only some copies keep. The copy is made under the id
     of an `attempt` of the other directory. By default that is the id of the epoch itself, or on stores without rename,
-    where attempts share a folder, the first one of the claim.
+    where attempts share a folder, the first one of the claim. `progress` is called with the bytes of each piece that
+    was copied, from any thread.
     """
 
-    def __init__(self, reader: EpochReader, commits: Commits, attempt: str = ""):
-        self._reader = reader.again(_threads.Pool(_THREADS))
+    def __init__(
+        self, reader: EpochReader, commits: Commits, attempt: str = "", progress: Callable[[int], None] | None = None
+    ):
+        self._reader, self._progress = reader.again(_threads.Pool(_THREADS)), progress
         self.commits, self._epoch, self._given = commits, reader.record.epoch, attempt
         self._replaces: ReplaceCondition | None = None
         self._may_be_visible = False
@@ -61,18 +74,31 @@ class EpochCopy:
         """
         epoch, commits = self._epoch, self.commits
         # A run that saves there is fenced off only for a copy that is to be made.
-        if self._is_there(replace):
+        if self.is_there(replace):
             return False
         commits.claim(epoch)
         with self.giving_up():
-            if self._is_there(replace):  # since that look
+            if self.is_there(replace):  # since that look
                 commits.release()
                 return False
             commits.begin(epoch, self._attempt)
         return True
 
-    def _is_there(self, replace: bool) -> bool:
-        """Whether the destination has this epoch, whole; if not, `_replaces` is set to what gives way."""
+    def copy_once(self) -> None:
+        """In one process, which has claimed the destination: makes the copy, unless the epoch is there, whole.
+
+        Raises EpochExistsError if another epoch of this number is there.
+        """
+        with self._discarding():
+            if not self.is_there(False):
+                self.commits.begin(self._epoch, self._attempt)
+                self.publish()
+
+    def is_there(self, replace: bool) -> bool:
+        """Whether the destination has this epoch, whole; if not, what gives way to it is remembered.
+
+        Raises EpochExistsError as `begin`.
+        """
         self._replaces, store, folder = None, self.commits.store, self.commits.folder(self._epoch)
         if not (store.exists(folder) if store.renames else self._epoch in self.commits.list_epochs()):
             return False
@@ -100,7 +126,7 @@ class EpochCopy:
         """The error for what lies where the epoch is to go."""
         return EpochExistsError(
             f"{self.commits.store.root} has {self.commits.folder(self._epoch)} already, which is {found}. Nothing "
-            f"there was changed: delete it or move it away, upload epoch {self._epoch} to another destination, or "
+            f"there was changed: delete it or move it away, copy epoch {self._epoch} to another destination, or "
             "replace epochs with CopyUpload(…, replace=True)"
         )
 
@@ -143,11 +169,11 @@ class EpochCopy:
             part = reader.of_node(number, item) if own else reader
             folder = commits.data_folder(self._epoch, self._attempt, entry.name, item)
             for file in part.files(item, 0 if own else number):
-                file.copy(target, paths.join(folder, file.name))
+                file.copy(target, paths.join(folder, file.name), self._progress)
         for file in of_handlers:
-            reader.node_file(number, file).copy(target, paths.join(base, file.path))
+            reader.node_file(number, file).copy(target, paths.join(base, file.path), self._progress)
         # The record of the node is last.
-        data, view = self._node_record(number), self._record.orbax_unsupported is not None
+        data, view = self._node_record(number), None if self._record.orbax_unsupported is None else []
         commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)
         return self.entry(number)
 
@@ -197,12 +223,34 @@ class EpochCopy:
 
     @contextlib.contextmanager
     def giving_up(self) -> Generator[None]:
-        """On the primary: removes, after an error, what there is of the copy, as long as no reader can see it."""
+        """On the primary: after an error `_discarding`, and gives up the claim."""
+        try:
+            with self._discarding():
+                yield
+        except Exception:
+            self.leave()
+            raise
+
+    @contextlib.contextmanager
+    def _discarding(self) -> Generator[None]:
+        """Removes, after an error, what there is of the copy, as long as no reader can see it."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             what = f"{self.commits.store.root}: what a failed upload left"
             if not self._may_be_visible and not isinstance(error, EpochExistsError):
                 _threads.logged(what, lambda: self.commits.discard(self._epoch, self._attempt))
-            self.leave()
             raise
+
+
+def check_place(source: Store, target: Store) -> None:
+    """Refuses a destination that lies in the source."""
+    home, there = source.root, target.root
+    if source.renames and target.renames:
+        root = os.path.realpath(home)
+        if os.path.commonpath([root, os.path.realpath(there)]) == root:
+            raise InvalidArgumentError(
+                f"destination {there} lies in the checkpoint directory {home}; copy to one outside"
+            )
+    elif source.is_same(target):
+        raise InvalidArgumentError(f"destination {there} is the checkpoint directory itself; choose another")

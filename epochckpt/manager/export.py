@@ -5,44 +5,51 @@ The folder appears whole or not at all: it is written under another name beside 
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import stat
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import _threads, _units
+from epochckpt import _progress, _threads, _units
 from epochckpt.arrays import items
+from epochckpt.arrays.restore import ArraySource
 from epochckpt.commit import Coordinator, commits_of, restore_vote
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.manager import export_formats
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.reader import CheckpointReader, epoch_number
 from epochckpt.manager.readers import Readers
+from epochckpt.manager.selection import Patterns, Rename, SelectedArrays, Selection, say_cast
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
 from epochckpt.storage import PosixStore, Store, expanded, open_store, path_text, plain
 from epochckpt.storage.posix import PosixWriter
 
-FORMATS = ("orbax", "safetensors")
+FORMATS = ("orbax", "safetensors", "huggingface")
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
     """What an export wrote: the epoch, the path of its folder, and the bytes of the files there.
 
-    `unsupported` is what the format cannot express: reasons by leaf name, by item.
+    `unsupported` is what the format cannot express: reasons by leaf name, by item. `cast` has the dtypes that leaves
+    which were cast have in the epoch, by their names in the export.
     """
 
     epoch: int
     path: str
     nbytes: int
     unsupported: Mapping[str, Mapping[str, str]]
+    cast: Mapping[str, str]
 
 
+@_progress.shown_as("exporting")
 def export(
     directory: str | os.PathLike[str],
     epoch: int | None,
@@ -50,7 +57,13 @@ def export(
     format: str = "orbax",
     *,
     item: str | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: Any = None,
     separator: str = ".",
+    framework: str = "flax",
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     max_file_bytes: int = 5 * 10**9,
     max_buffer_bytes: int = 64 * 2**20,
     skip_unsupported: bool = False,
@@ -60,21 +73,33 @@ def export(
     """Writes an epoch in a form that needs nothing of ours, into a new local folder. Every byte is verified first.
 
     - `"orbax"`: a checkpoint directory with this one step in it, without symlinks:
-      `ocp.CheckpointManager(destination).restore(epoch)`, `StandardCheckpointer`, `ocp.v1`.
+      `ocp.CheckpointManager(destination).restore(epoch)`, `StandardCheckpointer`, `ocp.v1`. With `include`, `exclude`,
+      `rename` or `dtype` of one item only.
     - `"safetensors"`: an item of arrays as whole tensors, `model.safetensors` or Hugging Face's parts with their index.
       Typed PRNG keys become their key data. What the format cannot say (Python values, key paths) is noted in the
       file's `__metadata__`, for `import_`.
+    - `"huggingface"`: the same, with a model card (`README.md`) to be completed, and `config.json` if one is given.
 
     One process does it, at any time, also while the job goes on saving. Memory is bounded by blocks, or by about twice
-    `max_buffer_bytes`.
+    `max_buffer_bytes`, and while leaves are cast by as much as their elements take in the epoch. Steps of stock Orbax,
+    which have no checksums, are exported as tensors, or where leaves are selected.
 
     Args:
         directory: where the epochs live: a path or a URL.
         epoch: its number; None: the newest that can be read.
         destination: a local folder that is missing or empty; an empty one is replaced, by one of its mode and group.
-        format: `"orbax"` or `"safetensors"`.
-        item: export this item only; safetensors needs it if there are several of arrays.
+        format: `"orbax"`, `"safetensors"` or `"huggingface"`.
+        item: export this item only; needed if there are several of arrays, but for a whole step of Orbax.
+        include: only these leaves: one or more names, parts of the tree, or shell patterns of names, as the command
+            `epochckpt tree` shows them and takes them (`"params"`, `"*/kernel"`).
+        exclude: not these, in the same form.
+        rename: new names: a mapping of names, or of their beginnings up to a "/", to what takes their place
+            (`{"params": "model"}`, or `""` for nothing); or a function from name to name. New keys are dict keys.
+        dtype: floating arrays are cast to it, rounded as JAX does; integers, bools, keys and Python values stay.
         separator: joins the keys of a leaf's path to the name of its tensor; "." is what Hugging Face and Orbax use.
+        framework: noted in the files as that of which the tensors have the names and layouts; libraries of Hugging Face
+            look for it. `"pt"` is true where leaves were renamed, and lie, as in PyTorch.
+        config: the content of `config.json`, or a file of JSON that has it; huggingface only.
         max_file_bytes: bytes of tensors after which safetensors go on in a further file.
         max_buffer_bytes: bound on the bytes of tensors that are held at a time.
         skip_unsupported: leave out, and log, what the format cannot express, instead of refusing.
@@ -85,6 +110,7 @@ def export(
         EpochNotFoundError: there is no such epoch.
         DamagedError: bytes differ from what was written. As after every other error there is no destination.
         UnsupportedError: the format cannot express something, by name.
+        UnknownNameError: a pattern, or an entry of `rename`, matches nothing.
         InvalidArgumentError: the destination is no empty folder, lies in `directory`, or is the current directory; no
             such item; leaves that would be called alike.
         OSError: the destination cannot be written.
@@ -95,7 +121,7 @@ def export(
         >>> ec.export("run", None, "tensors", "safetensors").epoch
         4
     """
-    began = time.monotonic()
+    began, progress = time.monotonic(), progress or _progress.counting()
     if format not in FORMATS:
         raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, FORMATS))}")
     if not isinstance(separator, str) or not separator:
@@ -103,36 +129,43 @@ def export(
     for name, value in (("max_file_bytes", max_file_bytes), ("max_buffer_bytes", max_buffer_bytes)):
         if type(value) is not int or value < 1:
             raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
+    if not isinstance(framework, str):
+        raise InvalidArgumentError(f"framework must be a text such as 'pt', got {framework!r}")
+    if config is not None and format != "huggingface":
+        raise InvalidArgumentError(f"config= is of the format 'huggingface', not of {format!r}")
+    config = _config(config)
+    selection = Selection.of(include, exclude, rename, dtype)
     store = open_store(directory)
     commits = commits_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
     place = _destination(destination, store)
-    tensor_options = export_formats.TensorOptions(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
+    how = export_formats.FormatOptions(separator, framework, max_file_bytes, max_buffer_bytes, skip_unsupported)
     readers = Readers(commits, _threads.Pool(max(StorageOptions().io_threads, store.concurrency)))
 
     def run(number: int) -> Exported:
-        reader = readers.open(number).native
-        if reader is None:
+        reader, arrays = readers.open(number), None
+        kinds, record = reader.item_kinds(), reader.record
+        if item is not None and item not in kinds:
+            raise items.unknown_item(number, item, kinds)
+        if format != "orbax" or selection:
+            arrays = SelectedArrays(*_array_item(reader, kinds, item), selection)
+        elif record.stock:
             raise UnsupportedError(
                 f"epoch {number} was written by stock Orbax: copy its folder, or save it once with a manager of ours"
             )
-        record = reader.record
-        if item is not None:
-            if item not in record.items:
-                raise items.unknown_item(number, item, record.items)
+        elif item is not None:
             record = dataclasses.replace(record, items={item: record.items[item]})
         with _staged(place) as folder:
             target = PosixStore(folder) if progress is None else _Counted(folder, progress)
-            if format == "orbax":
-                unsupported = export_formats.write_orbax(reader, record, target, skip_unsupported)
+            if arrays is None or format == "orbax":
+                unsupported = export_formats.write_orbax(reader, record, target, how, arrays)
             else:
-                arrays = [name for name, entry in record.items.items() if entry.arrays is not None]
-                if item is None and not arrays:
-                    raise UnsupportedError(f"epoch {number} has no item of arrays, and only those become tensors")
-                chosen = item or items.chosen_arrays(number, arrays, None)
-                unsupported = export_formats.write_safetensors(reader, chosen, target, tensor_options)
+                unsupported = export_formats.write_safetensors(arrays, target, how)
+            if arrays is not None and format == "huggingface":
+                export_formats.write_model_files(arrays, target, config)
             nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
-            reader.check_present("it was being exported")
-        return Exported(number, place, nbytes, unsupported)
+            if reader.native is not None:
+                reader.native.check_present("it was being exported")
+        return Exported(number, place, nbytes, unsupported, arrays.cast if arrays is not None else {})
 
     try:
         if epoch is not None:
@@ -149,10 +182,38 @@ def export(
     for left, leaves in done.unsupported.items():
         few = view.few(leaves)
         logging.warning("%s: item %s: left out %s: %s", place, left, _units.several(len(leaves), "leaf", "leaves"), few)
+    if done.cast:
+        logging.info("%s: %s", place, say_cast(done.cast, selection.dtype))
     secs = time.monotonic() - began
     size = _units.nbytes(done.nbytes)
     logging.info("epoch %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs)
     return done
+
+
+def _array_item(reader: CheckpointReader, kinds: Mapping[str, str], item: str | None) -> tuple[ArraySource, str]:
+    """The item of arrays that is meant."""
+    epoch, arrays = reader.record.epoch, [name for name, kind in kinds.items() if kind == "arrays"]
+    if item is None and not arrays:
+        raise UnsupportedError(f"epoch {epoch} has no item of arrays, and only those become tensors")
+    chosen = item or items.chosen_arrays(epoch, arrays, None)
+    if chosen not in arrays:
+        raise UnsupportedError(f"item {chosen!r} is not made of arrays; only those become tensors")
+    return reader.arrays(chosen), chosen
+
+
+def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any] | None:
+    """What becomes `config.json`; InvalidArgumentError unless it is an object of JSON."""
+    where = "config"
+    try:
+        if isinstance(config, str | os.PathLike):
+            where = f"config: {os.fspath(config)}"
+            config = json.loads(pathlib.Path(config).read_bytes())
+        json.dumps(config)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidArgumentError(f"{where} is no JSON: {error}") from None
+    if not (config is None or isinstance(config, Mapping)):
+        raise InvalidArgumentError(f"{where} must be an object, got a {type(config).__name__}")
+    return config
 
 
 def _destination(destination: str | os.PathLike[str], store: Store) -> str:

@@ -1,24 +1,30 @@
-"""The two forms of an export.
+"""The forms of an export.
 
-- A plain checkpoint of stock Orbax is the Orbax view with the data files in place of its links to nodes' folders.
+- A plain checkpoint of stock Orbax is the Orbax view with the data files in place of its links to nodes' folders. They
+  are copied, or made anew of the leaves that were selected.
 - Safetensors in the form of Hugging Face: whole tensors, in one file or in parts with an index. Leaves are read in
   boxes that are contiguous in the file, so memory is bounded by the box.
 """
 
+import collections
 import dataclasses
 import json
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+import textwrap
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from epochckpt import _units
 from epochckpt.arrays import EpochReader, Request
 from epochckpt.arrays.snapshot import root_metadata
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
-from epochckpt.format import ArrayItem, Box, EpochRecord, grid, paths, safetensors
+from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeEntry, grid, paths, safetensors
 from epochckpt.format.safetensors import NOTES_KEY, Notes
 from epochckpt.manager import status
+from epochckpt.manager.reader import CheckpointReader
+from epochckpt.manager.selection import SelectedArrays
 from epochckpt.orbax import Views
 from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Store, writing
@@ -26,12 +32,32 @@ from epochckpt.storage import Store, writing
 Unsupported = dict[str, dict[str, str]]  # what was left out: reasons by leaf name, by item
 
 
-def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_unsupported: bool) -> Unsupported:
-    """Writes the record's items and the directory's metadata, durably and verified; returns what was left out."""
+@dataclasses.dataclass(frozen=True)
+class FormatOptions:
+    """How to write. Only the last two are of Orbax, too."""
+
+    separator: str  # joins the keys of a leaf's path
+    framework: str  # whose names and layouts the tensors have, as Hugging Face writes it
+    max_file_bytes: int  # bytes of tensors per file; a tensor larger than that has a file of its own
+    max_buffer_bytes: int  # bound on the memory for the bytes under way
+    skip_unsupported: bool  # leave out leaves that the format cannot express
+
+
+def write_orbax(
+    reader: CheckpointReader, record: EpochRecord, target: Store, options: FormatOptions, arrays: SelectedArrays | None
+) -> Unsupported:
+    """Writes items and the directory's metadata, durably and verified; returns what was left out.
+
+    The items are those of the record, or the `arrays` that were selected, in data files that are made for them.
+    """
+    files = [] if arrays is None else _data_files(arrays)
+    if arrays is not None:
+        node = NodeEntry("process_0", 0, 0, "", tuple(file for file, _, _ in files))
+        record = dataclasses.replace(arrays.record, nodes=(node,))
     # nothing of ours is needed to read it: no attempts in paths, as object stores have them
     plain = dataclasses.replace(record, objects=False)
     view = Views(orbax_view.MAX_EXPORT_CHUNKS).build(plain, beside_nodes=False)
-    if view.unsupported and not skip_unsupported:
+    if view.unsupported and not options.skip_unsupported:
         raise UnsupportedError(refusal(record.epoch, "orbax", view.unsupported))
     base = str(record.epoch)
     links = [path for path in view.links if record.items[path.split("/")[0]].arrays is not None]
@@ -42,6 +68,22 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_un
         target.make_folder(folder)
     for path, data in view.files.items():
         target.create(paths.join(base, path), data)
+    if arrays is not None:
+        for path in links:
+            for file, head, leaves in files:
+                _write_file(arrays, head, leaves, target, paths.join(base, path, file.path), options.max_buffer_bytes)
+    else:
+        assert reader.native is not None, "steps of stock Orbax have no records of ours"
+        _copy_files(reader.native, record, target, base, links)
+    if custom:
+        target.create(paths.join(*paths.ROOT_METADATA), root_metadata(custom))
+    for folder in (*reversed(folders), ""):
+        target.sync_folder(folder)
+    return view.unsupported
+
+
+def _copy_files(reader: EpochReader, record: EpochRecord, target: Store, base: str, links: Iterable[str]) -> None:
+    """Copies what handlers wrote, and the data files of nodes to where the view has links to their folders."""
     for item in (name for name, entry in record.items.items() if entry.kind == "files"):
         for node, file in reader.item_files(item):
             reader.node_file(node, file).copy(target, paths.join(base, file.path))
@@ -49,11 +91,19 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_un
     for path in links:
         for file in reader.files(path.split("/")[0], numbers[path.split("/")[-1]]):
             file.copy(target, paths.join(base, path, file.name))
-    if custom:
-        target.create(paths.join(*paths.ROOT_METADATA), root_metadata(custom))
-    for folder in (*reversed(folders), ""):
-        target.sync_folder(folder)
-    return view.unsupported
+
+
+def _data_files(arrays: SelectedArrays) -> list[tuple[DataFile, bytes, list[int]]]:
+    """The data files of whole arrays of one node: what a record says of each, its header, and its leaves."""
+    item = arrays.arrays
+    owned = item.owned(0)
+    found = []
+    for number, part in enumerate(item.cut(owned, item.part_ends(owned, None))):
+        leaves = part.leaves.tolist()
+        head = safetensors.header([item.tensor(leaf, 0) for leaf in leaves])
+        size = len(head) + int(part.offsets[-1])
+        found.append((DataFile(item.name, number, size, len(head), len(leaves)), head, leaves))
+    return found
 
 
 def refusal(epoch: int, format: str, unsupported: Unsupported) -> str:
@@ -73,53 +123,73 @@ INDEX = "model.safetensors.index.json"
 _BATCH_LEAVES = 4096  # read together at most; bounds what is kept per leaf meanwhile
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorOptions:
-    """How to write safetensors."""
-
-    separator: str  # joins the keys of a leaf's path
-    max_file_bytes: int  # bytes of tensors per file; a tensor larger than that has a file of its own
-    max_buffer_bytes: int  # bound on the memory for the bytes under way
-    skip_unsupported: bool  # leave out leaves that the format cannot express
-
-
-def write_safetensors(reader: EpochReader, item: str, target: Store, options: TensorOptions) -> Unsupported:
-    """Writes one item of arrays into an empty folder, durably and verified; returns what was left out."""
-    record = reader.record
-    arrays = record.items[item].arrays
-    if arrays is None:
-        raise UnsupportedError(f"item {item!r} is not made of arrays; only those become tensors")
+def write_safetensors(arrays: SelectedArrays, target: Store, options: FormatOptions) -> Unsupported:
+    """Writes an item into an empty folder, durably and verified; returns what was left out."""
+    item, epoch = arrays.arrays, arrays.record.epoch
     unsupported = {
         leaf.name: f"safetensors has no type for {leaf.dtype.name}"
-        for leaf in arrays.leaves
+        for leaf in item.leaves
         if leaf.dtype is not None and not safetensors.has_type(leaf.dtype)
     }
     if unsupported and not options.skip_unsupported:
-        raise UnsupportedError(refusal(record.epoch, "safetensors", {item: unsupported}))
-    tensors = _named(arrays, unsupported, options.separator)
+        raise UnsupportedError(refusal(epoch, "safetensors", {item.name: unsupported}))
+    tensors = _named(item, unsupported, options.separator)
     notes = Notes(options.separator)
     for name, i in tensors.items():
-        leaf = arrays.leaves[i]
+        leaf = item.leaves[i]
         if safetensors.split_name(name, options.separator) != leaf.path or leaf.kind not in ("jax", "numpy"):
             notes.tensors[name] = leaf.path, leaf.kind, leaf.impl
-    values = record.items[item].values
-    notes.values += [
-        (leaf.path, leaf.kind, values.get(i)) for i, leaf in enumerate(arrays.leaves) if leaf.dtype is None
-    ]
-    files = _files(arrays, tensors, options.max_file_bytes)
+    values = arrays.record.items[item.name].values
+    notes.values += [(leaf.path, leaf.kind, values.get(i)) for i, leaf in enumerate(item.leaves) if leaf.dtype is None]
+    files = _files(item, tensors, options.max_file_bytes)
     weights: dict[str, str] = {}
     for number, leaves in enumerate(files):
         name = FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         noted = {tensor: note for tensor, note in notes.tensors.items() if tensor in leaves}
         text = Notes(options.separator, noted, notes.values if number == 0 else []).to_text()
-        _write_file(reader, arrays, leaves, text, target, name, options.max_buffer_bytes)
+        rows = [(tensor, _dtype(item, i), item.leaves[i].shape, item.leaves[i].nbytes) for tensor, i in leaves.items()]
+        head = safetensors.header(rows, {"format": options.framework, NOTES_KEY: text})
+        if len(head) > safetensors.MAX_READ_BYTES:
+            raise UnsupportedError(
+                f"{arrays.where}: its Python values make the header of {name} {len(head)} bytes long; "
+                f"safetensors allows {safetensors.MAX_READ_BYTES}"
+            )
+        _write_file(arrays, head, list(leaves.values()), target, name, options.max_buffer_bytes)
         weights.update(dict.fromkeys(leaves, name))
     if len(files) > 1:
-        total = sum(arrays.leaves[i].nbytes for i in tensors.values())
+        total = sum(item.leaves[i].nbytes for i in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         target.create(INDEX, json.dumps(index, indent=2).encode())
     target.sync_folder("")
-    return {item: unsupported} if unsupported else {}
+    return {item.name: unsupported} if unsupported else {}
+
+
+def write_model_files(arrays: SelectedArrays, target: Store, config: Mapping[str, Any] | None) -> None:
+    """Writes what Hugging Face has beside the tensors: a model card to be completed, and `config.json` if given."""
+    leaves = [leaf for leaf in arrays.arrays.leaves if leaf.dtype is not None]
+    sizes = collections.Counter[str]()
+    for leaf in leaves:
+        sizes[str(leaf.dtype)] += math.prod(leaf.shape)
+    card = [
+        "---",
+        "tags:",
+        "- jax",
+        "---",
+        "",
+        "# Model card",
+        "",
+        "Describe here what the model is for, what it was trained on, its limits and its license.",
+        "",
+        f"- Weights of epoch {arrays.record.epoch}, written by epochckpt",
+        f"- {_units.several(len(leaves), 'tensor', 'tensors')}, {sum(sizes.values()):,} elements: "
+        + (", ".join(f"{size:,} of {dtype}" for dtype, size in sizes.most_common()) or "none"),
+    ]
+    if arrays.record.metrics:  # a block of code, in which nothing is markup
+        card += ["", "Its metrics:", "", textwrap.indent(json.dumps(arrays.record.metrics, indent=2), "    ")]
+    target.create("README.md", ("\n".join(card) + "\n").encode())
+    if config is not None:
+        target.create("config.json", (json.dumps(config, indent=2) + "\n").encode())
+    target.sync_folder("")
 
 
 def _named(arrays: ArrayItem, unsupported: Container[str], separator: str) -> dict[str, int]:
@@ -167,33 +237,26 @@ def _dtype(arrays: ArrayItem, leaf: int) -> np.dtype[Any]:
 
 
 def _write_file(
-    reader: EpochReader, arrays: ArrayItem, leaves: dict[str, int], notes: str, target: Store, name: str, max_bytes: int
+    arrays: SelectedArrays, head: bytes, leaves: Sequence[int], target: Store, path: str, max_bytes: int
 ) -> None:
     """Writes the leaves one after the other, as many at once as a buffer holds; every byte of it is verified."""
-    infos = [(tensor, arrays.leaves[i]) for tensor, i in leaves.items()]
-    tensors = [(tensor, _dtype(arrays, leaves[tensor]), leaf.shape, leaf.nbytes) for tensor, leaf in infos]
-    head = safetensors.header(tensors, {"format": "flax", NOTES_KEY: notes})
-    if len(head) > safetensors.MAX_READ_BYTES:
-        raise UnsupportedError(
-            f"epoch {reader.record.epoch}, item {arrays.name!r}: its Python values make the header of {name} "
-            f"{len(head)} bytes long; safetensors allows {safetensors.MAX_READ_BYTES}"
-        )
-    for leaf in leaves.values():
-        reader.check_files(arrays.name, leaf, grid.whole(arrays.leaves[leaf].shape))
+    item = arrays.arrays
+    for leaf in leaves:
+        arrays.check_files(item.name, leaf, grid.whole(item.leaves[leaf].shape))
     buffer: np.ndarray = np.empty(0, np.uint8)
     start = len(head)
-    with writing(target, name, start + sum(leaf.nbytes for _, leaf in infos)) as writer:
+    with writing(target, path, start + sum(item.leaves[leaf].nbytes for leaf in leaves)) as writer:
         writer.write(0, head)
-        for batch in _batches(arrays, leaves.values(), max_bytes):
+        for batch in _batches(item, leaves, max_bytes):
             held = sum(nbytes for _, _, nbytes in batch)
             if len(buffer) < held:
                 buffer = np.empty(held, np.uint8)
             requests, offset = [], 0
             for leaf, box, nbytes in batch:
-                out = buffer[offset : offset + nbytes].view(_dtype(arrays, leaf)).reshape(grid.box_shape(box))
-                requests.append(Request(arrays.name, leaf, box, out))
+                out = buffer[offset : offset + nbytes].view(_dtype(item, leaf)).reshape(grid.box_shape(box))
+                requests.append(Request(item.name, leaf, box, out))
                 offset += nbytes
-            reader.read(requests)
+            arrays.read(requests)
             writer.write(start, buffer[:held].data)
             start += held
 

@@ -1,7 +1,7 @@
-"""`import_`: makes an epoch out of a file that something else wrote: flax msgpack, safetensors.
+"""`import_`: makes an epoch out of files that something else wrote: flax msgpack, safetensors, PyTorch's DCP.
 
-A safetensors file is never taken into memory: its arrays are views of the mapped file, which the writer streams to
-storage.
+A safetensors or DCP file is never taken into memory: its arrays are views of the mapped file, which the writer streams
+to storage.
 """
 
 import contextlib
@@ -9,27 +9,66 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from epochckpt import _text
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.commit import commits_of
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
-from epochckpt.format import flax_msgpack, paths, safetensors
+from epochckpt.format import flax_msgpack, grid, paths, safetensors, torch_dcp
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.manager import CheckpointManager
 from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.selection import Patterns, Rename, Selection
 from epochckpt.manager.status import EpochStatus
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.storage import expanded, mmap, open_store, path_text, plain
 
+FORMATS = ("msgpack", "safetensors", "dcp")
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedLeaf:
+    """One leaf of an import: its name in the epoch and in the source, and what the epoch will hold.
+
+    `dtype` is a type of Python for what is no array. `cast_from` is the dtype in the source, if another one.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    cast_from: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportPlan:
+    """What an import would do; nothing is written before `write`."""
+
+    source: str
+    directory: str
+    epoch: int
+    item: str
+    leaves: tuple[ImportedLeaf, ...]
+    _save: Callable[[bool], EpochStatus] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays in the epoch."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def write(self, *, take_over: bool = True) -> EpochStatus:
+        """Makes the epoch; raises as `import_` does, and for `take_over` as `CheckpointManager.claim`."""
+        return self._save(take_over)
 
 
 def import_(
@@ -40,26 +79,39 @@ def import_(
     format: str | None = None,
     item: str = paths.DEFAULT_ITEM,
     separator: str | None = ".",
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: Any = None,
     metrics: Any = None,
     custom_metadata: Mapping[str, Any] | None = None,
     options: ocp.CheckpointManagerOptions | None = None,
     storage: StorageOptions | None = None,
 ) -> EpochStatus:
-    """Makes a committed epoch out of a flax msgpack or a safetensors file, or a folder of those.
+    """Makes a committed epoch out of a flax msgpack or a safetensors file, a folder of those, or a DCP directory.
 
-    Arrays become NumPy leaves, bit for bit. Safetensors are streamed in bounded memory, whatever the size of the file
-    (on object stores by the size of a data file's part); msgpack files are read whole. One process does it. Like every
-    manager that writes it fences off whatever else writes to `directory`: do not import into that of a running job.
+    Arrays become NumPy leaves, bit for bit unless they are cast. Safetensors and DCP are streamed in bounded memory,
+    whatever the size of the files (on object stores by the size of a data file's part); msgpack files are read whole.
+    torch is not needed, and no pickle runs code. One process does it. Like every manager that writes it fences off
+    whatever else writes to `directory`: do not import into that of a running job. `plan_import` says what it would do.
 
     Args:
         source: a local `.msgpack` file (`flax.serialization.to_bytes`, `msgpack_serialize`), a `.safetensors` file, or
-            a folder with one of them or with the parts and the index of Hugging Face. It must not change meanwhile.
+            a folder with one of them, with the parts and the index of Hugging Face, or that
+            `torch.distributed.checkpoint` saved. It must not change meanwhile.
         directory: where the epochs live; created if it is missing.
         epoch: the number of the new epoch.
-        format: `"msgpack"` or `"safetensors"`; None: by the file's ending, else by its first bytes.
+        format: `"msgpack"`, `"safetensors"` or `"dcp"`; None: by the files' names, else by the first bytes.
         item: name of the item.
-        separator: safetensors: names are split at it into nested dicts; None: one flat dict. What `export` wrote has
-            its tree noted, and gets exactly that.
+        separator: safetensors and DCP: names are split at it into nested dicts; None: one flat dict. What `export`
+            wrote has its tree noted, and gets exactly that.
+        include: only these leaves: one or more names, parts of the tree, or shell patterns of names, whose keys are
+            joined by "/" (`"params"`, `"*/kernel"`).
+        exclude: not these, in the same form.
+        rename: new names: a mapping of names, or of their beginnings up to a "/", to what takes their place (`{"model":
+            "params", "lm_head/weight": "head"}`, or `""` for nothing); or a function from name to name. New keys are
+            dict keys.
+        dtype: floating arrays are cast to it.
         metrics: kept with the epoch.
         custom_metadata: kept with the epoch.
         options: the step name format and the mode of folders, if they are not the default.
@@ -67,7 +119,10 @@ def import_(
 
     Raises:
         FormatError: the source is truncated, damaged or no such file. As after every other error nothing was written.
-        UnsupportedError: a dtype that we lack, or several processes.
+        DamagedError: a tensor of DCP lacks its checksum.
+        UnsupportedError: a dtype that we lack, an object of Python in DCP, or several processes.
+        UnknownNameError: a pattern, or an entry of `rename`, matches nothing.
+        InvalidArgumentError: two leaves would get one name.
         EpochExistsError: there is such an epoch, be it readable or not.
         SaveError: storage refused; the epoch does not exist.
         OSError: the source cannot be read.
@@ -79,12 +134,40 @@ def import_(
         >>> ec.import_("params.msgpack", "run", 0).state
         'committed'
     """
+    arguments = dict(locals())
+    return plan_import(**arguments).write()
+
+
+def plan_import(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    epoch: int,
+    *,
+    format: str | None = None,
+    item: str = paths.DEFAULT_ITEM,
+    separator: str | None = ".",
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: Any = None,
+    metrics: Any = None,
+    custom_metadata: Mapping[str, Any] | None = None,
+    options: ocp.CheckpointManagerOptions | None = None,
+    storage: StorageOptions | None = None,
+) -> ImportPlan:
+    """What `import_` would do with these arguments: the leaves, and a method that does it. Writes nothing.
+
+    Raises:
+        EpochCheckpointError: as `import_` does for what it refuses before it writes.
+        OSError: the source cannot be read.
+    """
     epoch = epoch_number(epoch)
     paths.check_item_name(item, ("process_0",))
     if separator is not None and not separator:
         raise InvalidArgumentError("separator='' cannot split a name; None keeps names whole")
     if not (custom_metadata is None or isinstance(custom_metadata, Mapping)):
         raise InvalidArgumentError(f"custom_metadata must be a dict, got a {type(custom_metadata).__name__}")
+    selection = Selection.of(include, exclude, rename, dtype)
     metrics = checked_json(metrics, "metrics")
     custom = checked_json(dict(custom_metadata or {}), "custom_metadata")
     if jax.process_count() > 1:
@@ -105,28 +188,68 @@ def import_(
     path = path_text(source, "source")
     if "://" in path:
         raise UnsupportedError(f"source {plain(path)!r}: only local files are imported; download it first")
-    tree = _read(os.path.abspath(expanded(path)), format, separator)
-    _check_tree(tree, path)
+    tree, verify = _read(os.path.abspath(expanded(path)), format, separator)
+    tree, leaves = _chosen(tree, path, selection)
     # what is imported has to fit once: a bound on copies of training state is no reason to refuse it
     storage = dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None)
     args: Any = ocp.args.StandardSave(tree)
     if item != paths.DEFAULT_ITEM:
         args = ocp.args.Composite(**{item: args})
-    with CheckpointManager(directory, options=names, storage=storage) as manager:
-        manager.save(epoch, args=args, metrics=metrics, custom_metadata=custom, force=True)
-        manager.wait_until_finished()
-        return manager.status(epoch)
+
+    def save(take_over: bool) -> EpochStatus:
+        verify()
+        with CheckpointManager(directory, options=names, storage=storage) as manager:
+            manager.claim(take_over=take_over)
+            manager.save(epoch, args=args, metrics=metrics, custom_metadata=custom, force=True)
+            manager.wait_until_finished()
+            return manager.status(epoch)
+
+    return ImportPlan(path, store.root, epoch, item, leaves, save)
 
 
-def _check_tree(tree: Any, source: str) -> None:
-    """FormatError for what a save would refuse, which is after the directory was made."""
+def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[ImportedLeaf, ...]]:
+    """The tree of the leaves that are selected, and what they are."""
     try:
         pairs, _ = tree_lib.flatten(tree)
     except (ValueError, TypeError) as error:
         raise FormatError(source, f"is no tree for JAX, which sorts the keys of each dict: {error}") from None
+    new_paths = selection.paths(source, [path for path, _ in pairs])
+    was = _text.public(tree_lib.leaf_name(pairs[number][0]) for number in new_paths)
+    now = _text.public(map(tree_lib.leaf_name, new_paths.values()))
+    found, leaves = [], list[ImportedLeaf]()
+    for number, old, new in zip(new_paths, was, now, strict=True):
+        value = pairs[number][1]
+        before = getattr(value, "dtype", None) if isinstance(value, np.ndarray | np.generic | mmap.Assembled) else None
+        dtype = selection.cast_to(before)
+        if dtype is not None and dtype != before:
+            value = _cast(value, dtype)
+        found.append((new_paths[number], value))
+        kind = str(getattr(value, "dtype", type(value).__name__))
+        form = getattr(value, "shape", ()), kind, getattr(value, "nbytes", 0)
+        leaves.append(ImportedLeaf(new, old, *form, str(before) if dtype != before else ""))
+    _check(found, source)
+    if not selection:  # dicts stay what they are, whatever their keys
+        return tree, tuple(leaves)
+    return tree_lib.nest(found, source), tuple(leaves)
+
+
+def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
+    """An array of another dtype; one of a mapped file is cast while it is written."""
+    if isinstance(value, mmap.Assembled):
+        return mmap.Assembled(value.shape, dtype, value.pieces)
+    if isinstance(value, mmap.Mapped):
+        return mmap.Assembled(value.shape, dtype, [(grid.slices(grid.whole(value.shape)), value)])
+    with np.errstate(all="ignore"):
+        return value.astype(dtype)
+
+
+def _check(pairs: Sequence[tuple[tree_lib.KeyPath, Any]], source: str) -> None:
+    """Raises an error for what a save would refuse, which is after the directory was made."""
     seen: set[str] = set()
     for path, value in pairs:
         name = tree_lib.leaf_name(path)
+        if isinstance(value, torch_dcp.Unread):
+            raise UnsupportedError(f"{source}: {name[:200]!r} cannot be read ({value.why}); leave it out with exclude=")
         if tree_lib.leaf_kind(value) is None:
             raise UnsupportedError(f"{source}: leaf {name[:200]!r} is a {type(value).__qualname__}; it cannot be saved")
         if name in seen:  # two keys that are NaN
@@ -134,16 +257,21 @@ def _check_tree(tree: Any, source: str) -> None:
         seen.add(name)
 
 
-def _read(path: str, format: str | None, separator: str | None) -> Any:
-    """The tree of a file or folder."""
-    if format not in (None, "msgpack", "safetensors"):
-        raise InvalidArgumentError(f"format {format!r} is not known; expected 'msgpack' or 'safetensors'")
+def _read(path: str, format: str | None, separator: str | None) -> tuple[Any, Callable[[], None]]:
+    """The tree of a file or folder, and what compares its bytes with their checksums, if it has some."""
+    if format not in (None, *FORMATS):
+        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, FORMATS))}")
+    if format == "dcp" or (format is None and os.path.exists(os.path.join(path, torch_dcp.METADATA))):
+        loaded = torch_dcp.load(path)
+        named = ((safetensors.split_name(name, separator), value) for name, value in loaded.entries.items())
+        pairs = [(key + inner, leaf) for key, value in named for inner, leaf in tree_lib.flatten(value)[0]]
+        return tree_lib.nest(pairs, path) if pairs else {}, loaded.verify
     files = _files(path, format) if os.path.isdir(path) else {path: None}
     for file, listed in files.items():
         if listed is None and (format or _guess(file)) == "msgpack":
-            return flax_msgpack.load(file)
+            return flax_msgpack.load(file), lambda: None
     pairs = [pair for file, listed in files.items() for pair in _tensors(file, separator, listed)]
-    return tree_lib.nest(pairs, path) if pairs else {}
+    return tree_lib.nest(pairs, path) if pairs else {}, lambda: None
 
 
 def _guess(path: str) -> str:

@@ -12,25 +12,32 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import _monitoring, _threads, _units, errors
+from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.snapshot import checked_json, root_metadata
-from epochckpt.commit import Attempt, Attempts, Calls, Claim, Commits, History, coordination, opening, retention
+from epochckpt.commit import Attempt, Attempts, Calls, Claim, History, coordination, opening, retention
 from epochckpt.commit.common_calls import CommonCalls
 from epochckpt.commit.hosts import Hosts
 from epochckpt.commit.protocol import ReplaceCondition
-from epochckpt.commit.restore_vote import Look, newest_readable, patience
 from epochckpt.commit.saver import LONG_SECS
-from epochckpt.errors import EpochExistsError, InvalidArgumentError, SaveErrorGroup, UnsupportedError
+from epochckpt.errors import (
+    EpochExistsError,
+    InvalidArgumentError,
+    RemovalError,
+    SaveError,
+    SaveErrorGroup,
+    UnsupportedError,
+)
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
 from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.mirror import Mirror
 from epochckpt.manager.notifier import HandlerNotifier
-from epochckpt.manager.reader import epoch_number, shown_path
-from epochckpt.manager.readers import Readers
+from epochckpt.manager.reader import CheckpointReader, epoch_number, shown_path
+from epochckpt.manager.readers import Readers, apart, together
+from epochckpt.manager.restoring import Asked, Response, Restores
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
@@ -145,9 +152,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
-        self._answer_secs = 2 * self._storage.open_timeout_secs
         common = self._options, self._mirror, self._hosts, self._storage.open_timeout_secs
         self._common = CommonCalls(self._commits, self._claim, self._history, *common)
+        parts = self._commits, self._history, self._attempts, self._step_log
+        self._restores = Restores(*parts, self._storage, self._look)
+        self._restores.connect(coordinator, self._calls)
         self._closed = self._ended = self._forked = False
         self._take_nodes(opened.nodes)
         if not self._options.read_only:
@@ -193,24 +202,32 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
-        context = items_lib.RestoreContext(self._handlers, nodes)
+        context = items_lib.RestoreContext(self._handlers, nodes, self._storage.restore_memory_limit_bytes)
         pool = _threads.Pool(max(self._storage.io_threads, self._store.concurrency))
-        self._readers = Readers(self._commits, pool, self._storage.verify, context, self._mirror)
+        asked = self._options.single_host_load_and_broadcast
+        begin = together(self._coordinator, self._calls, self._storage, asked)
+        self._readers = Readers(self._commits, pool, self._storage.verify, context, self._mirror, begin)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
-        self._planner = Planner(nodes, self._storage, part_bytes)
+        cut = not self._store.renames
+        self._planner = Planner(nodes, self._storage, part_bytes, writers=pool.threads, cut=cut)
         self._notifier.nodes(self.address, nodes.names)
 
-    def claim(self) -> None:
+    def claim(self, *, take_over: bool = True) -> None:
         """Makes this manager the writer of the directory now, instead of at its first write.
 
         From then on an older run can save and delete nothing: the listed epochs stay the newest until this manager
         saves. `JobRunner` calls it before it trains.
 
+        Args:
+            take_over: whether an older run that has not closed the directory, and may be alive, is fenced off; one
+                whose process is known to have ended always is.
+
         Raises:
             FencedError: a newer run has claimed the directory since this manager did.
             AccessError: this user may not write to the directory.
-            InvalidArgumentError: this manager is read only.
+            InvalidArgumentError: this manager is read only; or a run may be alive, and `take_over` is False.
         """
+        self._claim.may_take_over = take_over
         self._write("claim", None, lambda: None)
 
     @property
@@ -246,9 +263,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _look(self) -> None:
         """On every process: replaces the history by what the primary finds on storage."""
+        known = self.all_steps()
         survey = self._common.survey(self._calls)
         self._foreign = survey.foreign
-        self._history.reset(survey)
+        self._history.reset(survey, known)
 
     def damaged_epochs(self) -> list[int]:
         """Epochs on storage that this manager has found to be damaged; they are not in `all_steps`."""
@@ -376,6 +394,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             attempt.deadline = Deadline(timeout)
             attempt.blocked_secs = time.monotonic() - began
             attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
+            attempt.nbytes = plan.nbytes / self._coordinator.processes
             attempt.log_entry = self._step_log.begun(
                 step,
                 self.root,
@@ -399,7 +418,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise
         self._multi = multi
         if not self._async:
-            self.wait_until_finished()
+            try:
+                self.wait_until_finished()
+            except RemovalError as failure:  # of an earlier `delete`, not of this save, which is committed
+                self._attempts.failures.append(errors.kept(failure))
         return True
 
     def allow_overwrite(self, epoch: int) -> None:
@@ -429,6 +451,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             SaveError: a save failed; each failure is raised once, several in a SaveErrorGroup.
+            RemovalError: what `delete` has deleted could not be removed; after a failed save this is a note there.
         """
         self._step_log.waited(self._attempts.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
@@ -436,10 +459,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raises the failures of saves that have ended, each once; does not wait."""
+        """Raises the failures of saves and removals that have ended, each once; does not wait."""
         failures = self._attempts.pop_errors()
         if failures:
-            error = failures[0] if len(failures) == 1 else SaveErrorGroup(failures)
+            saves = [failure for failure in failures if isinstance(failure, SaveError)]
+            error = SaveErrorGroup(saves) if len(saves) > 1 else (saves or failures)[0]
+            for other in (each for each in failures if each is not error and each not in saves):
+                error.add_note(str(other))
             if (other := sys.exception()) is not None:  # in a `finally`: a traceback shows the cause alone
                 error.add_note(f"Raised while another error was on its way: {type(other).__name__}: {other}")
             raise error
@@ -453,7 +479,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
-    @_monitoring.failing("/epochckpt/read/failure")
     def restore(
         self,
         step: int | None,
@@ -479,30 +504,34 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             DamagedError: bytes differ from what was written; if `step` is None, those of every epoch.
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
-        began = time.monotonic()
+        return self._restores.run(step, self._asked(items, restore_kwargs, directory, args))
+
+    def restore_async(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: str | os.PathLike[str] | None = None,
+        args: Any = None,
+    ) -> Response[Any]:
+        """Like `restore`, in the background: returns a response, whose `result()` gives or raises what `restore` does.
+
+        In a job of several processes that of None is a common call: the newest epoch that this process knows is read
+        ahead, and `result()` votes. Where processes share what they read, `result()` does it all.
+        """
+        return self._restores.begin(step, self._asked(items, restore_kwargs, directory, args))
+
+    def _asked(self, items: Any, restore_kwargs: Any, directory: Any, args: Any) -> Asked[Any]:
+        """What a call of `restore` asks for."""
         args = self._handlers.arguments(items, restore_kwargs, args, "restore")
         multi = check_args(args, self._multi, restoring=True)
         readers = self._readers if directory is None else self._readers.elsewhere(directory, self._storage.store)
-        self._attempts.drain(step)
-        read = time.monotonic()
-        self._step_log.restoring()
 
-        def restore(epoch: int) -> Any:
-            return readers.read(epoch, lambda reader: reader.restore(args))
+        def restore(reader: CheckpointReader) -> Any:
+            value, self._multi = reader.restore(args), multi
+            return value
 
-        if step is not None:
-            step = epoch_number(step)
-            value = restore(step)
-        elif readers is self._readers:
-            step, value = self.restore_newest(restore)
-        else:  # another directory, of which nothing is remembered
-            history = History(readers.commits.read_brief)
-            history.adopt(readers.commits.list_epochs())
-            step, value = self._restore_newest(readers.commits, history, restore)
-        self._multi = multi
-        self._history.run.restored(began)
-        self._step_log.restored(step, readers.commits.store.root, began, read, value)
-        return value
+        return readers, restore
 
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Like `restore(None)`, with the caller's own function; returns the epoch, and what `restore(epoch)` returned.
@@ -516,41 +545,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             DamagedError: none of the epochs can be read by every process.
         """
         self._attempts.drain()
-        return self._restore_newest(self._commits, self._history, restore, among)
-
-    def _restore_newest(
-        self, commits: Commits, history: History, restore: Callable[[int], T], among: Sequence[int] | None = None
-    ) -> tuple[int, T]:
-        """The processes vote, see `commit.restore_vote`; `history` learns which epochs are damaged."""
-        attempts: dict[int, str | None] = {}
-
-        def allowed() -> list[int]:
-            return [i.step for i in history.committed() if among is None or i.step in among]
-
-        def restore_one(epoch: int) -> T:
-            if self._coordinator.primary:  # the verdict is about this attempt: another one is another epoch
-                attempts[epoch] = commits.read_attempt(epoch)
-            return restore(epoch)
-
-        def reject(rejected: Mapping[int, Exception]) -> None:
-            history.damaged |= {e: ReplaceCondition(attempts.get(e), errors.say(why)) for e, why in rejected.items()}
-            history.drop(rejected)
-
-        def look_again(rejected: Mapping[int, Exception]) -> Look:
-            reject(rejected)
-            if commits is self._commits:
-                self._look()
-            else:
-                history.adopt(self._calls.answer("look", commits.list_epochs, self._answer_secs))
-            return allowed(), {e: c.damage for e, c in history.damaged.items() if among is None or e in among}
-
-        candidates, wait = allowed() if among is None else list(among), self._storage.restore_timeout_secs
-        with self._calls.vote(candidates, patience(wait)) as (found, prefix):
-            epoch, value, rejected = newest_readable(
-                found, restore_one, look_again, self._coordinator, prefix, wait, commits.store.root
-            )
-        reject(rejected)
-        return epoch, value
+        return self._restores.newest(restore, among)
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
         """Single leaves of an epoch by name, as NumPy arrays and Python values; reads only their blocks.
@@ -646,7 +641,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     # -- deleting and going back ---------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Deletes an epoch, also the newest.
+        """Deletes an epoch, also the newest; its files are removed in the background, see `wait_until_finished`.
 
         Raises:
             UnfinishedError: it is not listed any more, but its files could not be moved or removed.
@@ -667,7 +662,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         def follow(hosts: Hosts) -> None:
             for epoch in hosts.here([step]):
-                self._attempts.remove(self._commits.hide(epoch, self._options.todelete_subdir))
+                self._attempts.remove(retention.hide(self._commits, epoch, self._options.todelete_subdir))
 
         self._write("delete", step, decide, follow)
         self._history.drop([step])
@@ -744,11 +739,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Waits for saves, removals and the metadata handler, and lets go of the directory.
 
         Raises:
-            SaveError: a save failed, and its error has not been raised yet.
+            SaveError, RemovalError: as `wait_until_finished`; what has been raised is not raised again.
         """
         self._closed = True
         if self._ended or self._forked:
             return
+        self._restores.drain()
         self._step_log.waited(self._attempts.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
         if self._mirror is not None:
@@ -808,4 +804,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._forked = True
         self._coordinator = coordination.Coordinator()
         self._calls = Calls(self._coordinator, "", lambda: self._attempts.last)
+        self._readers.begin = apart
+        self._restores.connect(self._coordinator, self._calls)
         self._attempts.after_fork()

@@ -397,7 +397,7 @@ class Mirror:
         there = tuple(epoch for epoch in withdrawal.epochs if epoch in found)
         if withdrawal.to is None:
             for epoch in there:
-                self._copies.hide(epoch)()
+                self._copies.hide(epoch, logged=True)()
         elif there:
             self._copies.finish_rollback()
             self._copies.roll_back(Rollback(withdrawal.to, there, paths.new_id()))
@@ -507,7 +507,7 @@ class Mirror:
 
     def _remove(self, epoch: int) -> None:
         """Removes an epoch that the mirror keeps no longer."""
-        self._copies.hide(epoch)()
+        self._copies.hide(epoch, logged=True)()
         with self._lock:
             self._epochs -= {epoch}
             self._removed = [*self._removed, epoch]

@@ -18,7 +18,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import args as own
 from epochckpt import errors
-from epochckpt.arrays import Request, Shardings, items
+from epochckpt.arrays import Pack, Request, Shardings, items
 from epochckpt.arrays.restore import ArraySource, restore_tree
 from epochckpt.arrays.targets import divides, logical_shape, of_keys
 from epochckpt.commit import Commits
@@ -56,7 +56,7 @@ class OrbaxReader(CheckpointReader):
         kind = self._kind(name)
         if kind == "arrays":
             handler = recorded or handlers.type_name(ocp.handlers.StandardCheckpointHandler)
-            request = items.tree_request(name, args, handler, self.context.handlers)
+            request = items.tree_request(name, args, handler, self.context)
             target = request.target if request.target is not None else request.restore_args
             item = self.item(name, isinstance(args, ocp.args.ArrayRestore))
             with self.still_there():
@@ -256,8 +256,9 @@ class _Step:
         recorded = item.record(reader.record.handlers.get(name, ""), target, reader.still_there)
         self.record = dataclasses.replace(reader.record, items={name: recorded})
 
-    def read(self, requests: Sequence[Request]) -> None:
-        """Fills every request's `out`."""
+    def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
+        """Fills every request's `out`; no leaf of Orbax's is in a pack."""
+        assert not packs
         by_leaf: dict[int, list[tuple[Box, np.ndarray]]] = {}
         for request in requests:
             by_leaf.setdefault(request.leaf, []).append((request.box, request.out))

@@ -4,7 +4,6 @@
 """
 
 import abc
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from jax.core import Tracer
 
 from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, items
 from epochckpt.arrays.items import Nothing, RestoreContext
+from epochckpt.arrays.reader import once
 from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
 from epochckpt.commit import Commits, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
@@ -99,8 +99,12 @@ class CheckpointReader(abc.ABC):
 
     def value(self, item: str, leaf: str, node: str = "") -> Any:
         """A leaf, by its public or stored name, as a NumPy array or Python value; typed keys as their data."""
-        source, number, _ = self._find(item, leaf, node)
-        return read_values(source, item, [number])[0]
+        return self.values(item, [leaf], node)[0]
+
+    def values(self, item: str, leaves: Sequence[str], node: str = "") -> list[Any]:
+        """Several leaves of one item, read together; see `value`."""
+        found = [self._find(item, leaf, node) for leaf in leaves]
+        return read_values(found[0][0], item, [number for _, number, _ in found]) if found else []
 
     def pieces(self, item: str, leaf: str, node: str = "", max_elements: int = PIECE_ELEMENTS) -> Iterator[np.ndarray]:
         """The elements of a whole array in C order, in one-dimensional pieces; an array without elements has none.
@@ -207,7 +211,7 @@ class NativeReader(CheckpointReader):
     ):
         super().__init__(commits, folder, record, context)
         self.native = native
-        self.of = functools.cache(self._of)
+        self.kept: dict[Any, Any] = {}
 
     def restore_item(self, name: str, args: Any) -> Any:
         return items.restore_item(self.native, name, args, self.context)
@@ -222,7 +226,8 @@ class NativeReader(CheckpointReader):
             raise UnknownNameError(f"epoch {self.record.epoch}: item {item!r}{of} has no leaves")
         return source
 
-    def _of(self, item: str, node: str) -> EpochReader:
+    @once
+    def of(self, item: str, node: str) -> EpochReader:
         known = self.record.items.get(item)
         if not node or (self.record.per_node and known is not None and known.kind != "node"):
             return self.native  # of an epoch that one node saved by itself, every item is that node's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -9,13 +11,15 @@ from typing import Any, Protocol, TypeVar
 
 from absl import logging
 
-from epochckpt import _monitoring
+from epochckpt import _monitoring, _progress
 from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader
+from epochckpt.arrays.broadcast import CHUNK_BYTES, Sharing, decide
 from epochckpt.arrays.items import RestoreContext
-from epochckpt.commit import Commits, commits_of
+from epochckpt.commit import Calls, Commits, Coordinator, commits_of
 from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.commit.host_record import read_host_record
+from epochckpt.commit.restore_vote import patience
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -29,10 +33,39 @@ from epochckpt.manager.mirror_record import RecordedMirror
 from epochckpt.manager.orbax_reader import OrbaxReader
 from epochckpt.manager.reader import CheckpointReader, NativeReader
 from epochckpt.manager.status import EpochStatus, Verification
+from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, OrbaxRecord
 from epochckpt.storage import open_store
 
 T = TypeVar("T")
+
+Begin = Callable[[int], contextlib.AbstractContextManager[Sharing | None]]
+"""Begins a restore of an epoch; gives what its processes share what they read by, None where each reads for itself."""
+
+
+def apart(epoch: int) -> contextlib.AbstractContextManager[None]:
+    """Each process reads for itself."""
+    del epoch
+    return contextlib.nullcontext()
+
+
+def together(coordinator: Coordinator, calls: Calls, storage: StorageOptions, asked: bool) -> Begin:
+    """Restores in which all processes of the job share what they read, where the options ask for that."""
+    wanted = asked if storage.broadcast_restore is None else storage.broadcast_restore
+    if not wanted or coordinator.processes == 1 or storage.local_disks:
+        return apart
+
+    limit = storage.restore_memory_limit_bytes
+    chunk_bytes = CHUNK_BYTES if limit is None else min(CHUNK_BYTES, limit // 16)
+
+    def begin(epoch: int) -> Sharing:
+        def agree(told: Any) -> Any:
+            answer, wait = functools.partial(decide, names=coordinator.named), patience(storage.restore_timeout_secs)
+            return calls.poll(f"restore({epoch})", lambda: told, answer, wait)
+
+        return Sharing(coordinator.ids, agree, storage.restore_timeout_secs, chunk_bytes)
+
+    return begin
 
 
 class MirrorCopies(Protocol):
@@ -57,7 +90,9 @@ class Readers:
         verify: bool = True,
         context: RestoreContext | None = None,
         mirror: MirrorCopies | None = None,
+        begin: Begin = apart,
     ):
+        self.begin = begin
         self.commits, self._pool, self._verify, self._mirror = commits, pool, verify, mirror
         self._context = context or RestoreContext(Handlers())
 
@@ -66,7 +101,8 @@ class Readers:
         store = open_store(directory, settings=settings)
         if store.is_same(self.commits.store):
             return self
-        return Readers(commits_of(store, self.commits.names), self._pool, self._verify, self._context)
+        commits = commits_of(store, self.commits.names)
+        return Readers(commits, self._pool, self._verify, self._context, begin=self.begin)
 
     def open(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; raises EpochNotFoundError, DamagedError or FormatError."""
@@ -75,6 +111,16 @@ class Readers:
     def read(self, epoch: int, use: Callable[[CheckpointReader], T]) -> T:
         """What `use` makes of a reader of the epoch; of one in the mirror, where this one is missing or damaged."""
         return self._either(epoch, lambda readers: use(readers._open(epoch)))
+
+    def restore(self, epoch: int, use: Callable[[CheckpointReader], T]) -> T:
+        """The same, for a restore: its processes may share what they read."""
+        with self.begin(epoch) as sharing:
+
+            def shared(reader: CheckpointReader) -> T:
+                reader.context = dataclasses.replace(reader.context, sharing=sharing)
+                return use(reader)
+
+            return self.read(epoch, shared)
 
     def brief(self, epoch: int) -> EpochRecord | HeadEpoch:
         """The attempt, time and metrics of an epoch; raises as `open` does."""
@@ -137,7 +183,9 @@ class Readers:
         """Reads every byte of an epoch; a record that cannot be used is damage, too."""
         self.commits.forget_records()
         try:
-            return self.open(epoch).verify()
+            reader = self.open(epoch)
+            with _progress.work(f"verifying epoch {epoch}", reader.record.nbytes) as work:
+                return reader.verify(work.advance)
         except EpochNotFoundError:
             raise
         except EpochCheckpointError as error:

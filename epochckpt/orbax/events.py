@@ -139,10 +139,10 @@ class Saves:
         _monitoring.deliver()
 
 
-def arrays(sizes: Iterable[tuple[int, bool]]) -> None:
-    """The job saves arrays of these sizes, each on one device after the other or, if True, as several copies."""
+def sizes_of_arrays(sizes: Iterable[tuple[int, bool]]) -> list[tuple[str, float]]:
+    """The figures of arrays of so many bytes each; True: several devices hold the same part of one."""
     names = {True: "/jax/orbax/write/replicated_array_gb", False: "/jax/orbax/write/sharded_array_gb"}
-    _monitoring.numbers((names[replicated], size / _GIB) for size, replicated in sizes)
+    return [(names[replicated], size / _GIB) for size, replicated in sizes]
 
 
 def wrote(root: str, secs: float, nbytes: int, raw_nbytes: int) -> None:

@@ -113,7 +113,7 @@ class OrbaxItem:
         except OSError as error:
             raise unreadable(at, error) from error
         if (bare or handler.endswith(_BARE_HANDLER)) and [row.leaf.path for row in rows] == [_BARE_PATH]:
-            leaf = dataclasses.replace(rows[0].leaf, path=(), name=tree_lib.leaf_name(()))
+            leaf = rows[0].leaf._replace(path=(), name=tree_lib.leaf_name(()))
             rows = [dataclasses.replace(rows[0], leaf=leaf)]
         self.leaves: tuple[StoredLeaf, ...] = tuple(rows)
 
@@ -139,7 +139,7 @@ class OrbaxItem:
         leaves = []
         for leaf in (row.leaf for row in self.leaves):
             kind = leaf.kind if leaf.dtype is not None else leaf.kind.removeprefix("long")
-            leaves.append(dataclasses.replace(leaf, kind=kind, name=names.get(_as_text(leaf.path), leaf.name)))
+            leaves.append(leaf._replace(kind=kind, name=names.get(_as_text(leaf.path), leaf.name)))
         values = _Values(self, reading)
         return ItemRecord("arrays", handler, ArrayItem("", tuple(leaves), ()), values, self.custom_metadata)
 

@@ -6,7 +6,7 @@ import errno
 import functools
 import io
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from absl import logging
 
@@ -14,24 +14,40 @@ from epochckpt._threads import Pool
 from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
 from epochckpt.format import EpochRecord, NodeEntry, checksums
 from epochckpt.format import paths as layout
-from epochckpt.orbax.view import ALIAS_FILE, Run, View, Views
+from epochckpt.orbax.view import ALIAS_FILE, Run, View, Views, link_in
 from epochckpt.storage import Store
 
 _PREFIX = "view-"  # of folders that repairs work in
 _warned: set[str] = set()  # directories; once per process
 
 
-def link_node(store: Store, folder: str) -> None:
-    """Shows a node's record as an item of JSON, see `orbax.view`; by the node itself."""
+def link_node(store: Store, folder: str, node: str, record: bool, bases: Iterable[str]) -> None:
+    """Makes a node's links in the folder of an epoch, see `orbax.view`; by the node itself.
+
+    They show its `record` as an item of JSON, and its folder in those of the databases (`bases`). Where many nodes each
+    make one link, the primary need not make many between the last report and the commit.
+    """
     with contextlib.suppress(io.UnsupportedOperation):  # `write` leaves the whole view out then
-        store.link(layout.join(folder, layout.JSON_FILE), layout.NODE_RECORD)
+        if record:
+            store.link(layout.join(folder, node, layout.JSON_FILE), layout.NODE_RECORD)
+        for base in bases:
+            path, target = link_in(base, node)
+            for above in layout.parents(path):
+                with contextlib.suppress(FileExistsError):
+                    store.make_folder(layout.join(folder, above))
+            store.link(layout.join(folder, path), target)
 
 
-def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) -> EpochRecord:
+def write(store: Store, folder: str, record: EpochRecord, view: View | None, run: Run) -> EpochRecord:
     """Writes a view into an epoch's folder, which has its nodes; durably but for the names in that folder itself.
 
     The record, which notes the view, comes back, with another note where the file system has no symlinks.
     """
+    for name, item in record.items.items():
+        if item.arrays is not None and (view is None or name not in view.folders):  # nodes may have taken it for one
+            store.remove_tree(layout.join(folder, name))
+    if view is None:
+        return record
     try:
         # The first node made this link of its own accord, or has another file of that name.
         if not store.exists(layout.join(folder, record.node_folder(0), layout.JSON_FILE)):
@@ -160,11 +176,7 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
     ours = {path.split("/")[0] for path in (*view.folders, *view.files, *view.aliases)} - {
         entry.folder for entry in record.nodes
     }
-    if unknown := [part for part in parts if part not in ours | by_node]:
-        raise UnsupportedError(
-            f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
-            "version wrote it. An export has a view of its own"
-        )
+    check_known(where, parts, ours | by_node)
     staging = layout.join(folder, f"{_PREFIX}{layout.new_id()}{layout.TMP_SUFFIX}")
     try:
         for entry in store.list(folder):  # of a repair that was killed
@@ -188,6 +200,15 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
     return parts
 
 
+def check_known(where: str, wrong: Iterable[str], ours: Collection[str]) -> None:
+    """Refuses to repair what this epochckpt does not make."""
+    if unknown := [path for path in wrong if path not in ours]:
+        raise UnsupportedError(
+            f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
+            "version wrote it. An export has a view of its own"
+        )
+
+
 def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> None:
     """Makes a view below a folder, or a part of it in the folder's place, durably but for the names in the folder."""
 
@@ -197,12 +218,15 @@ def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> No
     def of(found: Iterable[str]) -> list[str]:
         return [path for path in found if not part or path == part or path.startswith(f"{part}/")]
 
+    there = set[str]()
     for path in of(view.folders):
-        store.make_folder(place(path))
+        try:
+            store.make_folder(place(path))
+        except FileExistsError:  # the nodes have made it, see `link_node`
+            there |= {layout.join(path, entry.name) for entry in store.list(place(path))}
     links = view.links | view.aliases | (view.node_links if part else {})
-    for path in of(links):
-        store.link(place(path), links[path])
-    run([functools.partial(store.create, place(path), view.files[path]) for path in of(view.files)])
+    made = [functools.partial(store.link, place(path), links[path]) for path in of(links) if path not in there]
+    run(made + [functools.partial(store.create, place(path), view.files[path]) for path in of(view.files)])
     run([functools.partial(store.sync_folder, place(path)) for path in reversed(of(view.folders))])
 
 

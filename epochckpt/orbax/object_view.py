@@ -16,7 +16,7 @@ from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError
 from epochckpt.format import EpochRecord
 from epochckpt.format import paths as layout
 from epochckpt.orbax import ocdbt, steps
-from epochckpt.orbax.linked_view import compare_file, damage_of, same
+from epochckpt.orbax.linked_view import check_known, compare_file, damage_of, same
 from epochckpt.orbax.steps import COMMIT, STEP_RECORD
 from epochckpt.orbax.view import View, Views, copies
 from epochckpt.storage import Store
@@ -152,11 +152,7 @@ def repair(store: Store, folder: str, record: EpochRecord, still: Callable[[], b
     damage = check(store, folder, record)
     view = Views().build(record)
     wrong = sorted({*view.files, *view.copies} if damage is None else damage)
-    if unknown := [path for path in wrong if path not in view.files | view.copies]:
-        raise UnsupportedError(
-            f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
-            "version wrote it. An export has a view of its own"
-        )
+    check_known(where, wrong, view.files | view.copies)
     if wrong and not put(store, folder, view, still):
         raise EpochDeletedError(record.epoch, store.root, "while its Orbax view was being repaired")
     return wrong

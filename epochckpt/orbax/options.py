@@ -17,6 +17,7 @@ HONOURED = {
     *("best_fn", "best_mode", "prevent_write_metrics", "save_root_metadata"),
     *("step_prefix", "step_format_fixed_length", "step_name_format"),
     *("create", "read_only", "todelete_subdir", "file_options.path_permission_mode"),
+    *("single_host_load_and_broadcast",),  # of what is listed always, and here also of what is restored
     *("enable_async_checkpointing", "enable_should_save_is_saving_in_progress_check"),
     *("async_options.timeout_secs", "async_options.post_finalization_callback"),
     *("multiprocessing_options.primary_host", "multiprocessing_options.active_processes"),
@@ -26,7 +27,6 @@ HONOURED = {
 
 HINTS = {
     "cleanup_tmp_directories": "what an earlier run left unfinished is always cleaned up",
-    "single_host_load_and_broadcast": "opening costs one read by the primary in any case",
     "enable_background_delete": "epochs are always deleted in the background",
     "num_deletion_threads": "epochs are always deleted in the background",
     "atomicity_options": "an epoch is always committed atomically, in our own way",

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.logging import step_statistics
 
-from epochckpt import _threads
+from epochckpt import _threads, _units
 from epochckpt.orbax.events import Saves
 
 
@@ -82,13 +82,17 @@ class StepLog:
         when = datetime.datetime.fromtimestamp(committed_ns / 1e9, tz=datetime.UTC)
         self._log({**entry, "committed": when.isoformat(), "secs": secs})
 
-    def restored(self, step: int, directory: str, began: float, read: float, value: Any) -> None:
-        """Logs that an epoch was restored as this value: `restore` began, and began to read, at these moments."""
+    def restored(
+        self, step: int, directory: str, began: float, read: float, value: Any, notes: Mapping[str, int]
+    ) -> None:
+        """Logs that an epoch was restored as this value: `restore` began, and began to read, at these moments.
+
+        `notes` are those of its `_progress.Work`.
+        """
         now = time.monotonic()
-        logging.info("epoch %d restored from %s in %.2f s", step, directory, now - began)
-        self._events.restored(
-            now - began, _threads.logged("the size of what was restored is not known", lambda: _nbytes(value))
-        )
+        nbytes = _threads.logged("the size of what was restored is not known", lambda: _nbytes(value))
+        say_restored(step, directory, now - began, nbytes or 0, notes)
+        self._events.restored(now - began, nbytes)
         self._log(
             dataclasses.asdict(step_statistics.RestoreStepStatistics())
             | {
@@ -104,6 +108,13 @@ class StepLog:
     def _log(self, entry: dict[str, Any]) -> None:
         if self._logger is not None:
             _threads.logged("the logger of the manager failed", lambda: self._logger.log_entry(entry))
+
+
+def say_restored(step: int, directory: str, secs: float, nbytes: float, notes: Mapping[str, int]) -> None:
+    """Logs one line about a restore: its bytes, and how many leaves were missing or cast."""
+    leaves = "".join(f", {_units.several(n, 'leaf', 'leaves')} {what}" for what, n in sorted(notes.items()))
+    text = "epoch %d restored from %s: %s in %.2f s%s"
+    logging.info(text, step, directory, _units.nbytes(nbytes), secs, leaves)
 
 
 def _nbytes(value: Any) -> int:

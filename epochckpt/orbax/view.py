@@ -4,7 +4,7 @@ Built from an epoch's record without I/O. An uncompressed zarr chunk *is* the ra
 OCDBT database points into the nodes' data files, through a symlink per node: it accepts only paths below its folder.
 
     <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
-    <item>/<node> -> ../<node>                for items of arrays
+    <item>/<node> -> ../<node>                for items of arrays; in a job of several processes by the node itself
     <item>/<file> -> ../<node>/<item>/<file>  for what handlers wrote, JSON among it
     state, pytree -> default                  the one unnamed item, by the names that Orbax's v1 looks for
     <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
@@ -24,7 +24,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ from jax.sharding import AxisType
 from epochckpt._text import readable
 from epochckpt._units import several
 from epochckpt.errors import say
-from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, KeyPath, Leaf, checksums
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPath, Leaf, checksums
 from epochckpt.format import paths as layout
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import ocdbt
@@ -56,6 +56,7 @@ ALIAS_FILE = f"{layout.DEFAULT_ITEM}/{layout.JSON_FILE}"  # where the view of an
 _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.steps: so it is never taken for one of Orbax's
 _MAX_NOTED = 100  # leaves that a record names as unsupported
 _FEW = 3
+_MAX_SHARDING_BYTES = 16 * 2**20  # of an item: beyond that they name no devices, and Orbax takes them in JAX's order
 MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
 """Items with more cells get no view: every reader would read the index whole, and writing it holds up a commit."""
 
@@ -190,10 +191,9 @@ class Views:
         strings = {path: values[i] for i, (path, s) in kept.items() if s[0] == _TEXT}
         if strings:
             files["_strings.json"] = _json(strings)
-        base, up = name, ".."
+        base = _base(name, item)
         view.folders.append(name)
         if item.handler in _KEY_HANDLERS:
-            base, up = f"{name}/{_KEY_HANDLERS[item.handler]}", "../.."
             view.folders += [base, f"{base}_metadata"]
             view.files[f"{base}_metadata/{layout.JSON_FILE}"] = _json(_key_metadata(arrays, item.handler))
         view.folders.append(f"{base}/array_metadatas")
@@ -201,13 +201,30 @@ class Views:
         if record.objects:
             view.files[f"{name}/{COMMIT}"] = _COMMITTED_BY_US  # Orbax asks for it where it is given an item's path
         else:
-            view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(known.nodes)})
+            view.links.update(dict(link_in(base, node) for node in sorted(known.nodes)))
         if unsupported:
             named = dict(list(unsupported.items())[:_MAX_NOTED])  # the record stays small
             if more := len(unsupported) - len(named):
                 named["*"] = f"and {several(more, 'leaf', 'leaves')} more"
             view.unsupported[name] = named
         return ""
+
+
+def _base(name: str, item: ItemRecord) -> str:
+    """The folder of an item's database."""
+    return f"{name}/{_KEY_HANDLERS[item.handler]}" if item.handler in _KEY_HANDLERS else name
+
+
+def bases(items: Mapping[str, ItemRecord], files: Iterable[DataFile]) -> list[str]:
+    """The folders of the databases that point into a node's data files, as a rule: see `link_in`."""
+    named = {file.item for file in files if file.data_start}
+    found = [(_base(name, item), item.arrays) for name, item in items.items() if name in named]
+    return [base for base, arrays in found if arrays is not None and not _inexpressible(arrays, MAX_CHUNKS)]
+
+
+def link_in(base: str, node: str) -> tuple[str, str]:
+    """The link to a node's folder in the folder of a database, and its target."""
+    return f"{base}/{node}", f"../{'../' * base.count('/')}{node}"
 
 
 def _add_files(view: View, record: EpochRecord, name: str) -> None:
@@ -383,16 +400,16 @@ class _ItemView:
                         self.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
                         self.nodes.add(entry.folder)
 
-    def _shardings(self) -> dict[str, str]:
+    def _shardings(self, devices: bool = True) -> dict[str, str]:
         """Orbax's form of the recorded shardings, by parameter name in base64; without those that are nonsense."""
-        text_of = functools.cache(lambda number: sharding_text(self.arrays, self.arrays.shardings[number]))
+        text_of = functools.cache(lambda number: sharding_text(self.arrays, self.arrays.shardings[number], devices))
         found = {}
         for leaf, name in ((self.arrays.leaves[number], name) for number, name in self.names.items()):
             if leaf.kind in ("jax", "prng") and leaf.sharding >= 0:
                 with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
                     if text := text_of(leaf.sharding):
                         found[base64.b64encode(name.encode()).decode()] = text
-        return found
+        return self._shardings(False) if devices and sum(map(len, found.values())) > _MAX_SHARDING_BYTES else found
 
 
 def _row(path: KeyPath, value: Any) -> tuple[str, Any]:
@@ -428,23 +445,23 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def sharding_text(arrays: ArrayItem, row: Any) -> str | None:
-    """Orbax's form of one recorded sharding; None where its device is not there."""
+def sharding_text(arrays: ArrayItem, row: Any, devices: bool = True) -> str | None:
+    """Orbax's form of one recorded sharding, with or without its `devices`; None where its only device is not there."""
     if "device" in row:
         names = [str(d) for d in jax.devices() if (d.platform, d.id) == (row["platform"], row["device"])]
         return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": names[0]}) if names else None
     mesh = arrays.meshes[row["mesh"]]
-    devices = np.array([{"id": d} for d in mesh["devices"]], dtype=object).reshape(mesh["shape"]).tolist()
-    return json.dumps(
-        {
-            "sharding_type": "NamedSharding",
-            "shape": mesh["shape"],
-            "axis_names": mesh["axes"],
-            "axis_types": [str(AxisType[t]) for t in mesh["axis_types"]],
-            "partition_spec": row["spec"],
-            "device_mesh": {"mesh": devices},
-        }
-    )
+    fields = {
+        "sharding_type": "NamedSharding",
+        "shape": mesh["shape"],
+        "axis_names": mesh["axes"],
+        "axis_types": [str(AxisType[t]) for t in mesh["axis_types"]],
+        "partition_spec": row["spec"],
+    }
+    if devices:
+        ids = np.array([{"id": d} for d in mesh["devices"]], dtype=object)
+        fields["device_mesh"] = {"mesh": ids.reshape(mesh["shape"]).tolist()}
+    return json.dumps(fields)
 
 
 def _placeholders(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int]) -> dict[int, KeyPath]:

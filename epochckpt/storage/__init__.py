@@ -15,15 +15,17 @@ from typing import Any
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage.object_client import plain
 from epochckpt.storage.object_store import ObjectStore
-from epochckpt.storage.posix import PosixStore
-from epochckpt.storage.store import Entry, File, Reader, Store, Writer, patiently, writing
+from epochckpt.storage.posix import ALIGNMENT, PosixStore
+from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, patiently, writing
 
 __all__ = [
+    "ALIGNMENT",
     "Entry",
     "File",
     "PosixStore",
     "Reader",
     "Store",
+    "Tally",
     "Writer",
     "expanded",
     "open_file",
@@ -64,19 +66,24 @@ def path_text(path: str | os.PathLike[str], name: str = "the path") -> str:
 
 
 def open_store(
-    directory: str | os.PathLike[str], *, folder_mode: int | None = None, settings: Mapping[str, Any] | None = None
+    directory: str | os.PathLike[str],
+    *,
+    folder_mode: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    direct_io: bool = True,
 ) -> Store:
     """Opens the store for a directory; reads and writes nothing.
 
     The directory is the URL of an object store (`gs://`, `s3://`, `memory://`), or a POSIX path, made absolute now,
     with `~` expanded, also as `file:///path`. `folder_mode` are the permission bits of new POSIX folders; None leaves
-    them to the umask. `settings` are those of a bucket (`StorageOptions.store`); the query of a URL comes before them.
+    them to the umask; `direct_io` is that of `StorageOptions`. `settings` are those of a bucket
+    (`StorageOptions.store`); the query of a URL comes before them.
     InvalidArgumentError: no such scheme, wrong settings, or see `path_text`.
     """
     name = path_text(directory, "the directory")
     if _URL.match(name):
         return ObjectStore(name, settings)
-    return PosixStore(expanded(name), folder_mode=folder_mode)
+    return PosixStore(expanded(name), folder_mode=folder_mode, direct_io=direct_io)
 
 
 def with_settings(directory: str | os.PathLike[str], settings: Mapping[str, Any] | None) -> str | os.PathLike[str]:

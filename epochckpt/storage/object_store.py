@@ -24,7 +24,7 @@ from absl import logging
 from epochckpt import _threads
 from epochckpt.errors import AccessError, StorageError
 from epochckpt.storage.object_client import CHUNK_BYTES, Client, chunk_bytes, existing, missing
-from epochckpt.storage.store import Entry, File, Reader, Store, Writer, check_piece
+from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
 
 PART_BYTES = 64 << 20
 """Largest data file: larger ones are cut, so that several are under way at once."""
@@ -94,7 +94,7 @@ class ObjectStore(Store):
         name, _ = self._client.name(path), self._client.key(path)
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
-        return _Writer(self._client, self._uploads, self.concurrency, path, size)
+        return _Writer(self._client, self._uploads, self.concurrency, path, size, self.written)
 
     def list(self, path: str) -> list[Entry]:
         """One request for a thousand entries."""
@@ -302,8 +302,8 @@ class _Writer(Writer):
     files at once, would wait for itself, and waits for a bounded time.
     """
 
-    def __init__(self, client: Client, uploads: _Uploads, concurrency: int, path: str, size: int):
-        self._client, self._uploads, self._concurrency = client, uploads, concurrency
+    def __init__(self, client: Client, uploads: _Uploads, concurrency: int, path: str, size: int, tally: Tally):
+        self._client, self._uploads, self._concurrency, self._tally = client, uploads, concurrency, tally
         self._path, self._size, self._name = path, size, client.name(path)
         self._lock = threading.Condition()
         self._early: dict[int, bytes] = {}
@@ -334,6 +334,7 @@ class _Writer(Writer):
         piece: memoryview | None = view.cast("B")
         while piece is not None:  # no other thread is here: `_next` does not move before
             self._fill(piece)
+            self._tally.add(len(piece))
             with self._lock:
                 self._next += len(piece)
                 early = self._early.pop(self._next, None)

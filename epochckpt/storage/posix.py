@@ -1,8 +1,10 @@
-"""Epochs in a POSIX directory: positional reads and writes, early write-back, atomic renames.
+"""Epochs in a POSIX directory: positional reads and writes, past the page cache where it pays, atomic renames.
 
-Every system call releases the interpreter lock, and the cost is per call, so callers pass pieces of megabytes. Errors
-are the operating system's, with its errno and the full path. A descriptor that one thread closes while another uses it
-stays open until that use ends: a number that is closed too early may already belong to another file.
+Every system call releases the interpreter lock, and the cost is per call, so callers pass pieces of megabytes. Large
+pieces that are aligned in memory and in the file go from there to the disk (`O_DIRECT`): the page cache would cost more
+processor time than anything else in a save, and training needs that. Of other large pieces the write-back begins early.
+Errors are the operating system's, with its errno and the full path. A descriptor that one thread closes while another
+uses it stays open until that use ends: a number that is closed too early may already belong to another file.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ import ctypes
 import errno
 import functools
 import io
+import mmap
 import os
 import stat
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
-from epochckpt.errors import StorageError
-from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, check_piece, patiently, writing
+import numpy as np
 
-WRITE_BACK_BYTES = 1 << 20  # a write of at least this size has the kernel start writing it to the disk
+from epochckpt.errors import StorageError
+from epochckpt.storage.store import Entry, Reader, Store, Tally, Writer, check_path, check_piece, patiently, writing
+
+WRITE_BACK_BYTES = 1 << 20  # a write of at least this size goes to the disk at once, as direct I/O or write-back
+_DIRECT = getattr(os, "O_DIRECT", 0)
+ALIGNMENT = max(4096, mmap.PAGESIZE)  # of direct I/O, in memory and in the file
 _CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
 _REMOVE_ROUNDS = 16
 _SYNC_FILE_RANGE_WRITE = 2
@@ -85,8 +92,8 @@ class PosixStore(Store):
     renames = True
     preferred_part_bytes = None
 
-    def __init__(self, directory: str | os.PathLike[str], *, folder_mode: int | None = None):
-        self.root, self._folder_mode = os.path.abspath(directory), folder_mode
+    def __init__(self, directory: str | os.PathLike[str], *, folder_mode: int | None = None, direct_io: bool = True):
+        self.root, self._folder_mode, self._direct = os.path.abspath(directory), folder_mode, direct_io
 
     def exists(self, path: str) -> bool:
         """One stat(2). A link that leads to itself exists, too."""
@@ -144,7 +151,7 @@ class PosixStore(Store):
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        return PosixWriter(fd, name, size)
+        return PosixWriter(fd, name, size, direct=self._direct, tally=self.written)
 
     def list(self, path: str) -> list[Entry]:
         """One scandir, without a stat per entry."""
@@ -243,6 +250,19 @@ class PosixStore(Store):
         if not _rename_with(_RENAME_EXCHANGE, self._place(one), self._place(other)):
             raise io.UnsupportedOperation(f"{self.root}: this file system cannot exchange {one!r} and {other!r}")
 
+    def append_line(self, path: str, line: bytes, *, limit_bytes: int) -> bool:
+        """One open(2) with `O_APPEND` and one write."""
+        fd = os.open(self._place(path), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        try:
+            size = os.fstat(fd).st_size
+            if size >= limit_bytes:
+                return False
+            torn = size and os.pread(fd, 1, size - 1) != b"\n"
+            os.write(fd, b"\n" + line if torn else line)
+            return True
+        finally:
+            os.close(fd)
+
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._place(path))
@@ -314,9 +334,14 @@ class PosixReader(Reader):
 class PosixWriter(Writer):
     """One new file, written by position."""
 
-    def __init__(self, fd: int, name: str, size: int):
+    def __init__(self, fd: int, name: str, size: int, *, direct: bool = True, tally: Tally | None = None):
         self.handle = Handle(fd, name)
-        self._size, self._written = size, 0
+        self._direct: Handle | None = None  # the same file once more, past the page cache
+        self._refused = False  # the file system cannot, after all
+        if direct and _DIRECT and size >= WRITE_BACK_BYTES:
+            with suppress(OSError):  # the file system cannot
+                self._direct = Handle(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | _DIRECT), name)
+        self._size, self._written, self._tally = size, 0, tally
         self._lock = threading.Lock()
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
@@ -325,14 +350,38 @@ class PosixWriter(Writer):
         if not view.nbytes:
             return
         view = view.cast("B")
-        done = 0
         with self.handle.use() as fd, _named(self.handle.name):
+            done = begun = self._write_direct(offset, view)
             while done < len(view):
                 done += os.pwrite(fd, view[done : done + _CALL_BYTES], offset + done)
-            if done >= WRITE_BACK_BYTES:
-                _start_write_back(fd, offset, done)
+            if done - begun >= WRITE_BACK_BYTES:
+                _start_write_back(fd, offset + begun, done - begun)
         with self._lock:
             self._written += done
+        if self._tally is not None:
+            self._tally.add(done)
+
+    def _write_direct(self, offset: int, view: memoryview) -> int:
+        """Writes what can go past the page cache; returns how many bytes from the start of the view that were.
+
+        No page gets bytes both ways, but for the one where a direct write ended early.
+        """
+        whole, done = len(view) // ALIGNMENT * ALIGNMENT, 0
+        handle = self._direct
+        if handle is None or self._refused or whole < WRITE_BACK_BYTES or offset % ALIGNMENT:
+            return 0
+        if np.frombuffer(view, np.uint8).ctypes.data % ALIGNMENT:
+            return 0
+        with handle.use() as fd:
+            while done < whole:
+                try:
+                    done += os.pwrite(fd, view[done : min(done + _CALL_BYTES, whole)], offset + done)
+                except OSError as error:
+                    if error.errno not in _NO_FLAGS_HERE:
+                        raise
+                    self._refused = True  # it stays open: other threads are about to use it
+                    break
+        return done
 
     def finish(self) -> None:
         name = self.handle.name
@@ -342,10 +391,17 @@ class PosixWriter(Writer):
                     raise ValueError(f"{name}: {self._written} of {self._size} bytes written; not finished")
                 os.fsync(fd)
         finally:
-            self.handle.close()
+            self._close()
 
     def abort(self) -> None:
         with suppress(OSError):
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            if self._direct is not None:
+                self._direct.close()
+        finally:
             self.handle.close()
 
 

@@ -95,6 +95,18 @@ class Reader(ABC):
         self.close()
 
 
+class Tally:
+    """Bytes, to which any thread adds."""
+
+    def __init__(self) -> None:
+        self.nbytes, self._lock = 0, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """So many more."""
+        with self._lock:
+            self.nbytes += nbytes
+
+
 class Writer(ABC):
     """One new file of known size, written in pieces by any number of threads."""
 
@@ -143,10 +155,19 @@ class Store(ABC):
     endpoint: str = ""
     settings: BucketSettings = BucketSettings()
 
+    @functools.cached_property
+    def written(self) -> Tally:
+        """What its writers have written so far, as far as the store tells."""
+        return Tally()
+
     @property
     def address(self) -> str:
         """What opens this directory again in any process: the root, and the settings by which a bucket is reached."""
         return self.root
+
+    def address_of(self, folder: str) -> str:
+        """What opens a folder in this directory, with the same settings."""
+        return f"{self.root.rstrip('/')}/{folder}{self.address.removeprefix(self.root)}"
 
     def is_same(self, other: Store) -> bool:
         """Whether the other one is the same directory, whatever the settings."""
@@ -330,6 +351,14 @@ class Store(ABC):
                     raise
             with suppress(FileExistsError, FileNotFoundError):  # somebody else changed it just now
                 return self.replace(path, self.read(path, limit_bytes=_MAX_PUT_BYTES), data)
+
+    def append_line(self, path: str, line: bytes, *, limit_bytes: int) -> bool:
+        """Appends a line to a file, which it makes if there is none; what a crash has torn stays a line of its own.
+
+        It is not flushed: a power cut may lose it. Nothing is written, and False returned, where the file has so many
+        bytes already. io.UnsupportedOperation if the store cannot append (object stores).
+        """
+        raise io.UnsupportedOperation(f"{self.root} cannot append to {path!r}")
 
     def replace(self, path: str, old: bytes, new: bytes) -> None:
         """Replaces the content of a small file, durably and atomically, if it still has the old content.

@@ -6,6 +6,7 @@ context. Orbax's own handlers for trees, JSON and protobuf messages only choose 
 
 import asyncio
 import contextvars
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -170,9 +171,11 @@ async def _load(handler: Any, folder: epath.Path, abstract: Any, context: Any) -
 def _for_load(name: str, recorded: str, abstract: Any, context: Any) -> Any:
     """The handler that restores an item, by Orbax's rules; None if there is none."""
     registry = context.checkpointables_options.registry
-    explicit = registry.get(name)() if registry.has(name) else None
+    explicit = _new(registry.get(name)) if registry.has(name) else None
     entries = list(reversed(registry.get_all_entries()))
-    by_name = next((kind() for kind, _ in entries if recorded in (_name(kind), *_other_names(registry, kind))), None)
+    by_name = next(
+        (_new(kind) for kind, _ in entries if recorded in (_name(kind), *_other_names(registry, kind))), None
+    )
     both = [by_name, explicit] if isinstance(abstract, ocp.v1.StatefulCheckpointable) else [explicit, by_name]
     for handler in both:
         if handler is not None and (abstract is None or handler.is_abstract_handleable(abstract)):
@@ -184,9 +187,17 @@ def _for_load(name: str, recorded: str, abstract: Any, context: Any) -> Any:
     return explicit
 
 
+def _new(kind: type) -> Any:
+    """A handler of a class; one of Orbax's own, of which none runs, is made once: each logs lines."""
+    return _orbaxs(kind) if kind in _OURS else kind()
+
+
+_orbaxs = functools.cache(lambda kind: kind())
+
+
 def _newest_first(registry: Any) -> Iterator[Any]:
     """The handlers that take any item."""
-    return (kind() for kind, name in reversed(registry.get_all_entries()) if name is None)
+    return (_new(kind) for kind, name in reversed(registry.get_all_entries()) if name is None)
 
 
 def _other_names(registry: Any, kind: type) -> tuple[str, ...]:

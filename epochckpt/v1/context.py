@@ -25,6 +25,7 @@ HONOURED = {
     *("multiprocessing_options.barrier_sync_key_prefix", "checkpointables_options.registry"),
     *("pytree_options.loading.partial_load", "array_options.loading.enable_padding_and_truncation"),
     *("array_options.saving.storage_options.dtype", "array_options.saving.scoped_storage_options_creator"),
+    *("array_options.loading.use_load_and_broadcast",),
     *("pytree_options.saving.create_array_storage_options_fn",),  # of older Orbax
 }
 """Options that do here what they do in Orbax."""
@@ -162,12 +163,9 @@ def restore_args(abstract: Any, context: Any) -> Any:
     resize = context.array_options.loading.enable_padding_and_truncation
     if not context.pytree_options.loading.partial_load:
         return ocp.args.StandardRestore(target, strict=not resize)
-    if resize:
-        raise UnsupportedError(
-            "Context: partial_load and enable_padding_and_truncation exclude each other here; load the subtree with "
-            "one of them, and the rest with the other"
-        )
-    return ocp.args.PyTreeRestore(target, partial_restore=True)
+    args: Any = ocp.args.PyTreeRestore(target, partial_restore=True)
+    args.strict = not resize  # as StandardRestore has it; see `arrays.items.tree_request`
+    return args
 
 
 def _target(leaf: Any) -> Any:

@@ -1,22 +1,21 @@
 """Our manager as the v1 interface needs it: how each save ended, saves that can be cancelled, items by either name."""
 
-import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint import v1
 from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
-from epochckpt import _monitoring, _threads, errors
+from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Future
 from epochckpt.arrays import items
 from epochckpt.commit import Attempt, EpochInfo
 from epochckpt.commit.coordination import RecentKeys
-from epochckpt.errors import SaveError, StepExistsError, UnknownNameError
-from epochckpt.manager import CheckpointManager, CheckpointReader
+from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
+from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
@@ -24,6 +23,8 @@ from epochckpt.v1 import bridge
 
 T = TypeVar("T")
 STATE = "state"  # what v1 calls the one unnamed item
+_IN_BUCKETS = STATE if hasattr(v1.training.Checkpointer, "save") else "pytree"
+"""What it is called on `gs://`, where no link leads to `default`: so the installed Orbax's v1 finds it."""
 _VOTE_SECS = 600.0  # how long a process may be behind the others when a save has ended
 _KEPT_VOTES = 8
 
@@ -31,41 +32,12 @@ _KEPT_VOTES = 8
 _Outcome = tuple[Attempt, SaveError | None]  # an attempt that ends, and why it failed, if so
 
 
-class Response(Generic[T]):
-    """What is done in the background: Orbax's `AsyncResponse`."""
-
-    def __init__(self, wait: Callable[[float | None], T]):
-        self._wait = wait  # for so many seconds, or as long as it takes
-
-    def result(self, timeout: float | None = None) -> T:
-        """Waits for the result, and raises what happened; TimeoutError: it has not ended within `timeout` seconds."""
-        return self._wait(timeout)
-
-    def on_complete(self, callback: Callable[[T], None]) -> None:
-        """Calls `callback` with the result, in another thread, if it ends well."""
-
-        def call() -> None:
-            with contextlib.suppress(Exception):  # `result` raises it
-                value = self._wait(None)
-                _threads.logged("a callback of on_complete failed", lambda: callback(value))
-
-        _threads.start(call)
-
-
 class SaveResponse(Response[bool]):
     """The response of one save: `result` raises the SaveError that happened to that save, whatever became of others."""
 
     def __init__(self, engine: "Engine", outcome: "Future[_Outcome]"):
-        super().__init__(self._ended)
+        super().__init__(self._ended, engine.told)
         self._engine, self._outcome = engine, outcome
-
-    def result(self, timeout: float | None = None) -> bool:
-        """Waits until the epoch is committed; raises SaveError if it is not."""
-        try:
-            return self._wait(timeout)
-        except SaveError as failure:
-            self._engine.told(failure)
-            raise
 
     def _ended(self, timeout: float | None) -> bool:
         deadline = Deadline(math.inf if timeout is None else timeout)
@@ -113,10 +85,17 @@ class Engine(CheckpointManager):
         args = {name: bridge.save_args(name, value, context) for name, value in items_by_name.items()}
         self._multi = None  # each epoch has its own items
         try:
-            if not self.save(step, args=args[STATE] if [*args] == [STATE] else ocp.args.Composite(**args), **kwargs):
+            if [*args] != [STATE]:
+                given = ocp.args.Composite(**args)
+            elif self.root.startswith("gs://"):
+                given = ocp.args.Composite(**{_IN_BUCKETS: args[STATE]})
+            else:
+                given = args[STATE]
+            if not self.save(step, args=given, **kwargs):
                 return None
         finally:
             self._overwrites.pop(step, None)
+            self._multi = None
         name = f"{step}-{self._attempts.next_try(step) - 1}"
         end = self._ends.setdefault(name, Future())
         for other in [key for key, future in self._ends.items() if key != name and future.done()]:
@@ -160,7 +139,7 @@ class Engine(CheckpointManager):
         finally:
             self.waits += 1
 
-    def told(self, failure: SaveError) -> None:
+    def told(self, failure: SaveError | RemovalError) -> None:
         """The caller knows of a failure: `wait_until_finished` and `close` do not raise it once more."""
         self._attempts.forget_error(failure)
 
@@ -171,9 +150,15 @@ class Engine(CheckpointManager):
 
     # -- restoring and looking -----------------------------------------------------------------------------------
 
-    @_monitoring.failing("/epochckpt/read/failure")
-    def restore_by_name(self, step: int | None, abstract: Mapping[str, Any] | None, context: Any) -> dict[str, Any]:
+    def load(self, step: int | None, abstract: Mapping[str, Any] | None, context: Any) -> dict[str, Any]:
         """The items of an epoch by name, verified; None: the newest epoch that every process can read, all items."""
+        return self._restores.run(step, self._by_name(abstract, context))
+
+    def begin_load(self, step: int | None, abstract: Mapping[str, Any] | None, context: Any) -> Response:
+        """The same in the background, see `CheckpointManager.restore_async`."""
+        return self._restores.begin(step, self._by_name(abstract, context))
+
+    def _by_name(self, abstract: Mapping[str, Any] | None, context: Any) -> Asked[dict[str, Any]]:
 
         def restore(reader: CheckpointReader) -> dict[str, Any]:
             kinds, recorded = reader.item_kinds(), reader.item_handlers()
@@ -192,16 +177,7 @@ class Engine(CheckpointManager):
             found = reader.restore(ocp.args.Composite(**asked))
             return {name: found[item] for name, item in stored.items() if item in found}
 
-        began = time.monotonic()
-        self._attempts.drain(step)
-        read = time.monotonic()
-        self._step_log.restoring()
-        if step is None:
-            step, value = self.restore_newest(lambda epoch: self._readers.read(epoch, restore))
-        else:
-            value = self._readers.read(step, restore)
-        self._step_log.restored(step, self.root, began, read, value)
-        return value
+        return self._readers, restore
 
     def look(self, step: int, look: Callable[[CheckpointReader], T]) -> T:
         """Calls a function with the reader of an epoch."""
@@ -212,14 +188,21 @@ class Engine(CheckpointManager):
         """The committed epochs, ascending."""
         return self._history.committed()
 
-    def drain_removals(self) -> Response[bool]:
-        """Waits in the background until what was deleted is removed."""
+    def remove(self, step: int) -> Future[bool]:
+        """Deletes an epoch, see `delete`; True when its files are removed, else RemovalError."""
+        self.delete(step)
+        end = self._attempts.remove(lambda: None)  # in the same lane, after what was deleted
 
         def wait() -> bool:
             self._attempts.drain_removals()
+            if not end.done():
+                raise RemovalError(self.root, step, f"it took more than {self._storage.save_timeout_secs:g} s")
+            for failure in list(self._attempts.failures):
+                if isinstance(failure, RemovalError) and failure.epoch == step:
+                    raise failure
             return True
 
-        return Response(_threads.start(wait).result)
+        return _threads.start(wait)
 
     @property
     def names(self) -> StepNames:

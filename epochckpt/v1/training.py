@@ -5,11 +5,10 @@ Policies, metadata classes and errors are Orbax's own.
 
 from __future__ import annotations
 
-import contextvars
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,12 +20,12 @@ from epochckpt import _threads
 from epochckpt.arrays import TreeMetadata
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import paths
-from epochckpt.manager import CheckpointManager, CheckpointReader
+from epochckpt.manager import CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.v1 import bridge
 from epochckpt.v1 import context as contexts
-from epochckpt.v1.engine import STATE, Engine, Response, SaveResponse, shown_names, tree_name
+from epochckpt.v1.engine import STATE, Engine, SaveResponse, shown_names, tree_name
 
 save_decision_policies = v1.training.save_decision_policies
 preservation_policies = v1.training.preservation_policies
@@ -81,7 +80,8 @@ class Checkpointer:
         Args:
             directory: where the epochs live: a path or a URL.
             context: an Orbax Context for all calls that are not made inside an active one. Its options for
-                asynchronous saves, files and processes count when the directory is opened.
+                asynchronous saves, files and processes, and `array_options.loading.use_load_and_broadcast`, count when
+                the directory is opened.
             save_decision_policy: what is saved; by default the first step, one whenever no save is in progress, and the
                 last one before a preemption.
             preservation_policy: what is kept; by default everything. The newest epoch always is.
@@ -105,8 +105,10 @@ class Checkpointer:
         )
         if hasattr(options, "lightweight_initialize"):
             options.lightweight_initialize = lightweight_initialize
+        loading = self._context.array_options.loading  # set here: Orbax refuses it beside some formats of names
+        options.single_host_load_and_broadcast = getattr(loading, "use_load_and_broadcast", False)
         self._engine = Engine(directory, options, custom_metadata, logger, storage, node)
-        self._deleting: Response[bool] | None = None
+        self._deleting: _threads.Future[bool] | None = None
 
     @property
     def manager(self) -> CheckpointManager:
@@ -299,10 +301,9 @@ class Checkpointer:
         return self.load_checkpointables(step, {checkpointable_name: abstract_state})[checkpointable_name]
 
     def load_async(self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = STATE) -> Any:
-        """Like `load`, in the background; the newest epoch of a job of several processes is loaded at once."""
-        return self._in_background(
-            step, lambda: self.load(step, abstract_state, checkpointable_name=checkpointable_name)
-        )
+        """Like `load`, in the background; see `CheckpointManager.restore_async`."""
+        loading = self.load_checkpointables_async(step, {checkpointable_name: abstract_state})
+        return loading.then(lambda found: found[checkpointable_name])
 
     def load_checkpointables(
         self, step: Any = None, abstract_checkpointables: Mapping[str, Any] | None = None
@@ -316,26 +317,20 @@ class Checkpointer:
         Returns:
             The objects by name. The one unnamed item is called `state`.
         """
-        if isinstance(abstract_checkpointables, v1.CheckpointMetadata | CheckpointMetadata):
-            abstract_checkpointables = abstract_checkpointables.metadata
-        if abstract_checkpointables:
-            _check_names(abstract_checkpointables, "load")
-        step = None if step is None else _number(step)
-        return self._engine.restore_by_name(step, abstract_checkpointables, contexts.now(self._context))
+        return self._engine.load(*self._to_load(step, abstract_checkpointables))
 
     def load_checkpointables_async(
         self, step: Any = None, abstract_checkpointables: Mapping[str, Any] | None = None
     ) -> Any:
         """Like `load_checkpointables`, in the background; see `load_async`."""
-        return self._in_background(step, lambda: self.load_checkpointables(step, abstract_checkpointables))
+        return self._engine.begin_load(*self._to_load(step, abstract_checkpointables))
 
-    def _in_background(self, step: Any, load: Callable[[], _T]) -> Response[_T]:
-        future: _threads.Future[_T] = _threads.Future()
-        if step is None and len(self._engine.processes or ()) > 1:  # a vote is a call of all processes, in one order
-            future.run(load)
-            return Response(future.result)
-        surroundings = contextvars.copy_context()
-        return Response(_threads.start(lambda: surroundings.run(load)).result)
+    def _to_load(self, step: Any, abstract: Any) -> tuple[int | None, Any, Any]:
+        if isinstance(abstract, v1.CheckpointMetadata | CheckpointMetadata):
+            abstract = abstract.metadata
+        if abstract:
+            _check_names(abstract, "load")
+        return None if step is None else _number(step), abstract, contexts.now(self._context)
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -381,6 +376,7 @@ class Checkpointer:
             Whether it existed; False only with `missing_ok`.
 
         Raises:
+            RemovalError: it is deleted, but its files could not be removed.
             UnsupportedError: `checkpointable_name` is given: an epoch is deleted as a whole.
         """
         return self.delete_async(step, checkpointable_name=checkpointable_name, missing_ok=missing_ok).result()
@@ -396,32 +392,27 @@ class Checkpointer:
             )
         self._wait_for_deletion()
         try:
-            self._engine.delete(_number(step))
+            self._deleting = self._engine.remove(_number(step))
         except EpochNotFoundError:
             if not missing_ok:
                 raise
-            gone: _threads.Future[bool] = _threads.Future()
-            gone.set(False)
-            return Response(gone.result)
-        self._deleting = self._engine.drain_removals()
-        return self._deleting
+            return Response(lambda timeout: False)
+        return Response(self._deleting.result, self._engine.told)
 
     def _wait_for_deletion(self) -> None:
         deleting, self._deleting = self._deleting, None
         if deleting is not None:
-            deleting.result()
+            deleting.wait()
 
     def wait(self) -> None:
-        """Waits for saves and deletions; raises the failures of saves that no response has raised."""
+        """Waits for saves and deletions; raises the failures that no response has raised."""
         self._wait_for_deletion()
         self._engine.wait_until_finished()
 
     def close(self) -> None:
         """Waits like `wait`, and lets go of the directory."""
-        try:
-            self._wait_for_deletion()
-        finally:
-            self._engine.close()
+        self._wait_for_deletion()
+        self._engine.close()
 
     def __enter__(self) -> Checkpointer:
         return self

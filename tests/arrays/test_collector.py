@@ -83,3 +83,19 @@ def test_the_collector_hardly_runs_while_many_leaves_are_restored(tmp_path: path
             gc.callbacks.remove(count)
     np.testing.assert_array_equal(restored["leaf_7"], state["leaf_7"])
     assert len(runs) < 30, len(runs)  # without pauses 150
+
+
+def test_a_restore_leaves_nothing_for_the_collector(tmp_path: pathlib.Path) -> None:
+    """A cycle of references would keep the record, three objects for each leaf, until a full collection."""
+    tree = {f"leaf_{i:03}": np.full(3, i) for i in range(500)} | {"large": np.ones(2**19)}
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+        manager.restore(0, args=ocp.args.StandardRestore(tree))
+        gc.collect()
+        gc.disable()
+        for args in (ocp.args.StandardRestore(tree), None):
+            restored = manager.restore(0, args=args)
+            assert np.array_equal(restored["leaf_499"], tree["leaf_499"])
+            del restored
+            assert gc.collect() < len(tree) // 10

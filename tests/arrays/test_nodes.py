@@ -400,6 +400,7 @@ def agreement_in_processes(directory: str) -> list[bool]:
         return [item.same for item in manager._commits.read_record(0).items.values()]
 
 
+@pytest.mark.long
 def test_processes_agree_too(tmp_path: pathlib.Path) -> None:
     """Three processes mark what they have alike; one process then restores that, and only that."""
     found = run_worker("tests.arrays.test_nodes:agreement_in_processes", {"directory": str(tmp_path)}, 3, 2)

@@ -759,7 +759,6 @@ def test_casts(tmp_path: pathlib.Path, saved: np.ndarray, asked: Any, expected: 
         ("text", 0, None),
         ("text", b"", None),
         (None, 0, None),
-        (7, None, None),
     ],
     ids=repr,
 )

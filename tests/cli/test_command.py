@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt import _progress
 from epochckpt.cli import arguments, main
 from epochckpt.errors import AccessError, StorageError
 from epochckpt.inspection import plain, scan
@@ -32,6 +33,7 @@ from tests.support.processes import ROOT
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
 NOBODY = 65534
 COMMANDS = ("ls", "du", "show", "tree", "stat", "diff", "verify", "gc", "export", "watch")
+CHANGES = ("rm", "rollback", "cp", "import")
 
 
 class Said(NamedTuple):
@@ -152,12 +154,12 @@ def test_text_is_plain_where_there_is_no_terminal(
     assert max(map(len, said.out.splitlines())) <= (300 if command in ("watch", "export") else 80)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *CHANGES])
 def test_help_has_an_example_and_the_exit_codes(run_cli: Any, command: str) -> None:
     """And ends well."""
     said = run_cli(command, "--help")
     assert said.code == 0
-    assert f"epochckpt {command} /data/run" in said.out
+    assert f"epochckpt {command} {'params.msgpack ' if command == 'import' else ''}/data/run" in said.out
     assert arguments.EXIT_CODES in said.out
 
 
@@ -279,7 +281,7 @@ def test_damage_is_exit_code_1(run_cli: Any, damaged: pathlib.Path) -> None:
     said = run_cli("ls", damaged)
     assert said.code == 1
     assert re.search(r"2 +damaged", said.out)
-    assert re.search(r"▸ +committed", said.out)
+    assert re.search(r"▸ +✓", said.out)
     assert run_cli("show", damaged, 2).code == 1
     assert run_cli("show", damaged, 3).code == 0
     said = run_cli("verify", damaged, "--json")
@@ -382,7 +384,7 @@ def test_watch_looks_once_for_each_event(run_cli: Any, saved: pathlib.Path, monk
         (["tree", "{run}", "1", "--item", "modell"], "near: 'model'"),
         (["tree", "{run}", "1", "--node", "process_0"], "no node 'process_0' has items of its own"),
         (["show", "{run}", "best", "--metric", "lost"], "loss"),
-        (["watch", "{run}", "--timeout", "0.01s", "--interval", "0.01s"], "no epoch was committed within 10 ms"),
+        (["watch", "{run}", "--timeout", "0.01s", "--interval", "0.01s"], "nothing was committed within 10 ms"),
     ],
 )
 def test_what_is_not_there_is_exit_code_3(run_cli: Any, saved: pathlib.Path, argv: list[str], expected: str) -> None:
@@ -508,6 +510,23 @@ def test_export_writes_an_epoch(run_cli: Any, saved: pathlib.Path, tmp_path: pat
         assert manager.all_steps() == [2]
 
 
+def test_export_writes_some_leaves(run_cli: Any, saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Chosen, renamed and cast; it says what was cast. A pattern that fits nothing is answered with near names."""
+    chosen = "--item", "model", "--include", "params/*", "--rename", "params=model", "--dtype", "bfloat16"
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    said = run_cli("export", saved, "1", tmp_path / "hf", "--format", "huggingface", *chosen, "--config", config)
+    assert (said.code, said.err) == (0, "")
+    assert "1 leaf of float32 and 2 leaves of float64 cast to bfloat16" in said.out
+    assert sorted(os.listdir(tmp_path / "hf")) == ["README.md", "config.json", "model.safetensors"]
+    said = run_cli("export", saved, "1", tmp_path / "x", "--format", "orbax", "--item", "model", "--exclude", "parms/*")
+    assert said.code == 3
+    assert "near: 'params/" in said.err
+    said = run_cli("export", saved, "1", tmp_path / "x", "--format", "orbax", "--rename", "params")
+    assert (said.code, "OLD=NEW" in said.err) == (2, True)
+    assert run_cli("export", saved, "1", tmp_path / "x", "--format", "orbax", "--max-file-size", "big").code == 2
+
+
 def test_the_command_is_installed() -> None:
     """Under its name, and as `python -m epochckpt`."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -567,11 +586,17 @@ def test_a_terminal_without_unicode_gets_what_it_has(saved: pathlib.Path, monkey
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main.main(["ls", str(saved)]) == 0
-    assert b"? latest 3" in written.getvalue()
+    assert b"? latest 3 ?" in written.getvalue()
 
 
-def test_long_work_shows_its_progress_on_a_terminal(terminal: Any, saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """And takes it away at the end."""
+def test_long_work_shows_its_progress_on_a_terminal(
+    terminal: Any, saved: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes it away at the end; what is done soon shows none."""
+    monkeypatch.setattr(_progress, "DELAY_SECS", 1e6)
+    assert "verifying" not in terminal("verify", saved)
+    monkeypatch.setattr(_progress, "DELAY_SECS", 0.0)
+    monkeypatch.setattr(_progress, "LAST_SECS", 100.0)
     assert "verifying" in terminal("verify", saved)
     assert "exporting epoch 1" in terminal(*export_args(saved, tmp_path / "out"), "--skip-unsupported")
 
@@ -607,9 +632,15 @@ def test_ctrl_c_ends_watch(saved: pathlib.Path) -> None:
 
 
 def test_no_command_starts_a_backend_that_disturbs_training(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """With a platform that does not exist all work; only export asks jax for devices, and then for the CPU alone."""
+    """With a platform that does not exist all work; export and what changes something have the CPU's alone."""
     commands = every_command(saved, tmp_path / "out")
-    last = ["export", saved, "1", tmp_path / "orbax", "--format", "orbax"]
+    copy = tmp_path / "copy"
+    last = [
+        ["cp", saved, copy, "--yes"],
+        ["rm", copy, 1, "--yes"],
+        ["rollback", copy, 2, "--yes"],
+        ["export", saved, "1", tmp_path / "orbax", "--format", "orbax"],
+    ]
     script = f"""
 import sys
 from jax._src import xla_bridge
@@ -617,7 +648,8 @@ from epochckpt.cli.main import main
 for argv in {[[str(arg) for arg in argv] for argv in commands.values()]!r}:
     assert main(argv) == (1 if argv[0] == "diff" else 0), argv
     assert not xla_bridge.backends_are_initialized(), argv
-assert main({[str(arg) for arg in last]!r}) == 0
+for argv in {[[str(arg) for arg in argv] for argv in last]!r}:
+    assert main(argv) == 0, argv
 assert set(xla_bridge.backends()) <= {{"cpu"}}
 """
     env = {**os.environ, "JAX_PLATFORMS": "nonsense", "PYTHONPATH": str(ROOT)}
@@ -631,4 +663,5 @@ def test_the_documentation_has_every_command_and_exit_code() -> None:
     """docs/inspect.md."""
     page = (ROOT / "docs" / "inspect.md").read_text()
     assert arguments.EXIT_CODES.strip() in page
-    assert [command for command in COMMANDS if f"### `{command}`" not in page] == []
+    headings = "".join(line for line in page.splitlines() if line.startswith("### "))
+    assert [command for command in (*COMMANDS, *CHANGES) if f"`{command}`" not in headings] == []

@@ -21,7 +21,7 @@ def train(directory: pathlib.Path, flavour: str, manager: str, until: int) -> An
     return answer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])
 def test_a_loop_may_change_the_manager_and_go_back(tmp_path: pathlib.Path, flavour: str) -> None:
     """Ours, then stock Orbax where epochckpt cannot be imported, then ours; and the other way round."""

@@ -115,6 +115,7 @@ def test_stock_orbax_reads_the_checkpoints(undisturbed) -> None:
     assert found == sorted(array.tobytes() for array in final_params(workdir).values())
 
 
+@pytest.mark.long
 def test_a_complete_run_started_again_has_nothing_left_to_do(undisturbed, tmp_path: pathlib.Path) -> None:
     """It says so, trains no epoch and reports the same parameters."""
     workdir, output = undisturbed(EPOCHS)
@@ -129,7 +130,7 @@ def test_a_complete_run_started_again_has_nothing_left_to_do(undisturbed, tmp_pa
 @pytest.mark.parametrize(
     ("kills", "epochs"),
     [
-        pytest.param(2, 40, marks=pytest.mark.timeout(400)),
+        pytest.param(2, 40, marks=[pytest.mark.long, pytest.mark.timeout(400)]),
         pytest.param(20, 400, marks=[pytest.mark.long, pytest.mark.timeout(850)]),
     ],
 )
@@ -230,6 +231,7 @@ def test_a_dead_process_ends_the_job(tmp_path: pathlib.Path) -> None:
     assert "process 1 failed (killed by SIGKILL)" in output
 
 
+@pytest.mark.long
 def test_a_killed_launcher_takes_its_processes_along(tmp_path: pathlib.Path) -> None:
     """SIGKILL of the launcher alone, which cannot pass anything on, leaves no process behind."""
     with start(tmp_path, FOREVER) as (job,):

@@ -28,28 +28,28 @@ def scores_in(output: str) -> dict[int, float]:
 @pytest.mark.slow
 def test_an_evaluator_beside_a_run_decides_which_epoch_is_kept(tmp_path: pathlib.Path) -> None:
     """It begins first, survives epochs that are deleted under it, and the best one that it found is still there."""
-    with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=20") as (evaluator,):
-        with start_training(tmp_path, 40, more=KEEP_BEST) as (training,):
+    with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=600") as (evaluator,):
+        with start_training(tmp_path, 12, more=KEEP_BEST) as (training,):
             assert training.wait_for_exit(TIMEOUT), training.output()
         assert training.returncode == 0, training.output()
-        evaluator.wait_for_output("epoch  40  robust_accuracy", TIMEOUT)
+        evaluator.wait_for_output("epoch  12  robust_accuracy", TIMEOUT)
     scores = scores_in(evaluator.output())
     rows = {row.epoch: row for row in scan.look(tmp_path / "checkpoints", metric="robust_accuracy").epochs}
     (best,) = [row for row in rows.values() if row.best]
     assert round(best.metrics["robust_accuracy"], 4) == max(scores.values()), scores
-    assert rows[40].sources == {"robust_accuracy": "evaluator"}
-    assert rows[40].metrics.keys() == {"loss", "accuracy", "robust_accuracy"}
+    assert rows[12].sources == {"robust_accuracy": "evaluator"}
+    assert rows[12].metrics.keys() == {"loss", "accuracy", "robust_accuracy"}
 
     # What was scored and is not the best goes with the next commit; the best stays.
-    with start_training(tmp_path, 41, more=KEEP_BEST) as (training,):
+    with start_training(tmp_path, 13, more=KEEP_BEST) as (training,):
         assert training.wait_for_exit(TIMEOUT), training.output()
     left = [row.epoch for row in scan.look(tmp_path / "checkpoints").epochs]
-    assert left == [best.epoch, 41], (left, scores)
+    assert left == [best.epoch, 13], (left, scores)
     # Started again it scores what is left, and nothing twice.
     with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=1") as (again,):
         assert again.wait_for_exit(TIMEOUT), again.output()
     assert again.returncode == 0, again.output()
-    assert scores_in(again.output()).keys() == {41}
+    assert scores_in(again.output()).keys() == {13}
 
 
 @pytest.mark.long

@@ -68,10 +68,10 @@ def test_ctrl_c_anywhere_in_save_leaves_a_manager_that_saves(m: ec.CheckpointMan
     assert place > 100
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("opcodes", EVERY)
-@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_a_signal_handler_may_save_and_wait_anywhere(m: ec.CheckpointManager, ahead: int, opcodes: bool) -> None:
     """It waits for nothing that the code holds which it interrupts; no save is reported as failed."""
 

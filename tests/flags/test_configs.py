@@ -176,7 +176,7 @@ def newest(directory: pathlib.Path, **options: Any) -> list[int]:
         return list(manager.all_steps())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_digits_take_a_flagfile(tmp_path: pathlib.Path) -> None:
     """Through the launcher to its processes, over the example's own defaults; and a directory elsewhere."""
     given = ["--epochs=4", f"--flagfile={FOLDER}/one_host.flags", f"--ckpt_directory={tmp_path}/elsewhere"]

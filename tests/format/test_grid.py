@@ -19,7 +19,7 @@ from epochckpt.errors import FormatError
 from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry, NodeRecord, grid
 from epochckpt.format.grid import blocks
 from epochckpt.format.parsing import parse_epoch, parse_head, parse_node
-from epochckpt.format.records import AlsoFile, array_item_json
+from epochckpt.format.records import AlsoFile
 from tests.support.processes import run_worker
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (8,), (16, 8), (8, 24), (0, 8), (8, 16, 8), (8, 1, 8, 2))
@@ -131,7 +131,12 @@ def fake_mesh(shape: tuple[int, ...], axes: tuple[str, ...], per_process: int) -
 
 
 def plan_on(
-    node: int, nodes: int, state: Sequence[Spec], replica_split_bytes: int = 16 * 2**20, local_disks: bool = False
+    node: int,
+    nodes: int,
+    state: Sequence[Spec],
+    replica_split_bytes: int = 16 * 2**20,
+    local_disks: bool = False,
+    part_bytes: int | None = None,
 ) -> ItemPlan:
     pairs = []
     for name, shape, dtype, sharding in state:
@@ -143,7 +148,8 @@ def plan_on(
         node=node,
         node_of_process={i: i for i in range(nodes)},
         replica_split_bytes=replica_split_bytes,
-        part_bytes=None,
+        part_bytes=part_bytes,
+        cut=part_bytes is not None,
         local_disks=local_disks,
     )
 
@@ -181,16 +187,19 @@ def small_state(mesh: Mesh) -> list[Spec]:
 
 @pytest.mark.parametrize(("shape", "per_process"), [((4, 2), 2), ((2, 4), 2), ((4, 2), 1), ((2, 2), 4)])
 @pytest.mark.parametrize("replica_split_bytes", [1, 1024, 16 * 2**20])
+@pytest.mark.parametrize("part_bytes", [None, 40, 1000])
 def test_owners_cover_every_element_exactly_once(
-    shape: tuple[int, int], per_process: int, replica_split_bytes: int
+    shape: tuple[int, int], per_process: int, replica_split_bytes: int, part_bytes: int | None
 ) -> None:
     """All nodes compute the same item, and their cells together cover each leaf without gap or overlap."""
     mesh = fake_mesh(shape, ("x", "y"), per_process)
     nodes = math.prod(shape) // per_process
     state = small_state(mesh)
-    plans = [plan_on(n, nodes, state, replica_split_bytes) for n in range(nodes)]
+    plans = [plan_on(n, nodes, state, replica_split_bytes, part_bytes=part_bytes) for n in range(nodes)]
     item = plans[0].item
-    assert all(array_item_json(p.item) == array_item_json(item) for p in plans)
+    if part_bytes:  # the host's leaf has rows of 24 bytes, and a prime number of them
+        assert all(item.cell_bytes(i) <= part_bytes for i in range(len(item.leaves)))
+    assert all(p.item.json_fields == item.json_fields for p in plans)
     covered = [np.zeros(leaf.shape, dtype=np.int64) for leaf in item.leaves]
     written = [0] * len(item.leaves)
     for node, plan in enumerate(plans):
@@ -265,6 +274,31 @@ def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
     for wrong in ({"default": {"1": b"\0" * 6}}, {"default": {"0": b"\0"}}, {"other": {"0": b"\0" * 6}}):
         with pytest.raises(FormatError, match="carried"):
             parse_epoch("7/epoch.json", dataclasses.replace(record, carried=wrong).to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("shape", "cells"),
+    [
+        ((64, 16), (8,)),  # 128 bytes each
+        ((3, 5, 1024), (3, 5, 8)),  # rows are larger: along the next axis, and the one after it
+        ((50257, 2), (1733,)),  # 29 rows each, no other number divides them
+        ((100003,), ()),  # a prime number of small rows
+        ((7 * 100003,), (7,)),  # as near as one comes
+        ((1, 1, 2**30), (8192,)),  # they are not to be too many
+    ],
+)
+def test_what_is_larger_than_a_part_is_cut_by_rows(shape: tuple[int, ...], cells: tuple[int, ...]) -> None:
+    """Into contiguous pieces of one size, as few as fit, if that is possible without making too many."""
+    sharding = NamedSharding(fake_mesh((2, 1), ("x", "y"), 1), PartitionSpec())
+    item = plan_on(0, 2, [("a", shape, np.uint8, sharding)], 2**40, part_bytes=128).item
+    assert tuple(c for c in item.counts(0) if c > 1) == cells
+
+
+def test_pieces_of_one_holder_each_leave_no_holder_with_more() -> None:
+    """Three pieces on two nodes: the one that has two of a leaf has one of the next one."""
+    sharding = NamedSharding(fake_mesh((2, 1), ("x", "y"), 1), PartitionSpec())
+    plan = plan_on(0, 2, [(f"a{i}", (3, 128), np.uint8, sharding) for i in range(4)], 2**40, part_bytes=128)
+    assert len(plan.owned[0]) == 6
 
 
 def test_a_cell_belongs_only_to_a_node_that_holds_it() -> None:
@@ -377,6 +411,18 @@ def test_replicated_bytes_spread_evenly_over_their_holders(
     loads = np.array([item.owned(n)[2].sum() for n in range(nodes)])
     assert loads.sum() == sum(leaf.nbytes for leaf in item.leaves)
     assert loads.max() / loads.mean() <= limit, loads.tolist()
+
+
+def test_few_nodes_own_the_small_replicated_leaves_of_a_large_job() -> None:
+    """A restore opens few files; large leaves are spread over all nodes, and the table of grids has one row."""
+    mesh = fake_mesh((64, 1), ("data", "model"), 1)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    small: list[Spec] = [(f"s{i}", (100,), np.float32, everywhere) for i in range(200)]
+    large: list[Spec] = [(f"l{i}", (512, 1024), np.float32, everywhere) for i in range(200)]
+    items = [plan_on(0, 64, state).item for state in (small, large)]
+    owners = [{item.owner(i, 0) for i in range(200)} for item in items]
+    assert [len(each) for each in owners] == [16, 64]
+    assert [len(item.grids) for item in items] == [1, 1]
 
 
 def test_equal_leaves_share_one_row_of_the_grid_table() -> None:

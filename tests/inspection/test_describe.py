@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import shutil
 from typing import Any
 
@@ -19,6 +20,8 @@ import epochckpt as ec
 from epochckpt.errors import EpochDeletedError
 from epochckpt.format import records
 from epochckpt.inspection import describe as details
+from epochckpt.inspection import text as text_views
+from epochckpt.inspection import views
 from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
@@ -78,10 +81,17 @@ def test_every_leaf_of_ours_is_told_as_it_was_saved(ours: pathlib.Path) -> None:
     both = by_name(item(detail, "state"))["params/both"].sharding
     assert both is not None
     assert (both.counts, set(both.owners), both.replicas) == ((2, 2), {"process_0"}, 1)
-    assert both.spec == "PartitionSpec('x', 'y') on x=2, y=2"
+    assert (both.spec, both.mesh) == ("P('x', 'y')", "x=2, y=2")
+    ids = [device.id for device in state()["params"]["both"].sharding.mesh.devices.flat]
+    assert both.devices == tuple((n,) for n in ids)
+    assert both.holders == (("process_0",),) * 4
     folded = by_name(item(detail, "state"))["params/folded"].sharding
     assert folded is not None
-    assert folded.spec == "PartitionSpec(None, ('y', 'x')) on x=2, y=2"
+    assert folded.spec == "P(None, ('y', 'x'))"
+    assert folded.devices == ((ids[0],), (ids[2],), (ids[1],), (ids[3],))
+    partly = by_name(item(detail, "state"))["params/partly"].sharding
+    assert partly is not None
+    assert (partly.spec, partly.devices) == ("P('x')", ((ids[0], ids[1]), (ids[2], ids[3])))
     assert detail.unsupported is not None
     assert "raw" in detail.unsupported["state"]
 
@@ -170,7 +180,8 @@ def test_every_leaf_of_stock_orbax_is_told_as_it_was_saved(stock: dict[str, path
         sharding = leaves[f"params/{name}"].sharding
         assert sharding is not None
         assert (sharding.counts, sharding.owners, sharding.replicas) == (counts, (), 0), name
-        assert sharding.spec.endswith(" on x=2, y=2")
+        assert sharding.spec.startswith("P(")
+        assert sharding.mesh == "x=2, y=2"
     if not single:
         (file,) = item(detail, "config").files
         assert (file.name, file.nbytes) == ("metadata", (stock[layout] / "3/config/metadata").stat().st_size)
@@ -186,8 +197,8 @@ def test_one_device_and_memory_are_said(tmp_path: pathlib.Path) -> None:
         (found,) = describe(tmp_path / name).items
         sharding = by_name(found)["x"].sharding
         assert sharding is not None
-        assert sharding.spec.startswith("one device (")
         assert "1" in sharding.spec
+        assert not sharding.mesh
         assert found.custom_metadata == {"by": "me"}
 
 
@@ -293,3 +304,32 @@ def test_epochs_of_single_nodes_are_told_and_read_by_node(lone: pathlib.Path) ->
     leaves = open_reader(commits(lone), 3)
     assert leaves.value("state", "x", "beta").tolist() == [1, 2, 3, 4, 5, 6]
     assert [str(error.path) for error in leaves.verify().damage] == ["3/alpha"]
+
+
+def test_small_json_is_shown_and_compared(tmp_path: pathlib.Path) -> None:
+    """A line per value; a difference names the values that changed, of scalars too, and of metrics."""
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        for epoch in (0, 1):
+            config = {"lr": 0.5 / (epoch + 1), "model": {"layers": 3, "name": "é"}, "long": "x" * 20_000 * epoch}
+            args = {"state": ocp.args.StandardSave({"step": np.int64(59_000 + epoch)}), "c": ocp.args.JsonSave(config)}
+            small = ocp.args.JsonSave(config | {"long": None})
+            manager.save(epoch, args=ocp.args.Composite(**args, small=small), metrics={"loss": 1.0 - epoch})
+    run = ec.inspect(tmp_path / "run")
+    items = {item.name: item for item in run[1].detail().items}
+    assert items["small"].files[0].content == {"lr": 0.25, "model": {"layers": 3, "name": "é"}, "long": None}
+    assert items["c"].files[0].content is None, "too long to be shown"
+    text = text_views.to_text(text_views.render(views.epoch(run[1].detail())), 100)
+    assert re.search(r"model/name +\"é\"", text)
+    diff = run.diff(0, 1).diff
+    assert {row.name: row.detail for row in diff.rows if row.item != "c"} == {
+        "metadata": "lr 0.5 → 0.25",
+        "step": "59000 → 59001",
+    }
+    assert diff.metrics == {"loss": (1.0, 0.0)}
+    file = tmp_path / "run" / "1" / "process_0" / "small" / "metadata"
+    damaged = bytearray(file.read_bytes())
+    damaged[3] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(damaged)
+    (item,) = (each for each in ec.inspect(tmp_path / "run")[1].detail().items if each.problem)
+    assert "differ from what was written" in item.problem

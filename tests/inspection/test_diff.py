@@ -263,11 +263,11 @@ def without_data(run: pathlib.Path, to: pathlib.Path, epochs: tuple[int, ...]) -
 
 
 def test_files_of_equal_checksums_are_not_read(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Files of handlers are compared though none of them is there any more: records are enough."""
+    """Files of handlers are compared though none of them is there any more: records are enough to say which changed."""
     bare = without_data(run, tmp_path / "bare", (0, 1))
     found = diff(bare, 0, 1, ["*config:*"])
-    assert found.problems == {}
     assert {row.item: row.change for row in found.rows} == {"config": "changed", "same_config": "unchanged"}
+    assert all("is missing" in said for said in found.problems.values())
 
 
 def test_progress_goes_up_to_all_bytes_of_both_epochs(run: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -104,6 +105,11 @@ def test_items_leaves_and_files_of_an_epoch(saved: pathlib.Path) -> None:
         assert (list(state), len(state), "step" in state) == (names, 4, True)
         assert state["step"] == 6
         np.testing.assert_array_equal(state["params/dense/kernel"], tree(6)["params"]["dense"]["kernel"])
+        params = state["params"]
+        assert ("params" in state, "params/dense/" in state, "param" in state) == (True, True, False)
+        assert {name: list(inner) for name, inner in params.items()} == {"dense": ["bias", "kernel"], "out": ["kernel"]}
+        np.testing.assert_array_equal(params["out"]["kernel"], tree(6)["params"]["out"]["kernel"])
+        np.testing.assert_array_equal(state["params/dense"]["bias"], params["dense"]["bias"])
         assert json.loads(epoch["config"].read("metadata")) == {"epoch": 6}
         assert list(epoch["own"]) == ["process_0"]
         assert epoch["own"].node("process_0")["where"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -206,6 +212,51 @@ def test_what_is_no_epoch_is_refused_with_a_hint(saved: pathlib.Path) -> None:
         ec.inspect(saved, mode="most")
 
 
+def test_a_subtree_has_the_keys_that_names_have(tmp_path: pathlib.Path) -> None:
+    """Numbers, list positions, keys with a slash, empty containers; of each node's own as well."""
+    layers = {"n": {0: np.ones(2), 11: np.zeros(2)}, "größe": [1.5, {"a/b": 2}], "none": None, "empty": {}}
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        own = ec.args.NodeSave({"seeds": {"a": 1, "b": [2]}})
+        args = ocp.args.Composite(state=ocp.args.StandardSave({"layers": layers}), own=own)
+        assert manager.save(1, args=args)
+    epoch = ec.inspect(tmp_path / "run")[1]
+    found = epoch["state"]["layers"]
+    assert found.keys() == {"n", "größe", "none", "empty"}
+    assert {key: value.tolist() for key, value in found["n"].items()} == {"0": [1, 1], "11": [0, 0]}
+    assert (found["größe"], found["none"], found["empty"]) == ({"0": 1.5, "1": {"a%2Fb": 2}}, None, {})
+    assert epoch["state"]["layers/größe/"] == found["größe"]
+    assert epoch["own"].node("process_0")["seeds"] == {"a": 1, "b": {"0": 2}}
+
+
+def test_an_array_has_a_look_of_its_own(tmp_path: pathlib.Path) -> None:
+    """Its statistics, and squares for its parts: signs by colour, strength by size, what is not finite apart."""
+    array = np.zeros((50, 8), np.float32)
+    array[:25, :4], array[25:, 4:], array[49, 0] = 2.0, -1.0, np.nan
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        tree = {"a": {"[w]*": array, "v": np.ones(3)}, "none": np.zeros(0), "n": 1}
+        assert manager.save(1, args=ocp.args.StandardSave(tree))
+    item = ec.inspect(tmp_path / "run")[1]["default"]
+    seen = item.look(next(name for name in item if "w" in name))
+    means = np.array(seen.look.means)
+    assert means.shape == (24, 8)
+    assert (means[0, 0], means[23, 7], math.isnan(means[23, 0]), seen.look.stats.nans) == (2.0, -1.0, True, 1)
+    lines = seen.to_text(60).splitlines()
+    assert (lines[-24], lines[-1]) == ("  ████", "  ×   ▒▒▒▒")
+    assert "the strongest is ±2" in seen.to_text(200)
+    page = seen.to_html()
+    assert page.count('<i class="eckpt-live" style="opacity:1.00">') == 4 * 12
+    assert page.count('<i class="eckpt-warn" style="opacity:0.50">') == 4 * 12
+    assert page.count('<i class="eckpt-bad">') == 1
+    for name, said in (
+        ("a", "no single array"),
+        ("none", "no single array"),
+        ("n", "no single array"),
+        ("b", "no leaf"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=said):
+            item.look(name)
+
+
 def test_unknown_names_get_near_ones(saved: pathlib.Path) -> None:
     """Items, leaves, parts of the tree, patterns, files, nodes: each error says what to ask for instead."""
     epoch = open_run(saved)[8]
@@ -214,8 +265,7 @@ def test_unknown_names_get_near_ones(saved: pathlib.Path) -> None:
         (lambda: epoch["xyz"], "there are: 'config', 'own', 'state'"),
         (lambda: epoch["state"]["params/dense/kernl"], "near: 'params/dense/kernel'"),
         (lambda: epoch["state"]["kernel"], "near: .*'params/dense/kernel'"),
-        (lambda: epoch["state"]["params/dense"], "2 leaves lie below it: .*bias.*kernel"),
-        (lambda: epoch["state"]["params/out/"], "1 leaf lies below it: 'params/out/kernel'"),
+        (lambda: epoch["state"]["params/den"], "near: .*'params/dense/kernel'"),
         (lambda: epoch["state"]["params/*"], r"pattern.*\.stats\('params/\*'\)"),
         (lambda: epoch["state"][""], "there is no leaf"),
         (lambda: epoch["config"]["x"], r"\.read.*'metadata'"),

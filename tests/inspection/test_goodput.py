@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -22,6 +23,7 @@ from epochckpt.errors import FormatError
 from epochckpt.format import RunEntry, checksums, parsing
 from epochckpt.inspection import plots, rows, text, views
 from epochckpt.inspection.rows import SPENT, Goodput, RunRow
+from tests.support.taps import fail_writes
 
 Save = ocp.args.StandardSave
 STATE = {"w": np.arange(5)}
@@ -71,6 +73,27 @@ def test_every_second_of_all_runs_is_in_the_ledger_once(directory: str) -> None:
     dead.close()
 
 
+def test_a_run_that_dies_before_its_first_commit_is_in_the_ledger(directory: str) -> None:
+    """From its claim to the next run nothing is known but its end, of which the run before it is not accused."""
+    run(directory, 1)
+    dead = ec.CheckpointManager(directory)
+    tap = fail_writes(dead)
+    dead.save(2, args=Save({"w": jnp.arange(5)}))
+    with pytest.raises(ec.errors.SaveError):
+        dead.wait_until_finished()
+    tap.remove()
+    live = run(directory, 3, 4, close=False)
+    first, second, third = ledger(directory).runs
+    assert [(r.killed, r.saves) for r in (first, second, third)] == [(None, 1), (True, 0), (None, 2)]
+    assert second.unknown_secs == second.secs == pytest.approx((third.began_ns - second.began_ns) / 1e9)
+    assert first.secs == pytest.approx((second.began_ns - first.began_ns) / 1e9)
+    assert "not seen" in text.to_text(text.render(views.goodput(ledger(directory))), 130)
+    live.close()
+    run(directory, 5)
+    assert [(r.killed, r.saves) for r in ledger(directory).runs] == [(None, 1), (True, 0), (False, 2), (None, 1)]
+    dead.close()
+
+
 def test_the_ledger_outlives_the_epochs(tmp_path: pathlib.Path) -> None:
     """Where one epoch is kept, its record has all runs; going on in one manager makes no run of its own."""
     for epoch in (1, 3, 5):
@@ -103,7 +126,7 @@ def test_the_newest_hundred_runs_are_kept() -> None:
     clock = RunClock()
     clock.earlier = [RunEntry(f"{n:016d}", n, n, n, 1, n, 0.0, 0.0, 0.0, False) for n in range(150)]
     clock.spend(BLOCKED, 2.0)
-    runs = clock.committing(7, "own", clock.so_far(), (1, 2), after_kill=True)
+    runs = clock.committing(7, "own", clock.so_far(), (1, 2), (f"{149:016d}", 1))
     assert (len(runs), runs[0].epoch, runs[-1].incarnation, runs[-1].blocked_secs) == (100, 51, "own", 2.0)
     assert [r.killed for r in runs[-2:]] == [False, None]  # what was known of an end stays
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import pathlib
 import re
+import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -41,7 +42,7 @@ TAGS = {
 }
 # Attributes that hold something else than a class or words for people, and what that may be.
 FIXED = {
-    "style": r"width:[\d.e+-]+%|height:\d+%",
+    "style": r"width:[\d.e+-]+%|height:\d+%|opacity:[01]\.\d\d",
     "colspan": r"\d+",
     "open": "",
 }
@@ -221,6 +222,10 @@ VIEWS = {
     "item": (items, lambda found: views.item(found, 10**6)),
     "stats": (st.lists(leaf_stats, max_size=4), leaf_views.stats),
     "diff": (diffs, leaf_views.diff),
+    "look": (
+        st.builds(rows.ArrayLook, leaf_stats, few(few(st.floats(), 3), 3)),
+        leaf_views.look,
+    ),
 }
 KNOWN = {"", "epochckpt", "orbax", "max", "min", "arrays", "files", "node", *NODE_STATES, *STATES, *KINDS}
 
@@ -279,10 +284,11 @@ def titles(page: Page) -> set[str]:
     return {at["title"] for _, at in page.starts if "title" in at}
 
 
-def epoch_row(number: int, nodes: int = 2, **other: object) -> EpochRow:
+def epoch_row(number: int, nodes: int | tuple[NodeRow, ...] = 2, **other: object) -> EpochRow:
+    some = tuple(node(i, 1.0 + i) for i in range(nodes)) if isinstance(nodes, int) else nodes
     fields: dict = {
-        "nodes": tuple(node(i, 1.0 + i) for i in range(nodes)),
-        "nbytes": nodes * 10**6,
+        "nodes": some,
+        "nbytes": len(some) * 10**6,
         "started_ns": 10**18,
         "committed_ns": 10**18 + 2 * 10**9,
         "blocked_secs": 0.012,
@@ -304,10 +310,10 @@ def test_every_state_is_a_word_with_a_tone_and_an_explanation() -> None:
     states = [rows.COMMITTED, rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED]
     found = tuple(epoch_row(i, state=state) for i, state in enumerate(states))
     page = Page(views.overview(Overview("d", found)))
-    assert all(state in page.words for state in states)
+    assert all(word in page.words for word in ("✓", *states[1:]))
     tones = [{at["class"] for _, at in page.of_class(tone)} for tone in ("good", "bad", "live", "warn")]
     assert all(tones)
-    assert "every node finished; the epoch can be restored" in titles(page)
+    assert "every node finished; it can be restored" in titles(page)
 
 
 def test_an_overview_tells_what_one_asks_first() -> None:
@@ -317,7 +323,7 @@ def test_an_overview_tells_what_one_asks_first() -> None:
         (
             epoch_row(3, best=True, metrics={"accuracy": 0.91234567}, sources={"accuracy": "evaluator"}),
             epoch_row(4, state=rows.DAMAGED, detail="process_1: 12 bytes are missing"),
-            epoch_row(5, latest=True),
+            epoch_row(5, latest=True, nodes=(node(0), node(1, 9.0), node(2))),
         ),
         hidden=7,
         hidden_nbytes=2 * 10**9,
@@ -332,7 +338,7 @@ def test_an_overview_tells_what_one_asks_first() -> None:
         "best 3 by max accuracy: 0.9123",
         "1 damaged",
         "process_1: 12 bytes are missing",
-        "process_1 2 s",
+        "saved in 2 s, training blocked",
         "7 older epochs (2.0 GB) are not shown",
         "Also here, and part of no epoch: 1 thing, 1.0 MB",
         "/runs/a/9: permission denied",
@@ -340,7 +346,8 @@ def test_an_overview_tells_what_one_asks_first() -> None:
         assert words in page.words
     assert {"process_1 · 1.0 MB · 2 s", "0.9123, attached by evaluator"} <= titles(page)
     slow = [at["title"] for tag, at in page.of_class("warn") if tag == "i"]
-    assert slow == ["process_1 · 1.0 MB · 2 s"] * 3
+    assert slow == ["process_1 · 1.0 MB · 9 s"]
+    assert "process_1 9 s" in page.words
 
 
 def test_a_damaged_node_and_nodes_that_write_differ_in_more_than_colour() -> None:
@@ -580,7 +587,9 @@ def test_large_statistics_and_differences_are_bounded() -> None:
     edges, counts = tuple(float(i) for i in range(51)), tuple(range(1, 51))
     stats = html_views.page(leaf_views.stats([stats_of("w", edges=edges, histogram=counts)] * 20_000))
     kinds = itertools.cycle(KINDS)
-    changes = tuple(DiffRow("i", "n", "w" * 500, next(kinds), leaf, leaf, 1.0, 0.5, 0.1, 3) for _ in range(20_000))
+    names = ("".join(letters) * 125 for letters in itertools.product(string.ascii_letters, repeat=4))
+    rows = ("i", "n"), (leaf, leaf, 1.0, 0.5, 0.1, 3)
+    changes = tuple(DiffRow(*rows[0], name, next(kinds), *rows[1]) for name in itertools.islice(names, 20_000))
     diff = html_views.page(leaf_views.diff(Diff("d", 1, 2, changes)))
     assert max(len(stats), len(diff)) < 10**6
     page = Page(stats)

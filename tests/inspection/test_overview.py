@@ -99,6 +99,16 @@ def test_committed_epochs_are_rows(saved: pathlib.Path) -> None:
         assert row.latest == row.best == (row.epoch == 4)
 
 
+def test_the_history_of_metrics_is_of_all_epochs(saved: pathlib.Path) -> None:
+    """However few are shown."""
+    found = ec.inspect(saved, metric=["loss", "accuracy"], mode="min").overview(1)
+    assert found.history == {"loss": ((1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0))}
+    assert (found.asked, found.metric, len(found.epochs)) == (("loss", "accuracy"), "loss", 1)
+    assert rows.history([(1, {"a": {"b": 1}, "c": True, "d": math.nan, "e": 10**400}), (2, {"a/b": 2.5})]) == {
+        "a/b": ((1, 1), (2, 2.5))
+    }
+
+
 def test_limit_keeps_the_newest_and_the_best(saved: pathlib.Path) -> None:
     """The rest is counted; the best is a whole row although it is old."""
     found = scan.look(saved, metric="loss", mode="max", limit=2)
@@ -134,13 +144,6 @@ def test_the_best_epoch(tmp_path: pathlib.Path, metrics: list[Any], metric: str,
     found = scan.look(tmp_path / "run", metric=metric, mode=mode)
     assert [row.epoch for row in found.epochs if row.best] == ([] if best is None else [best])
     assert (found.metric, found.mode) == (metric, mode)
-
-
-def test_a_metric_that_has_the_very_name_is_found_without_the_others(
-    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "flat", None)
-    assert [row.epoch for row in scan.look(saved, metric="loss").epochs if row.best]
 
 
 def test_a_metric_that_has_the_very_name_wins(tmp_path: pathlib.Path) -> None:

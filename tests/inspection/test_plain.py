@@ -45,6 +45,8 @@ CHANGE = rows.DiffRow("i", "n", HOSTILE, rows.RETYPED, LEAF, None, math.nan, mat
 USED = rows.UsageRow(rows.OTHER, HOSTILE, 5, 2, (1,), 1, 2)
 REMAIN = rows.LeftoverRow(HOSTILE, "attempt", 5, 3.5, (1, 2), HOSTILE)
 RUN = rows.RunRow(HOSTILE, 1, 2, 3, 4, None, math.nan, 0.5, 0.0, 0.0, 0.0, 0.0)
+PLACE = rows.DirectoryRow(HOSTILE, "training", HOSTILE, 1, 2, 3, 4, 5, math.nan, {HOSTILE: ((1, 2.0),)})
+METRICS = rows.MetricsRow(1, 2, {HOSTILE: math.nan}, True)
 EVERY: list[Any] = [
     NODE,
     EPOCH,
@@ -55,13 +57,18 @@ EVERY: list[Any] = [
     STATS,
     CHANGE,
     REMAIN,
-    rows.Overview(HOSTILE, (EPOCH,), 3, 5, (REMAIN,), "loss", "min", {HOSTILE: HOSTILE}),
+    rows.ArrayLook(STATS, ((math.nan, 1.0), (-2.0, 0.0))),
+    METRICS,
+    rows.RunMetrics(HOSTILE, (METRICS,), (HOSTILE,), {HOSTILE: HOSTILE}),
+    rows.Overview(HOSTILE, (EPOCH,), 3, 5, (REMAIN,), "loss", "min", {HOSTILE: HOSTILE}, deleted=(METRICS,), better=1),
     rows.EpochDetail(EPOCH, (ITEM,), {HOSTILE: {HOSTILE: HOSTILE}}),
     rows.Diff(HOSTILE, 1, 2, (CHANGE,), HOSTILE),
     rows.Usage(HOSTILE, (USED,), {HOSTILE: HOSTILE}),
     USED,
     *rows.Usage(HOSTILE, (USED,)).kinds,
     RUN,
+    PLACE,
+    rows.RunsOverview(HOSTILE, (PLACE,), HOSTILE, "min", True, {HOSTILE: HOSTILE}),
     rows.Goodput(HOSTILE, (RUN, RUN), {HOSTILE: HOSTILE}),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import subprocess
 import sys
 from typing import Any
@@ -77,15 +78,57 @@ def legend(ax: Any) -> list[str]:
     ],
 )
 def test_the_line_is_what_the_rows_say(name: str, values: list[float]) -> None:
-    """Each epoch stands at its number with its value; title and axes say what it is and in which unit."""
+    """Each epoch stands at its number with its value; title and axes say what it is."""
     ax = PLOTS[name](run(3))
     line = ax.get_lines()[0]
     assert line.get_xdata().tolist() == [0, 1, 2]
     assert line.get_ydata().tolist() == values
     assert ax.get_xlabel() == "epoch"
     assert "/run" in ax.get_title()
-    assert ax.get_ylabel() == "loss" or "(bytes)" in ax.get_ylabel() or "(seconds)" in ax.get_ylabel()
+    assert ax.get_ylabel() == "loss" or re.search(r"\((B|ms|s)\)$", ax.get_ylabel())
     drawn(ax)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "unit", "ticks"),
+    [
+        ("nbytes", {"nbytes": 2_400_000_000}, "GB", {"0", "1", "2"}),
+        ("save_secs", {"committed_ns": 5400 * 10**9}, "h", {"0", "1"}),
+        ("save_secs", {"committed_ns": 450 * 10**9}, "min", {"0", "2", "4", "6"}),
+        ("blocked_secs", {"blocked_secs": 0.0042}, "ms", {"0", "2", "4"}),
+    ],
+)
+def test_the_unit_of_an_axis_is_that_of_its_ticks(name: str, value: dict[str, Any], unit: str, ticks: set[str]) -> None:
+    """Ticks stand at round figures of the unit that the label names."""
+    ax = PLOTS[name](run(3, **value))
+    drawn(ax)
+    assert ax.get_ylabel().endswith(f"({unit})")
+    assert ticks <= {text.get_text() for text in ax.get_yticklabels()}
+
+
+def test_metrics_are_drawn_over_the_whole_run() -> None:
+    """One above the other, with what was deleted, and marks for the best that is there and for a better one."""
+    epochs = tuple(epoch(i, metrics={"loss": float(i), HOSTILE: 1.0}, best=i == 3, latest=i == 4) for i in (3, 4))
+    deleted = tuple(rows.MetricsRow(i, 0, {"loss": float(i)}, True) for i in (1, 2))
+    points = rows.history((row.epoch, row.metrics) for row in (*deleted, *epochs))
+    seen = rows.Overview("/run", epochs, metric="loss", mode="min", history=points, deleted=deleted, better=1)
+    figure = of(seen).metrics()
+    above, below = figure.axes
+    drawn(above)
+    assert above.get_lines()[0].get_xdata().tolist() == [1, 2, 3, 4]
+    assert above.get_lines()[0].get_ydata().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert legend(above) == ["latest: epoch 4, 4", "best (min): epoch 3, 3", "better, deleted: epoch 1, 1"]
+    assert (above.get_title(), above.get_xlabel(), above.get_ylabel()) == ("/run", "", "loss")
+    assert (below.get_title(), below.get_xlabel()) == ("", "epoch")
+    assert below.get_xlim() == above.get_xlim()
+    assert len(of(seen).metrics("loss").axes) == 1
+    with pytest.raises(InvalidArgumentError, match="no epoch has metrics"):
+        of(rows.Overview("/run", ())).metrics()
+    found = tuple(rows.DirectoryRow(name, "training", history=points) for name in ("a", HOSTILE))
+    runs = plots.RunsPlots(lambda: rows.RunsOverview("/runs", found, "loss"))
+    assert [len(ax.get_lines()) for ax in runs.metrics().axes] == [2, 2]
+    assert [ax.get_ylabel() for ax in runs.metrics("loss").axes] == ["loss"]
+    drawn(runs.metrics().axes[0])
 
 
 @pytest.mark.parametrize("style", ["default", "dark_background"])

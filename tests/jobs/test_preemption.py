@@ -89,7 +89,7 @@ PLACES = {
 @pytest.mark.parametrize(
     "moments",
     [
-        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+        pytest.param(2, marks=[pytest.mark.long, pytest.mark.timeout(300)]),
         pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(860)]),
     ],
 )
@@ -198,8 +198,8 @@ def test_a_second_sigterm_kills_a_process_on_its_own(tmp_path: pathlib.Path) -> 
     assert committed(tmp_path / "c") == [0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ['"epoch": 2', pytest.param('"exit"', marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("place", ['"epoch": 2', '"exit"'])
 def test_with_stock_orbax_a_notice_is_heard_in_the_first_epoch_after_a_resume_and_in_the_exit(
     undisturbed: Any, tmp_path: pathlib.Path, place: str
 ) -> None:

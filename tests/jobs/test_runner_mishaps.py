@@ -19,6 +19,7 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt.manager import notifier
 from tests.support.processes import run_worker
+from tests.support.taps import Tap, no_space
 
 
 class Counts:
@@ -385,3 +386,17 @@ def test_a_task_that_exits_one_process_is_heard_of_by_the_others(tmp_path: pathl
     """`sys.exit` is no Exception; nobody waits for the one that left."""
     found = run_worker("tests.support.runner_mishap_jobs:one_exits", {"directory": str(tmp_path)}, 2)
     assert found == ["SystemExit: 3", "CoordinationError: SystemExit in another process: 3"]
+
+
+def test_a_deletion_that_leaves_files_ends_no_run(tmp_path: pathlib.Path) -> None:
+    """A task deletes an epoch whose files cannot be removed: the run goes on, saves, and ends well."""
+
+    def delete(ws: ec.Workspace) -> None:
+        if ws.epoch == 2:
+            manager.delete(1)
+
+    with ec.CheckpointManager(tmp_path) as manager:
+        tap = Tap(manager, "remove_tree", lambda path: "removed" in path, no_space)
+        result, _ = run(job_of(3, delete), manager)
+        tap.remove()
+        assert (result.epoch, manager.all_steps()) == (3, [0, 2, 3])

@@ -58,14 +58,14 @@ def test_max_epochs_counts_epochs_of_all_runs() -> None:
 
 
 def test_a_condition_is_called_by_what_it_is_now() -> None:
-    """`epochs` may be changed, and a subclass may set it by itself."""
+    """`n` may be changed, and a subclass may set it by itself."""
 
     class Twice(stop.max_epochs):
         def __init__(self, n: int):
-            self.epochs = 2 * n
+            self.n = 2 * n
 
     changed = stop.max_epochs(3)
-    changed.epochs = 5
+    changed.n = 5
     assert (repr(changed), repr(Twice(2))) == ("max_epochs(5)", "max_epochs(4)")
 
 

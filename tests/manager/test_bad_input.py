@@ -579,6 +579,8 @@ OVERLAPS: dict[str, Callable[[dict[str, Any]], None]] = {
     "more holders than cells": lambda item: item["grids"][0][1].append([0]),
     "a holder that does not exist": lambda item: item["grids"][0][1].__setitem__(0, [7]),
     "a cell that nobody holds": lambda item: item["grids"][0][1].__setitem__(0, []),
+    "a cell with the holders of no earlier one": lambda item: item["grids"][0][1].__setitem__(0, 0),
+    "a holder of another type": lambda item: item["grids"][0][1].__setitem__(0, [False]),
     "a grid that does not divide": lambda item: item["grids"][0].__setitem__(slice(None), [[3], [[0]] * 3]),
     "a grid of more dimensions": lambda item: item["grids"][0].__setitem__(slice(None), [[1] * 9, [[0]]]),
     "more cells than elements": lambda item: item["grids"][0].__setitem__(slice(None), [[4096], [[0]] * 4096]),
@@ -907,6 +909,7 @@ def examples() -> list[Exception]:
         errors.BufferChangedError: [(3, "a/b")],
         errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
         errors.UnfinishedError: [("/d", [1, 2], "reason")],
+        errors.RemovalError: [("/d", 3, "reason")],
         errors.UploadError: [(3, "elsewhere", "reason")],
         errors.SaveErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }

@@ -172,7 +172,14 @@ def test_what_two_processes_wrote_becomes_whole(tmp_path: pathlib.Path) -> None:
     assert len(list((tmp_path / "run" / "5").glob("process_*/*-00001.safetensors"))) == 2
     ec.export(tmp_path / "run", 5, tmp_path / "orbax")
     ec.export(tmp_path / "run", 5, tmp_path / "tensors", "safetensors", max_buffer_bytes=100)
+    for format in FORMATS:
+        asked: dict[str, Any] = {"include": "params", "rename": {"params": ""}, "dtype": "bfloat16"}
+        ec.export(tmp_path / "run", 5, tmp_path / f"less-{format}", format, max_buffer_bytes=100, **asked)
     shutil.rmtree(tmp_path / "run")
+    floats = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if floats(x) else x, stock_states.plain()["params"])
+    for folder in ("less-safetensors", "less-orbax/5/default/process_0"):
+        assert {n: data for n, (_, _, data) in tensors_of(tmp_path / folder).items()} == arrays_of(params)
     expected = arrays_of(stock_states.plain())
     assert {name: data for name, (_, _, data) in tensors_of(tmp_path / "tensors").items()} == expected
     found = stock("read", {"directory": str(tmp_path / "orbax"), "epoch": 5, "state": "plain"})
@@ -531,6 +538,10 @@ def there_and_back(folder: str) -> dict[str, int]:
         "export orbax": lambda: ec.export(here / "run", 0, here / "orbax"),
         "export safetensors": lambda: ec.export(
             here / "run", 1, here / "out", "safetensors", max_buffer_bytes=16 * MIB
+        ),
+        "import cast": lambda: ec.import_(here / "large.safetensors", here / "run", 2, dtype="bfloat16"),
+        "export cast": lambda: ec.export(
+            here / "run", 0, here / "cast", rename={"rows": "r"}, dtype="bfloat16", max_buffer_bytes=8 * MIB
         ),
         "control": lambda: np.fromfile(here / "large.safetensors", np.uint8),
     }

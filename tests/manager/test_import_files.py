@@ -181,6 +181,85 @@ def test_a_folder_of_hugging_face_becomes_one_epoch(tmp_path: pathlib.Path) -> N
     same(restored(tmp_path / "run"), tensors)
 
 
+def test_leaves_are_chosen_renamed_and_cast(tmp_path: pathlib.Path) -> None:
+    """From parts of Hugging Face: what the plan says is what the epoch has; casts round as JAX does, large ones too."""
+    rng = np.random.default_rng(1)
+    large = rng.integers(0, 2**32, (3, 300_000), np.uint32).view(np.float32)  # every kind of float
+    tensors = {
+        "model.layers.0.w": large,
+        "model.layers.1.w": np.float32([[1, 2]]),
+        "model.norm": np.array(1.5, np.float64),
+        "model.empty": np.zeros((0, 3), np.float16),
+        "model.ids": np.arange(3),
+        "lm_head": np.arange(4, dtype=np.float32),
+        "extra": np.ones(2),
+    }
+    for number, names in enumerate((list(tensors)[:3], list(tensors)[3:])):
+        safetensors.numpy.save_file({n: tensors[n] for n in names}, tmp_path / f"model-{number}.safetensors")
+    where = {name: f"model-{int(i > 2)}.safetensors" for i, name in enumerate(tensors)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    asked: dict[str, Any] = {
+        "exclude": "extra",
+        "rename": {"model/layers": "params/blocks", "model": "params", "lm_head": "head/kernel"},
+        "dtype": "bfloat16",
+    }
+    plan = ec.plan_import(tmp_path, tmp_path / "run", 3, **asked)
+    assert {leaf.name: (leaf.source, leaf.shape, leaf.dtype, leaf.cast_from) for leaf in plan.leaves} == {
+        "params/blocks/0/w": ("model/layers/0/w", (3, 300_000), "bfloat16", "float32"),
+        "params/blocks/1/w": ("model/layers/1/w", (1, 2), "bfloat16", "float32"),
+        "params/norm": ("model/norm", (), "bfloat16", "float64"),
+        "params/empty": ("model/empty", (0, 3), "bfloat16", "float16"),
+        "params/ids": ("model/ids", (3,), "int64", ""),
+        "head/kernel": ("lm_head", (4,), "bfloat16", "float32"),
+    }
+    assert plan.nbytes == 2 * (900_000 + 2 + 1 + 4) + 24
+    assert not (tmp_path / "run").exists()
+    assert plan.write().state == "committed"
+    found = restored(tmp_path / "run")
+    expected = {
+        "blocks": {
+            str(i): {"w": np.asarray(jnp.asarray(tensors[f"model.layers.{i}.w"]).astype(jnp.bfloat16))} for i in (0, 1)
+        },
+        "norm": np.array(1.5, jnp.bfloat16),
+        "empty": np.zeros((0, 3), jnp.bfloat16),
+        "ids": np.arange(3),
+    }
+    same(found, {"params": expected, "head": {"kernel": np.arange(4, dtype=jnp.bfloat16)}})
+    url = f"memory://{uuid.uuid4().hex}/"  # there arrays are cut into cells
+    ec.import_(tmp_path, url, 3, **asked, storage=ec.StorageOptions(part_bytes=500_000, block_bytes=30_000))
+    same(restored(url), found)
+    (tmp_path / "x.msgpack").write_bytes(
+        flax.serialization.msgpack_serialize({"a": {"w": np.ones(3), "n": 1}, "b": 2.5})
+    )
+    ec.import_(tmp_path / "x.msgpack", tmp_path / "run", 4, include=["a"], rename=lambda n: f"c/{n}", dtype=np.float32)
+    same(restored(tmp_path / "run", 4), {"c": {"a": {"w": np.ones(3, np.float32), "n": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"include": "layer/*"}, "no leaf matches 'layer/\\*'; near: 'layers/"),
+        ({"exclude": ["layers/0", "wight"]}, "no leaf matches 'wight'"),
+        ({"exclude": "layers"}, "include and exclude leave none"),
+        ({"rename": {"layers/9": "x"}}, "rename: no leaf matches 'layers/9'; near: 'layers/"),
+        ({"rename": {"layers/0": "x", "layers/1": "x"}}, "'layers/0/w' and 'layers/1/w' would both be called 'x/w'"),
+        ({"rename": {"layers/0/w": "x", "layers/1": "x"}}, "'layers/0/w' would be called 'x', and 'layers/1/w' lie"),
+        ({"rename": {"layers/0/w": ""}}, "which is no name of a leaf"),
+        ({"rename": lambda name: None}, "is a NoneType"),
+        ({"rename": {"layers": 1}}, "must map names to names"),
+        ({"dtype": "int8"}, "no floating type"),
+        ({"dtype": "half-ish"}, "no floating type"),
+        ({"include": [""]}, "include must be a pattern"),
+    ],
+)
+def test_selections_that_fit_nothing_are_refused(tmp_path: pathlib.Path, asked: dict[str, Any], problem: str) -> None:
+    """With near names, before anything is written."""
+    hugging_face(tmp_path / "model")
+    with pytest.raises(InvalidArgumentError, match=problem):
+        ec.plan_import(tmp_path / "model", tmp_path / "run", 3, **asked)
+    assert not (tmp_path / "run").exists()
+
+
 def edit_index(folder: pathlib.Path, edit: Callable[[dict[str, str]], Any]) -> None:
     """Changes the map of an index."""
     path = folder / "model.safetensors.index.json"
@@ -571,11 +650,11 @@ def test_our_headers_are_parsed_like_everybody_elses() -> None:
 # -- mapped files ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [10, 200_000])
+@pytest.mark.parametrize(("count", "dtype"), [(10_000, None), (200_000, None), (200_000, "float32")])
 def test_a_source_that_changes_meanwhile_is_noticed(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, count: int
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, count: int, dtype: str | None
 ) -> None:
-    """Between the look at the file and its writing: the epoch does not come to be."""
+    """Between the look at the file and its writing: the epoch does not come to be. Small tensors are copied at once."""
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({"a": np.arange(count, dtype=np.float64)}, path)
     write = writer.write_arrays
@@ -588,7 +667,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(
 
     monkeypatch.setattr(writer, "write_arrays", late)
     with pytest.raises(SaveError, match="leaf 'a' changed") as caught:
-        ec.import_(path, tmp_path / "run", 3)
+        ec.import_(path, tmp_path / "run", 3, dtype=dtype)
     assert isinstance(caught.value, BufferChangedError)
     with ec.CheckpointManager(tmp_path / "run") as manager:
         assert manager.all_steps() == []
@@ -607,13 +686,28 @@ def test_maps_of_an_import_are_not_copied_and_those_of_a_caller_are(tmp_path: pa
     assert all(isinstance(piece, mmap.Mapped) for piece in pieces.values())
     assert not any(isinstance(value, mmap.Mapped) for value in theirs.values())
     expected = {name: np.array(x, x.dtype.newbyteorder("=")) for name, x in tree.items()}
-    copied = {name: snapshot._host(x, np.dtype(np.float32)).sample is None for name, x in tree.items()}
+    copied = {name: snapshot._host(x, np.dtype(np.float32), None).sample is None for name, x in tree.items()}
     assert {name for name, done in copied.items() if done} == {"strided", "none", "swapped", *theirs}
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.save(3, args=ocp.args.StandardSave(tree))
         theirs["c"][:] = 0
         theirs["r+"][:] = 0
     same(restored(tmp_path / "run"), expected)
+
+
+def test_arrays_in_pieces_are_read_from_anywhere_to_anywhere(tmp_path: pathlib.Path) -> None:
+    """Every range of elements, whole and of parts, as NumPy has them; also of no dimension."""
+    np.arange(64, dtype=np.float64).tofile(tmp_path / "data")
+    data = mmap.open_map(tmp_path / "data").view(np.float64)[:60].reshape(4, 3, 5)
+    where = [(slice(0, 4), slice(j, j + 1), k) for j in range(3) for k in (slice(0, 2), slice(2, 5))]
+    whole = mmap.Assembled(data.shape, np.dtype(np.int16), [(place, data[place]) for place in where])
+    part = slice(1, 4), slice(0, 2), slice(1, 4)
+    for array, expected in ((whole, data), (whole[part], data[part])):
+        flat = expected.astype(np.int16).reshape(-1)
+        for start in range(flat.size):
+            for stop in range(start, flat.size + 1):
+                assert array.read(start, stop).tolist() == flat[start:stop].tolist()
+    assert mmap.Assembled((), np.dtype(np.float32), [((), data[1, 2, 3, ...])]).read().tolist() == [28]
 
 
 def test_pages_that_were_released_come_back(tmp_path: pathlib.Path) -> None:

@@ -394,6 +394,21 @@ def test_sync_mode_returns_after_the_commit(directory: str) -> None:
         assert m.all_steps() == [0, 1]
 
 
+def test_in_sync_mode_a_deletion_that_leaves_files_fails_no_save(tmp_path: pathlib.Path) -> None:
+    """The save that waits for the removal is committed; `close` raises what became of the removal."""
+    m = ec.CheckpointManager(tmp_path, options=Options(enable_async_checkpointing=False))
+    assert save(m, 0)
+    assert save(m, 1)
+    tap = Tap(m, "remove_tree", lambda path: True, no_space)
+    m.delete(0)
+    assert save(m, 2)
+    assert save(m, 3)
+    tap.remove()
+    with pytest.raises(errors.RemovalError, match="epoch 0 is deleted"):
+        m.close()
+    assert m.all_steps() == [1, 2, 3]
+
+
 # -- failures ------------------------------------------------------------------------------------------------------
 
 

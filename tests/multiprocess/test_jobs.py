@@ -44,7 +44,7 @@ def test_totals_are_reproduced_from_every_resume_epoch_on_three_processes(tmp_pa
         assert [n.name for n in manager.status(8).nodes] == list(NODES)
 
 
-@pytest.mark.parametrize("stock", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["epochckpt", "stock Orbax"])
+@pytest.mark.parametrize("stock", [False, pytest.param(True, marks=pytest.mark.long)], ids=["epochckpt", "stock Orbax"])
 def test_a_job_goes_on_where_it_was(tmp_path: pathlib.Path, stock: bool) -> None:
     """Spread arrays, per-node totals and readers; a finished run does nothing."""
     directory = str(tmp_path / "run")
@@ -94,7 +94,7 @@ def test_a_blob_that_one_process_would_lose_is_an_error_on_all(on_two: list[dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_that_does_not_arrive_makes_the_others_raise_and_is_named(tmp_path: pathlib.Path, who: int) -> None:
     """Within the timeout; what was committed is there."""
     found = run("one_stays_away", 3, directory=str(tmp_path), who=who)
@@ -120,7 +120,7 @@ def test_a_task_that_raises_on_one_node_is_raised_on_all(tmp_path: pathlib.Path,
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(1, 2), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(2, 1), (2, 4)])]
+    ("before", "after"), [(1, 2), *(pytest.param(*p, marks=pytest.mark.long) for p in [(2, 1), (2, 4)])]
 )
 def test_a_resume_on_another_number_of_processes(tmp_path: pathlib.Path, before: int, after: int) -> None:
     """Arrays come back on the new devices; what differs per node is refused by name without `reshard`."""

@@ -189,6 +189,21 @@ def test_requests_of_a_head(cloud: Bucket) -> None:
     assert "LIST" not in requests
 
 
+def test_keeping_the_metrics_of_deleted_epochs_costs_no_request(cloud: Bucket) -> None:
+    """They go with the change that deletes the epoch."""
+    counts = []
+    for metrics in ({"note": "no number"}, {"loss": 1.0}):
+        url = cloud.new_url()
+        with ec.CheckpointManager(url, options=Options(max_to_keep=1)) as manager:
+            for epoch in range(3):
+                with cloud.proxy.counted() as requests:
+                    assert manager.save(epoch, args=Save({"w": jnp.ones(3)}), metrics=metrics)
+                    manager.wait_until_finished()
+        counts.append((len(ec.inspect(url).metrics()), dict(requests)))
+    assert counts[0][1] == counts[1][1]
+    assert [count for count, _ in counts] == [1, 3]
+
+
 def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     """Its objects carry the name of its attempt; what it wrote for an epoch that is there by now goes, too."""
     url = cloud.new_url()

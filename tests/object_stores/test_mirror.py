@@ -244,6 +244,10 @@ def test_a_damaged_epoch_is_read_from_the_mirror(
         save(manager, 0)
         save(manager, 1)
     damage(directory / "1")
+    (row,) = [row for row in ec.inspect(directory).overview().epochs if row.epoch == 1]
+    if damage is damage_record:  # a look does not read the data
+        assert (row.state, row.tier) == ("damaged", "mirror")
+        assert row.detail.endswith("; it is read from the mirror")
     with opened(directory, url) as manager:
         assert manager.all_steps() == [0, 1]
         check(manager, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -9,8 +10,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import epochckpt as ec
+from epochckpt.arrays.reader import Request as ReadRequest
 from epochckpt.storage import object_client, object_store, open_store
 from tests.support.object_servers import Bucket, Fault, Request
 
@@ -71,6 +74,43 @@ def test_as_many_chunks_are_under_way_as_may_be_and_no_more(state: str, cloud: B
         assert watch.most_bytes <= CONCURRENCY * chunk
         cloud.proxy.decide = lambda request: None
         jax.tree.map(np.testing.assert_array_equal, manager.restore(0, args=Restore(saved)), saved)
+
+
+@pytest.mark.parametrize("server", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
+def test_what_is_larger_than_a_part_is_cut_by_rows(cloud: Bucket) -> None:
+    """No object is larger than a part and its header; and a restore of some rows reads few more than these."""
+    part, header = 32 << 10, 4 << 10
+    rng, mesh = np.random.default_rng(0), jax.make_mesh((4,), ("x",))
+    rows = rng.normal(size=(96, 1024)).astype(np.float32)
+    saved = {
+        "sharded": jax.device_put(rows, NamedSharding(mesh, PartitionSpec("x"))),
+        "columns": jax.device_put(rows[:2], NamedSharding(mesh, PartitionSpec(None, "x"))),
+        "replicated": jax.device_put(rows[::-1], NamedSharding(mesh, PartitionSpec())),
+        "wide": jax.device_put(rows.reshape(2, -1)),
+        "numpy": rows[:20, :1000].T,
+        "text": "epoch" * 20_000,
+    }
+    url, lengths = cloud.new_url(), list[int]()
+    with ec.CheckpointManager(url, storage=ec.StorageOptions(part_bytes=part, orbax_view=False)) as manager:
+        manager.save(0, args=Save(saved))
+        manager.wait_until_finished()
+        sizes = [file.size for file in manager._store.files("0") if file.path.endswith(".safetensors")]
+        assert sum(sizes) > sum(x.nbytes for x in saved.values() if not isinstance(x, str))
+        assert max(sizes) <= part + header
+        jax.tree.map(np.testing.assert_array_equal, manager.restore(0, args=Restore(saved)), saved)
+        native, _ = manager.source(0)
+        arrays = native.record.items["default"].arrays
+        cloud.proxy.requests.clear()
+        for name, start, stop in (("sharded", 20, 40), ("replicated", 1, 9)):
+            out = np.empty((stop - start, 1024), np.float32)
+            native.read([ReadRequest("default", arrays.by_name[name], ((start, stop), (0, 1024)), out)])
+            np.testing.assert_array_equal(out, np.asarray(saved[name])[start:stop])
+            asked = [request.headers.get("range", "") for request in cloud.proxy.requests]
+            lengths.append(
+                sum(int(end) + 1 - int(start) for start, end in re.findall(r"bytes=(\d+)-(\d+)", str(asked)))
+            )
+            cloud.proxy.requests.clear()
+    assert lengths == [3 * 8 * 4096, 2 * 8 * 4096]  # pieces have eight rows
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)

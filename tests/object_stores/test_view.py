@@ -242,7 +242,7 @@ def test_stock_orbax_restores_all_items_without_being_told(cloud: Bucket) -> Non
         key=ocp.args.JaxRandomKeySave(key),
         own=ec.args.NodeSave({"position": 3}),
     )
-    with ec.CheckpointManager(url) as manager:
+    with ec.CheckpointManager(url, storage=ec.StorageOptions(part_bytes=128)) as manager:  # the arrays are cut
         assert manager.save(5, args=items, metrics={"loss": 0.5}, custom_metadata={"by": "us"})
     whole(url, 5)
     assert stock(cloud, "read_all", 4, directory=url, epoch=5) == {
@@ -253,6 +253,30 @@ def test_stock_orbax_restores_all_items_without_being_told(cloud: Bucket) -> Non
         "metrics": {"loss": 0.5},
         "custom": {"by": "us"},
     }
+
+
+@pytest.mark.slow
+def test_stock_orbax_finds_the_unnamed_item_of_its_own_style(cloud: Bucket) -> None:
+    """v0 what our v0 has saved, v1 what our v1 has; ours find both. See docs/orbax.md, "Names"."""
+    if not hasattr(ocp.v1, "load"):
+        pytest.skip("older Orbax")
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        manager.save(1, args=Save(stock_buckets.placed(stock_buckets.values(1))))
+    with ec.training.Checkpointer(url) as trainer:
+        trainer.save(2, stock_buckets.placed(stock_buckets.values(2)))
+        for epoch in (1, 2):
+            assert stock_buckets.equal(trainer.load(epoch), epoch)
+            assert trainer.load_checkpointables(epoch).keys() == {"state"}
+            target = ocp.args.StandardRestore(stock_buckets.abstract(epoch))
+            assert stock_buckets.equal(trainer.manager.restore(epoch, args=target), epoch)
+    of_v0, of_v1 = stock(cloud, "by_default", 8, directory=url, epochs=[1, 2])
+    v0, v1, v1_by_name = of_v0
+    assert (v0, v1_by_name) == (True, True)
+    assert "dict_keys(['state']) for loading were not found" in v1
+    v0, v1, _ = of_v1
+    assert v1 is True
+    assert "Must provide `args` of type `Composite`" in v0
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN, p
 import epochckpt as ec
 from epochckpt.commit import coordination, opening
 from epochckpt.commit.rename import RenameCommits
+from epochckpt.manager.readers import apart, together
 from epochckpt.orbax import options as checks
 from tests.support.orbax_options import fields_of, option
 
@@ -50,6 +51,15 @@ def folder(directory: pathlib.Path, options: Any) -> list[str]:
     with ec.CheckpointManager(directory, options=options) as manager:
         manager.save(7, args=args())
     return sorted(name for name in os.listdir(directory) if "7" in name)
+
+
+def shares(directory: pathlib.Path, options: Any) -> bool:
+    """Whether two processes would share what they read."""
+    del directory
+    job = coordination.Coordinator()
+    job.ids = (0, 1)
+    calls = coordination.Calls(job, "", str)
+    return together(job, calls, ec.StorageOptions(), options.single_host_load_and_broadcast) is not apart
 
 
 def opens(directory: pathlib.Path, options: Any) -> str:
@@ -194,6 +204,7 @@ CASES: dict[str, Case] = {
     ),
     "multiprocessing_options.primary_host": Case(1, refusal, "multiprocessing_options"),
     "multiprocessing_options.active_processes": Case({0, 1}, refusal, "multiprocessing_options"),
+    "single_host_load_and_broadcast": Case(True, shares, True),
     "multiprocessing_options.barrier_sync_key_prefix": Case("mine", keys, "epochckpt/open/mine"),
 }
 POLICIES: dict[str, tuple[Callable[[Any], Any], list[int]]] = {  # of LOSSES, and what is left

@@ -80,7 +80,6 @@ def test_an_option_of_a_newer_orbax_is_refused(tmp_path: pathlib.Path) -> None:
 
 HINTS: dict[str, Any] = {
     "cleanup_tmp_directories": True,
-    "single_host_load_and_broadcast": True,
     "enable_background_delete": True,
     "num_deletion_threads": 4,
     "atomicity_options": object(),

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 import epochckpt as ec
 from epochckpt.arrays.plan import plan_item
 from epochckpt.format.tree import DTYPES, flatten
+from epochckpt.orbax import linked_view
 from epochckpt.orbax import view as orbax_sharding
 from epochckpt.orbax import view as orbax_view
 from tests.support import stock_states
@@ -77,7 +78,7 @@ def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.P
 
 @pytest.mark.parametrize(
     ("saved", "restored"),
-    [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.long)],
+    [(2, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [(4, 2), (1, 2)])],
 )
 def test_any_number_of_processes_reads_what_any_number_wrote(tmp_path: pathlib.Path, saved: int, restored: int) -> None:
     """Sharded and replicated arrays of several nodes, data files in several parts."""
@@ -323,6 +324,39 @@ def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatc
     assert not (tmp_path / "6" / "many").exists()
 
 
+def test_links_of_nodes_to_items_without_a_view_do_not_stay(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each node of a job makes is what the primary would have made, and is removed where the view is not."""
+    items = ocp.args.Composite(
+        state=ocp.args.StandardSave(stock_states.plain()),
+        keys=ocp.args.JaxRandomKeySave(jax.random.key(1)),
+        empty=ocp.args.StandardSave({"none": np.zeros(0)}),
+    )
+    link_node, made = linked_view.link_node, list[str]()
+
+    def as_in_a_job(store: Any, folder: str, node: str, record: bool, bases: Any) -> None:
+        bases = ["state", "keys/jax_random_key", "empty"]
+        link_node(store, folder, node, record, bases)
+        made.extend(os.readlink(f"{store.root}/{folder}/{base}/{node}") for base in bases)
+
+    def view_of(directory: pathlib.Path, **storage: Any) -> set[tuple[str, str]]:
+        with ec.CheckpointManager(directory, node="a b", storage=ec.StorageOptions(**storage)) as manager:
+            manager.save(5, args=items)
+            manager.wait_until_finished()
+            assert manager.verify(5).ok
+        found = (directory / "5").rglob("*")
+        return {(str(p.relative_to(directory)), os.readlink(p) if p.is_symlink() else "") for p in found}
+
+    expected = view_of(tmp_path / "alone")
+    monkeypatch.setattr(linked_view, "link_node", as_in_a_job)
+    assert view_of(tmp_path / "job") == expected
+    assert made == ["../x-a-20b", "../../x-a-20b", "../x-a-20b"]
+    monkeypatch.setattr(orbax_view.Views, "build", lambda *_: 1 / 0)
+    left = {path for path, _ in view_of(tmp_path / "lost")}
+    assert left == {path for path, _ in expected if path.startswith("5/x-a-20b")} | {"5/x-a-20b", "5/epoch.json"}
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_values_change_from_epoch_to_epoch(tmp_path: pathlib.Path) -> None:
     """What is kept from the last save never shows in the next: numbers, strings, types, arrays, trees."""
@@ -457,3 +491,16 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
     single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
     lone = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(single).to_serialized_string()
     assert found == [json.loads(named), json.loads(lone)]
+
+
+def test_the_shardings_of_a_large_job_name_no_devices(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every leaf Orbax would list all devices; without them it takes JAX's, and restores to the same sharding."""
+    monkeypatch.setattr(orbax_view, "_MAX_SHARDING_BYTES", 10)
+    tree = {"a": stock_states.place(np.arange(16, dtype=np.float32).reshape(4, 4), "x", "y")}
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(5, args=ocp.args.StandardSave(tree))
+    assert "device_mesh" not in (tmp_path / "5" / "default" / "_sharding").read_text()
+    with ocp.StandardCheckpointer() as stock:
+        found = stock.restore(tmp_path / "5" / "default")
+    assert found["a"].sharding == tree["a"].sharding
+    assert np.array_equal(found["a"], tree["a"])

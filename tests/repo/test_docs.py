@@ -9,7 +9,7 @@ import pytest
 DOCS = pathlib.Path(__file__).resolve().parent.parent.parent / "docs"
 PACKAGES = "storage|format|orbax|arrays|commit|manager|v1|jobs|inspection|cli|_threads|_monitoring"
 NAME = re.compile(rf"`((?:{PACKAGES})\b[\w.]*)`")
-PAGES = ("manager.md", "jobs.md", "jobs-reference.md", "caffe2.md")
+PAGES = ("manager.md", "export.md", "jobs.md", "jobs-reference.md", "caffe2.md", "recipes.md")
 BLOCK = re.compile(r"^(<!-- not run -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
+import epochckpt as ec
+
 PACKAGE = "epochckpt"
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / PACKAGE
 # Modules beside the packages: what all packages may use, and the faces and helpers that may use all packages.
-BELOW = frozenset({"errors", "options", "args", "_collector", "_monitoring", "_threads", "_text", "_units"})
+BELOW = frozenset(
+    {"errors", "options", "args", "_collector", "_monitoring", "_progress", "_threads", "_text", "_units"}
+)
 ABOVE = frozenset({"flags", "stop", "metadata", "policy", "caffe2", "_settings", "testing", "__main__", "__init__"})
 LISTED = re.compile(r"^ {4}(\w+) +\S", re.MULTILINE)
 
@@ -139,3 +143,8 @@ def test_a_violation_is_found(module: str, source: str, expected: str) -> None:
 def test_a_package_that_is_missing_is_found() -> None:
     without = {name: source for name, source in SOUND.items() if name.split(".")[0] != "commit"}
     assert "commit is listed but does not exist" in violations(ORDER, without)
+
+
+def test_dir_lists_what_is_public() -> None:
+    """As an editor or a notebook completes it: no packages, no private modules."""
+    assert dir(ec) == sorted([*ec.__all__, "__version__"])

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -71,10 +72,11 @@ def test_a_file_leaves_the_page_cache_and_is_read_back(tmp_path: pathlib.Path) -
         store.uncache("gone")
 
 
-def test_only_the_newest_epoch_stays_in_the_page_cache(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_at_most_the_newest_epoch_stays_in_the_page_cache(tmp_path: pathlib.Path, direct: bool) -> None:
     """A save takes the bytes of the epoch before it out of memory, and every epoch still restores."""
     state = {"w": jnp.arange(1 << 18, dtype=jnp.float32)}
-    with ec.CheckpointManager(tmp_path) as manager:
+    with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(direct_io=direct)) as manager:
         for epoch in range(3):
             manager.save(epoch, args=ocp.args.StandardSave(jax.tree.map(lambda x, e=epoch: x + e, state)))
             manager.wait_until_finished()
@@ -83,7 +85,7 @@ def test_only_the_newest_epoch_stays_in_the_page_cache(tmp_path: pathlib.Path) -
             pytest.skip("a tmpfs is its page cache")
         pages = [resident_pages(f) for f in files]
         assert pages[:2] == [0, 0]
-        assert pages[2] > 256
+        assert pages[2] <= 1 if direct else pages[2] > 256
         for epoch in range(3):
             restored = manager.restore(epoch, args=ocp.args.StandardRestore(state))
             np.testing.assert_array_equal(restored["w"], state["w"] + epoch)
@@ -401,6 +403,59 @@ def test_a_failed_early_write_back_fails_the_write(posix: Store, code: str, fail
     command += [sys.executable, "-c", program, posix.root]
     done = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
     assert done.stdout.split() == ([code] if fails else [])
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace makes the kernel's call fail")
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_cannot_go_past_the_page_cache_goes_through_it(posix: Store, refused: bool) -> None:
+    """Aligned pages go to the disk, the rest of a piece and of the file goes the usual way, and so does all of it
+    where the file system refuses direct I/O only when it is asked to write."""
+    program = (
+        "import mmap, os, sys\n"
+        "from epochckpt.storage import open_store\n"
+        "memory = mmap.mmap(-1, 3 << 20)\n"
+        "memory[:] = data = os.urandom(len(memory))\n"
+        "store, cut = open_store(sys.argv[1]), (1 << 20) + 4096\n"
+        "writer, view = store.open_writer('data', (3 << 20) - 5), memoryview(memory)\n"
+        "writer.write(cut, view[cut:-5])\n"
+        "writer.write(0, view[:cut])\n"
+        "writer.finish()\n"
+        "assert store.read('data', limit_bytes=len(data)) == data[:-5]\n"
+    )
+    command = ["strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=pwrite64", "-e", "signal=none"]
+    command += ["-e", "inject=pwrite64:error=EINVAL:when=1"] if refused else []
+    command += [sys.executable, "-c", program, posix.root]
+    done = subprocess.run(command, check=True, timeout=60, stderr=subprocess.PIPE, text=True)
+    sizes = [int(call.rpartition("= ")[2].split()[0]) for call in done.stderr.splitlines() if "pwrite64(" in call]
+    cut, size = (1 << 20) + 4096, (3 << 20) - 5
+    end = size // 4096 * 4096
+    assert sizes == ([-1, size - cut, cut] if refused else [end - cut, size - end, cut])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/oom_score_adj"), reason="a file that refuses writes with EINVAL")
+def test_one_thread_finds_that_direct_writes_are_refused_while_another_begins_one(posix: Store) -> None:
+    """Both write through the page cache then: neither finds a closed descriptor."""
+    other = threading.Thread(target=lambda: writer.write(1 << 20, memoryview(memory)))
+    reached, go = threading.Event(), threading.Event()
+
+    class Refusing(Handle):
+        def use(self) -> contextlib.AbstractContextManager[int]:
+            if threading.current_thread() is other:
+                reached.set()
+                assert go.wait(60)
+            return super().use()
+
+    memory = mmap.mmap(-1, 1 << 20)
+    memory[:] = b"x" * len(memory)  # no number
+    writer = PosixWriter(os.open(f"{posix.root}/data", os.O_WRONLY | os.O_CREAT), "data", 2 << 20, direct=False)
+    writer._direct = Refusing(os.open("/proc/self/oom_score_adj", os.O_WRONLY), "data")
+    other.start()
+    assert reached.wait(60)
+    writer.write(0, memoryview(memory))
+    go.set()
+    other.join()
+    writer.finish()
+    assert posix.read("data", limit_bytes=2 << 20) == 2 * memory[:]
 
 
 @contextlib.contextmanager

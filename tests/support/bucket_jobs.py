@@ -15,9 +15,10 @@ VALUES = np.arange(96, dtype=np.float32).reshape(8, 12)
 
 
 def save_sharded(directory: str, epochs: list[int]) -> list[int]:
-    """Saves one array over all devices, and another one that each process has a copy of."""
+    """Saves one array over all devices, in parts of half a row, and another one that each process has a copy of."""
     sharding = NamedSharding(global_mesh((jax.device_count(), 1)), PartitionSpec("x"))
-    with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+    options, storage = ocp.CheckpointManagerOptions(max_to_keep=2), ec.StorageOptions(part_bytes=VALUES[0].nbytes // 2)
+    with ec.CheckpointManager(directory, options=options, storage=storage) as manager:
         for epoch in epochs:
             state = {"w": place(VALUES + epoch, sharding), "epoch": epoch}
             manager.save(epoch, args=ocp.args.StandardSave(state))

@@ -1,6 +1,7 @@
 """A job whose processes have a disk each, in threads over a coordinator in memory, and which is killed at any step.
 
-A step is a change on a disk or in the mirror, or a value that a process publishes. `Disks.run` lets all processes do a
+A step is a change on a disk or in the mirror, each file of a tree that is removed, or a value that a process publishes.
+`Disks.run` lets all processes do a
 list of operations and kills one of them, or all, just before a given step; `Disks.check` then opens the disks as the
 next job does and notes what is wrong:
 - an epoch that was acknowledged and is not there, or one that is there and should not be;
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import json
+import os
 import pathlib
 import re
 import threading
@@ -28,7 +31,7 @@ import epochckpt as ec
 from epochckpt import _threads
 from epochckpt.commit import coordination, opening
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochNotFoundError, say
-from epochckpt.storage import PosixStore
+from epochckpt.storage import PosixStore, posix
 
 WAIT_SECS = 60.0
 CHANGES = ("create", "rename", "exchange", "make_folder", "remove", "remove_tree", "open_writer")
@@ -105,7 +108,7 @@ class Run:
 
 
 class InMemory(coordination.Coordinator):
-    """One process's view of its run. A process that is silent is late at once."""
+    """One process's view of its run. A process that is silent is late at once, and the values went with process 0."""
 
     def __init__(self, run: Run, process: int):
         self._run, self.process, self.ids, self.opened = run, process, tuple(range(run.processes)), 0
@@ -123,6 +126,8 @@ class InMemory(coordination.Coordinator):
             self._run.changed.wait_for(lambda: key in self._run.values or 0 in self._run.silent, timeout_secs)
             if self.process in self._run.dead:
                 raise Killed
+            if key not in self._run.values and 0 in self._run.silent:
+                raise CoordinationError("UNAVAILABLE: process 0, which had the values, is gone")
             if key not in self._run.values:
                 raise CoordinationTimeoutError(f"no answer under {key}")
             return json.loads(self._run.values[key])
@@ -182,11 +187,32 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
         return changed
 
+    class Os:
+        """The module of the system's calls: what they remove within a tree are steps, too."""
+
+        __getattr__ = staticmethod(functools.partial(getattr, os))
+
+        @staticmethod
+        def unlink(path: str, *, dir_fd: int | None = None) -> None:
+            _removing("unlink", path, dir_fd)
+            os.unlink(path, dir_fd=dir_fd)
+
+        @staticmethod
+        def rmdir(path: str, *, dir_fd: int | None = None) -> None:
+            _removing("rmdir", path, dir_fd)
+            os.rmdir(path, dir_fd=dir_fd)
+
+    patch.setattr(posix, "os", Os())
     patch.setattr(coordination, "connect", connect)
     patch.setattr(opening, "_base", base)
     patch.setattr(_threads, "start", start_here)
     for name in CHANGES:
         patch.setattr(PosixStore, name, stepping(name))
+
+
+def _removing(call: str, path: str, dir_fd: int | None) -> None:
+    if (found := _here.get()) is not None and dir_fd is not None:
+        found[0].step(found[1], f"{call} {path}")
 
 
 _coordinators: weakref.WeakKeyDictionary[Run, dict[int, InMemory]] = weakref.WeakKeyDictionary()

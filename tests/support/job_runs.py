@@ -185,7 +185,7 @@ def one_raises(directory: str, who: int, phase: str) -> dict[str, Any]:
     with ec.CheckpointManager(directory) as manager:
         runner = ec.JobRunner(job, manager, exchange_timeout_secs=30.0)
         try:
-            runner.train(ec.DistributedSession())
+            runner.train()
         except ec.errors.TaskError as error:
             return {"node": error.node, "group": error.group, "epoch": error.epoch, "text": str(error)}
     return {}

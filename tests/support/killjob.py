@@ -267,7 +267,7 @@ def write_in_place() -> None:
 def delete_in_place() -> None:
     """Negative control: a deleted epoch is not taken out of sight first."""
 
-    def hide(self: Any, epoch: int, into: str | None = None) -> Callable[[], None]:
+    def hide(self: Any, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
         return lambda: self.store.remove_tree(self.folder(epoch))
 
     rename.RenameCommits.hide = hide  # type: ignore

@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -211,12 +212,21 @@ class Bucket:
 def s3_server(*names: str) -> Iterator[int]:
     """moto's S3 with these buckets, on a free port of this host until the block ends."""
     import boto3
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
+
+    put, one_at_a_time = S3Response.put_object, threading.Lock()
+
+    def put_object(self: S3Response) -> Any:
+        """S3 checks a condition and writes in one step; moto does so in two, between which another thread may write."""
+        with one_at_a_time:
+            return put(self)
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
+    S3Response.put_object = put_object
     try:
         keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
         client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", **keys)
@@ -225,6 +235,7 @@ def s3_server(*names: str) -> Iterator[int]:
         yield port
     finally:
         server.stop()
+        S3Response.put_object = put
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,6 +77,28 @@ def read(directory: str, epoch: int, item: str) -> dict[str, Any]:
     }
     wrong = [name for name, tree in found.items() if not equal(tree, epoch)]
     return {"wrong": wrong, "steps": steps, "metrics": metrics, "devices": jax.device_count()}
+
+
+def by_default(directory: str, epochs: list[int]) -> list[list[Any]]:
+    """What the v0 manager, and the v1 trainer, make of the unnamed item of each epoch: True, or an error."""
+    return [_by_default(directory, epoch) for epoch in epochs]
+
+
+def _by_default(directory: str, epoch: int) -> list[Any]:
+    target = abstract(epoch)
+
+    def tried(load: Callable[[], Any]) -> Any:
+        try:
+            return equal(load(), epoch)
+        except (KeyError, ValueError) as error:
+            return str(error).replace("\\'", "'")
+
+    with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        found = [tried(lambda: manager.restore(epoch, args=ocp.args.StandardRestore(target)))]
+    with ocp.v1.training.Checkpointer(directory) as trainer:
+        found.append(tried(lambda: trainer.load(epoch, target)))
+        found.append(tried(lambda: trainer.load(epoch, target, checkpointable_name="default")))
+    return found
 
 
 def read_all(directory: str, epoch: int) -> dict[str, Any]:

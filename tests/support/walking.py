@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -477,7 +478,11 @@ class _Meeting:
             dying = Pause("killed", 1)
             manager = open_run(self._url)
             manager.claim()
-            place.decide_by(lambda request: dying.decide(request) if "node.json" in request.target else None)
+            place.decide_by(
+                lambda request: (
+                    dying.decide(request) if dying.request or "node.json" in unquote(request.target) else None
+                )
+            )
             with suppress(EpochCheckpointError):
                 save(manager, 3, tag_of(3, LAST))
             place.settle("older")

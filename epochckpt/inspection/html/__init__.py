@@ -8,7 +8,9 @@ a row becomes markup.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from epochckpt import _text, _units
 from epochckpt.inspection import blocks as kinds
@@ -16,11 +18,13 @@ from epochckpt.inspection import leaf_views, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Strip, Tone, Words
 from epochckpt.inspection.html.style import PREFIX, css
 
+T = TypeVar("T")
+
 _TREE_CHARS = 600_000  # of all trees of a page
 _TABLE_CHARS = 700_000  # of all tables of a page
 _BRANCH_CHARS = 500  # about, of one row of a tree
 _OPEN = 40  # rows of a tree that are seen at first
-_TREE_COLUMNS = leaf_views.TREE_COLUMNS[:-1]  # the last one is the tip of the one before
+_TREE_COLUMNS = leaf_views.TREE_COLUMNS[:-1]  # the last one is the tip of the fourth
 _CHILDREN = 100  # shown of one group at most
 _STRIP = 64  # bars of one strip
 _STRIPS = 4000  # bars of all strips of a page but histograms, which the bound of tables holds
@@ -56,6 +60,8 @@ class _Renderer:
                 return self._table(block)
             case kinds.Tree():
                 return self._tree(block)
+            case kinds.Heat():
+                return el("div", "heat", *(el("div", "", *map(_square, levels)) for levels in block.levels))
             case kinds.Section():
                 blocks = map(self.block, block.blocks)
                 return _fold(worded(block.heading), *blocks, open=block.open, classes="section")
@@ -97,14 +103,15 @@ class _Renderer:
             most = most * 9 // 10
         while len(body := self._branches(block, _folding(most))) > room and most > 1:
             most = most * 2 // 3
-        return el("div", "scroll", el("div", "tree", el("div", "heads", *_heads(_TREE_COLUMNS, "span")), body))
+        heads = el("div", "heads", *_heads(_used(block, _TREE_COLUMNS), "span"))
+        return el("div", "scroll", el("div", "tree placed" if block.placed else "tree", heads, body))
 
     def _branches(self, block: kinds.Tree, folding: tree.Folding) -> Html:
         opened = tree.opened(block.root, folding)
 
         def drawn(branch: tree.Branch) -> Html:
-            cells = leaf_views.branch_cells(branch, block.total_nbytes)[: len(_TREE_COLUMNS)]
-            line = joined(self._cells(_TREE_COLUMNS, cells, "span"))
+            cells = leaf_views.branch_cells(branch, block)[: len(_TREE_COLUMNS)]
+            line = joined(self._cells(_used(block, _TREE_COLUMNS), _used(block, cells), "span"))
             if branch.leaf is not None or branch.hidden:
                 return el("div", "leaf", line)
             return _fold(line, el("div", "within", *map(drawn, branch.listed(folding))), open=branch in opened)
@@ -130,6 +137,16 @@ class _Renderer:
             height = max(round(100 * mark.level), 10) if mark.level else 0
             bars.append(el("i", mark.tone.value, title=tip, style=f"height:{height}%"))
         return el("span", "strip", *bars)
+
+
+def _square(level: float) -> Html:
+    strength = {} if math.isnan(level) else {"style": f"opacity:{min(abs(level), 1.0):.2f}"}
+    return el("i", kinds.Heat.tone(level).value, **strength)
+
+
+def _used(block: kinds.Tree, columns: Sequence[T]) -> Sequence[T]:
+    """The columns of a tree, or the cells, without those that say where arrays lie if that is the same for all."""
+    return columns if block.placed else [*columns[:3], *columns[4:]]
 
 
 def _heads(columns: Sequence[Column], tag: str) -> Iterator[Html]:

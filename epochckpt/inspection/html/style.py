@@ -70,6 +70,12 @@ _RULES = """
 & .strip i.live { background:$live }
 & .strip i.faint { background:$track }
 & .strip i.bad { background:repeating-linear-gradient(45deg,$bad 0 2px,$bg 2px 4px); outline:1px solid $bad }
+& .heat { margin:.4em 0; width:fit-content; max-width:100%; overflow:hidden; border:1px solid $line }
+& .heat div { display:flex }
+& .heat i { width:9px; height:9px; flex:0 1 9px }
+& .heat i.live { background:$live }
+& .heat i.warn { background:$warn }
+& .heat i.bad { background:$bad }
 & details { display:block; margin:.5em 0 0; padding:0; border:0; background:transparent }
 & summary { display:block; cursor:pointer; list-style:none; padding:.15em 0; margin:0; color:$fg; font-weight:400 }
 & summary::-webkit-details-marker { display:none }
@@ -79,10 +85,14 @@ _RULES = """
 & summary:hover { background:$soft }
 & summary:focus-visible { outline:2px solid $live; outline-offset:-1px }
 & .section { margin:.8em 0 0; border-top:1px solid $line; padding-top:.5em }
-& .tree { min-width:48em }
+& .tree { min-width:32em }
+& .placed { min-width:41em }
+& .tree .bar { min-width:3em }
 & .tree details { margin:0 }
 & .tree summary, & .leaf, & .heads { display:grid; align-items:baseline; column-gap:.7em;
-  grid-template-columns:minmax(10em,1fr) 6em 10em 5em 7em 13em; padding:.12em .2em }
+  grid-template-columns:minmax(4em,1fr) 5.5em 8.5em 5em 4em; padding:.12em .2em }
+& .placed summary, & .placed .leaf, & .placed .heads {
+  grid-template-columns:minmax(4em,1fr) 5.5em 8.5em 7.5em 5em 4em }
 & .tree details > summary::before, & .tree details[open] > summary::before { content:none }
 & .tree summary > :first-child::before { content:"▸"; display:inline-block; width:1.1em; color:$faint }
 & .tree details[open] > summary > :first-child::before { content:"▾" }

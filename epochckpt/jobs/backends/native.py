@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from epochckpt import args as own_args
-from epochckpt.errors import DamagedError, EpochExistsError, FormatError, SaveError, UnsupportedError
+from epochckpt.errors import DamagedError, EpochExistsError, FormatError, RemovalError, SaveError, UnsupportedError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, resharded
 from epochckpt.jobs.exchange import Exchange
@@ -155,7 +155,7 @@ class NativeBackend(ItemBackend):
         return self._manager.pop_save_results()
 
     def drain(self) -> None:
-        with contextlib.suppress(SaveError):  # it is an outcome, too
+        with contextlib.suppress(SaveError, RemovalError):  # the one is an outcome, too, the other harms no run
             self._manager.wait_until_finished()
 
     def allow_overwrite(self, epoch: int) -> None:

@@ -1,0 +1,82 @@
+"""Many small epochs: saves in a row, and how long it takes to open a directory of thousands.
+
+"a save" is one of `--saves` saves of 1 MB in a row, each begun as soon as `save()` lets it. A directory is opened when
+`latest_step()` has answered. Stock Orbax's directory is made of copies of one of its epochs. "listing" is
+`os.listdir` alone.
+
+    python benchmarks/many_epochs.py --saves=1000 --epochs=2000,10000
+"""
+
+import os
+import pathlib
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import orbax.checkpoint as ocp
+from absl import app, flags
+
+SAVES = flags.DEFINE_integer("saves", 1000, "Saves in a row.")
+EPOCHS = flags.DEFINE_list("epochs", ["2000", "10000"], "Epochs in the directories that are opened.")
+
+
+def makers() -> dict[str, Callable[[pathlib.Path], Any]]:
+    return {name: make for name, make in common.managers().items() if name != "orbax uncompressed"}
+
+
+def saves_in_a_row(base: pathlib.Path) -> dict[str, common.Times]:
+    state, found = common.state_of("1x1MB"), {}
+    for name, make in makers().items():
+        with make(base / name) as manager:
+            manager.save(0, args=ocp.args.PyTreeSave(state))
+            manager.wait_until_finished()
+            began = time.perf_counter()
+            for epoch in range(1, SAVES.value + 1):
+                manager.save(epoch, args=ocp.args.PyTreeSave(state))
+            manager.wait_until_finished()
+            found[name] = {"a save": (time.perf_counter() - began) / SAVES.value}
+        shutil.rmtree(base / name)
+    return found
+
+
+def opening(base: pathlib.Path, count: int) -> dict[str, common.Times]:
+    opens = makers()
+    state, times = common.state_of("1x4B"), {name: list[float]() for name in [*opens, "listing"]}
+    for name, make in opens.items():
+        with make(base / name) as manager:
+            for epoch in range(count if name == "epochckpt" else 1):
+                manager.save(epoch, args=ocp.args.PyTreeSave(state))
+        for epoch in range(1, count) if name != "epochckpt" else ():
+            shutil.copytree(base / name / "0", base / name / str(epoch))
+    for number in range(common.ROUNDS.value + 1):
+        for name, found in times.items():
+            began = time.perf_counter()
+            if name == "listing":
+                assert len(os.listdir(base / "epochckpt")) >= count
+            else:
+                manager = opens[name](base / name)
+                assert manager.latest_step() == count - 1
+            if number:
+                found.append(time.perf_counter() - began)
+            if name != "listing":
+                manager.close()
+    return {name: {"open": statistics.median(found)} for name, found in times.items()}
+
+
+def main(_: list[str]) -> None:
+    results: dict[str, Any] = {}
+    with common.scratch() as base:
+        results["saves"] = saves_in_a_row(base)
+        common.show(f"{SAVES.value} saves of 1 MB in a row", results["saves"])
+    for count in map(int, EPOCHS.value):
+        with common.scratch() as base:
+            results[f"open {count}"] = opening(base, count)
+            common.show(f"a directory of {count} epochs", results[f"open {count}"])
+    common.finish(results)
+
+
+if __name__ == "__main__":
+    app.run(main)

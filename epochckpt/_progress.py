@@ -1,0 +1,179 @@
+"""How far long work is: one bar, on a terminal or in a notebook, for what lasts longer than `DELAY_SECS`.
+
+Guarantees:
+- log files, pipes, and processes other than the primary get nothing; the environment's TQDM_DISABLE=1 turns all off;
+- nobody counts for the bar's sake alone: it asks, in a thread of its own, what is counted anyway;
+- work inside of other work has no bar: it counts into the one that is there.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import functools
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from epochckpt import _threads
+from epochckpt._text import shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DELAY_SECS = 2.0  # work that ends within this time shows nothing
+_EVERY_SECS = 0.1  # how often a bar is drawn
+LAST_SECS = 5.0  # how long the end of work waits for its bar to be taken away: a terminal may stand still
+
+
+class Work:
+    """Work on so many bytes.
+
+    Attributes:
+        notes: what else is counted, by name; see `note`.
+    """
+
+    def __init__(self, what: str, total: float | None = None, outer: Work | None = None):
+        self.notes = collections.Counter[str]()
+        self._what, self._total, self._outer, self._done = what, total, outer, 0.0
+        self._parts: list[tuple[Callable[[], float], float]] = []
+        self._lock = threading.Lock()
+
+    def advance(self, nbytes: float) -> None:
+        """So many more bytes are done; any thread may say so."""
+        if self._outer is not None:
+            self._outer.advance(nbytes)
+        with self._lock:
+            self._done += nbytes
+
+    def set(self, done: float, total: float) -> None:
+        """So many bytes are done, of so many."""
+        self._done, self._total = done, total
+
+    def follow(self, done: Callable[[], float], total: float) -> None:
+        """A part of the work, of `total` bytes, whose progress `done` tells; of work whose total is known, nothing."""
+        if self._outer is not None:
+            self._outer.follow(done, total)
+        if self._total is None:
+            self._parts.append((done, total))
+
+    def figures(self) -> tuple[float, float | None]:
+        """The bytes that are done, and all of them, as far as known.
+
+        Work that writes what it reads counts the same bytes as parts that it follows, and as those that it advances.
+        """
+        parts, advanced = list(self._parts), self._done
+        done = max(advanced, sum(min(done(), total) for done, total in parts))
+        total = self._total
+        if total is None and parts and not advanced:
+            total = sum(total for _, total in parts)
+        return done, None if total is not None and done > total else total
+
+    @contextlib.contextmanager
+    def drawn(self) -> Generator[None]:
+        """Draws it, within the block, if that lasts long enough."""
+        began, over = time.time(), _threads.Future[None]()
+        drawing = _threads.start(lambda: self._draw(began, over))
+        try:
+            yield
+        finally:
+            over.set(None)
+            if time.time() - began >= DELAY_SECS:
+                drawing.wait(LAST_SECS)
+
+    def _draw(self, began: float, over: _threads.Future[None]) -> None:
+        if over.wait(DELAY_SECS) and time.time() - began < DELAY_SECS:
+            return
+        from tqdm.auto import tqdm
+
+        done, total = self.figures()
+        look = {"unit": "B", "unit_scale": True, "leave": False}
+        with tqdm(total=total, desc=shown(self._what, limit=60), **look, **room()) as bar:
+            while True:
+                ended = over.wait(_EVERY_SECS)
+                done, total = self.figures()
+                if total != bar.total:
+                    bar.reset(total)
+                bar.start_t, bar.n = began, done
+                bar.refresh()
+                if ended:
+                    return
+
+
+def room() -> dict[str, Any]:
+    """The arguments of a tqdm that say where it is drawn: as wide as the terminal, or as one that does not tell."""
+    drawn: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook
+        if not os.get_terminal_size(sys.stderr.fileno()).columns:
+            columns, rows = shutil.get_terminal_size()
+            drawn |= {"dynamic_ncols": False, "ncols": columns, "nrows": rows}
+    return drawn
+
+
+_current: contextvars.ContextVar[Work | None] = contextvars.ContextVar("epochckpt.work", default=None)
+
+
+@contextlib.contextmanager
+def work(what: str, total: float | None = None) -> Generator[Work]:
+    """Work that may last long, on `total` bytes where that is known before; see `Work`."""
+    outer = _current.get()
+    made = Work(what, total, outer)
+    token = _current.set(made)
+    try:
+        with made.drawn() if outer is None and is_shown() else contextlib.nullcontext():
+            yield made
+    finally:
+        _current.reset(token)
+
+
+def shown_as(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function whose calls are work."""
+
+    def decorate(fn: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with work(what):
+                return fn(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def follow(done: Callable[[], float], total: float) -> None:
+    """Has the work that goes on, if any, follow a part of it; see `Work.follow`."""
+    if (found := _current.get()) is not None:
+        found.follow(done, total)
+
+
+def note(name: str, count: int) -> None:
+    """Adds to what the work that goes on, if any, counts under a name."""
+    if count and (found := _current.get()) is not None:
+        found.notes[name] += count
+
+
+def counting() -> Callable[[int], None] | None:
+    """What advances the work that goes on, from any thread; None if none does."""
+    found = _current.get()
+    return None if found is None else found.advance
+
+
+def is_shown() -> bool:
+    """Whether this process draws bars: it is the primary, and its stderr is a terminal, or it is a notebook's."""
+    if jax.distributed.is_initialized() and jax.process_index():
+        return False
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if hasattr(shell, "kernel"):
+        return True
+    try:
+        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False

@@ -1,0 +1,407 @@
+"""Restores what several processes need by reading every byte once: each reads a share, and a collective spreads it.
+
+The processes that need the same boxes of a leaf form a group. All leaves with the same groups are one stream: its bytes
+are cut into pieces, in the order in which they lie in files, and each process of a group reads, and verifies, one run
+of them. Then the runs are gathered, a chunk at a time, in every group at once.
+
+Guarantees:
+- no process enters a collective before all have agreed: that they ask for the same leaves and shardings, and that each
+  has read and verified its share. What one of them could not read, or its error, is raised by all of them;
+- every process takes part in every agreement, or has told the others why it does not: see `Sharing.__exit__`;
+- collectives run on the thread that restores, in the same order on every process;
+- each byte is verified where it is read. On its way between the processes it has what JAX's collectives have.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from epochckpt import _threads, _units, errors
+from epochckpt.arrays.plan import device_cells
+from epochckpt.arrays.reader import Request
+from epochckpt.arrays.targets import LeafRequest, logical_shape
+from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochCheckpointError, InvalidArgumentError
+from epochckpt.format import ArrayItem, Box, EpochRecord, checksums, grid
+
+CHUNK_BYTES = 64 * 2**20  # the most that a process receives with one collective
+_PIECE_BYTES = 4 * 2**20  # the default of `StorageOptions.block_bytes`: most cuts between pieces lie between blocks
+_ALIGNMENT = 64  # of pieces and buffers, so that neither NumPy nor JAX has to copy them
+_SLACK = 8  # cuts may be off by this part of a share, or by a block, where that saves reading a block twice
+
+Groups = tuple[tuple[int, ...], ...]  # JAX process indices, ascending
+
+
+class Source(NamedTuple):
+    """What is read: an item of an epoch, and `read` of its `ArraySource`."""
+
+    record: EpochRecord
+    item: str
+    read: Callable[[Sequence[Request]], None]
+
+    @property
+    def arrays(self) -> ArrayItem:
+        found = self.record.items[self.item].arrays
+        assert found is not None, "callers choose array items"
+        return found
+
+
+class _Piece(NamedTuple):
+    """A box of a leaf whose bytes lie together, in C order."""
+
+    order: tuple[int, ...]  # where they lie: node, size of the leaf's elements, leaf, cell, number in the cell
+    box: Box
+    nbytes: int
+    free: bool  # whether no block holds bytes of this piece and of the one before, as far as that is known
+
+    @property
+    def leaf(self) -> int:
+        return self.order[2]
+
+
+class _Stream:
+    """What the processes of one group read and spread; other groups do the same with their boxes."""
+
+    def __init__(self, groups: Groups, me: int, source: Source, wanted: Mapping[tuple[int, Box], list[np.ndarray]]):
+        self.groups, self.wanted = groups, wanted
+        members = next(group for group in groups if me in group)
+        begins = functools.cache(functools.partial(_block_starts, source))
+        pieces = sorted(p for leaf, box in wanted for p in _pieces(source, leaf, box, begins))
+        cuts = _cuts(pieces, len(members))
+        self.runs = [pieces[start:stop] for start, stop in itertools.pairwise(cuts)]
+        self.mine = members.index(me)
+        self.nbytes = max(_span(run) for run in self.runs)
+        self.share = _aligned(_span(self.runs[self.mine]))
+
+    def requests(self, source: Source) -> Iterator[Request]:
+        """Reads of this process's share into its place."""
+        at = 0
+        for piece in self.runs[self.mine]:
+            out = _typed(self.share[at : at + piece.nbytes], source.arrays, piece)
+            yield Request(source.item, piece.leaf, piece.box, out)
+            at += _padded(piece.nbytes)
+
+    def spread(self, arrays: ArrayItem, nbytes: int, chunk_bytes: int, timeout_secs: float) -> None:
+        """Gathers the runs of this group, of at most `nbytes`, and copies their pieces to their destinations."""
+        count = len(self.runs)
+        step = max(1 << nbytes.bit_length() >> 4, _ALIGNMENT)  # few sizes: each needs a program of its own
+        size = min(-(-nbytes // step) * step, max(_floor(chunk_bytes // count), _ALIGNMENT))
+        into = collections.defaultdict[int, list[tuple[Box, np.ndarray]]](list)
+        for (leaf, box), outs in self.wanted.items():
+            into[leaf] += [(box, out) for out in outs]
+        sinks = [_Sink(run, arrays, into) for run in self.runs]
+        for received in _gathered(self.groups, self.share, size, -(-nbytes // size), timeout_secs):
+            for sink, part in zip(sinks, received.reshape(count, size), strict=True):
+                sink.take(part)
+
+
+class _Sink:
+    """Takes the bytes of one run, in order, and copies its pieces to their destinations."""
+
+    def __init__(self, run: Sequence[_Piece], arrays: ArrayItem, into: Mapping[int, Sequence[tuple[Box, np.ndarray]]]):
+        self._left, self._arrays, self._into = collections.deque(run), arrays, into
+        self._begun: np.ndarray | None = None  # the piece that the last chunk had a part of
+        self._have = 0  # bytes of it
+
+    def take(self, data: np.ndarray) -> None:
+        at = 0
+        while self._left and at < len(data):
+            piece = self._left[0]
+            size = _padded(piece.nbytes)
+            part = data[at : at + size - self._have]
+            at += len(part)
+            if self._begun is not None or len(part) < size:
+                if self._begun is None:
+                    self._begun = _aligned(size)
+                self._begun[self._have : self._have + len(part)] = part
+                self._have += len(part)
+                if self._have < size:
+                    return
+                part, self._begun, self._have = self._begun, None, 0
+            self._left.popleft()
+            self._deliver(piece, _typed(part[: piece.nbytes], self._arrays, piece))
+
+    def _deliver(self, piece: _Piece, array: np.ndarray) -> None:
+        for box, out in self._into[piece.leaf]:
+            meet = grid.meet(piece.box, box)
+            if all(start < stop for start, stop in meet):
+                out[grid.slices(meet, box)] = array[grid.slices(meet, piece.box)]
+
+
+class Sharing:
+    """One restore by several processes. A context manager, inside which each of them makes the same calls of `read`.
+
+    `agree` gives every process the primary's `decide` of what all of them tell (an object as JSON), or raises its
+    error; `processes` are the JAX indices of those that take part. A collective takes `chunk_bytes` to each process.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[int],
+        agree: Callable[[Any], Any],
+        timeout_secs: float,
+        chunk_bytes: int = CHUNK_BYTES,
+    ):
+        self._me, self._everyone = jax.process_index(), tuple(sorted(processes))
+        self._agree, self._timeout_secs, self._chunk_bytes = agree, timeout_secs, chunk_bytes
+        self._over = False  # nothing is agreed on any more: everybody knows why
+        self._groups: dict[Any, tuple[Groups | None, Any]] = {}
+
+    def __enter__(self) -> Sharing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Tells the others that this process has what it wants, or its error, unless that is known."""
+        if error is None:
+            self._tell({"step": "all"})
+        else:
+            self._fail(error)
+
+    def read(self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]) -> None:
+        """Reads like `source.read(reads)`, which the leaves of `requests` need; what several need is read once."""
+        if self._over:  # after an error: this process reads from a copy, and the others may not
+            source.read(reads)
+            return
+        streams, alone = self._planned(source, requests, reads)
+        mine = [stream for stream in streams if stream is not None]
+        try:
+            source.read([*alone, *(request for stream in mine for request in stream.requests(source))])
+        except BaseException as error:
+            self._fail(error)
+            raise
+        sizes = [0 if stream is None else stream.nbytes for stream in streams]
+        sizes = self._tell({"step": "read", "bytes": sizes})["bytes"]
+        for stream, nbytes in zip(streams, sizes, strict=True):
+            if stream is not None and nbytes:
+                stream.spread(source.arrays, nbytes, self._chunk_bytes, self._timeout_secs)
+
+    def _planned(
+        self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]
+    ) -> tuple[list[_Stream | None], list[Request]]:
+        """All streams, None for those of other processes, and what this one reads for itself; all agree on them."""
+        found: dict[int, set[Any]] = collections.defaultdict(set)
+        rows = []
+        for request in requests:
+            if request.leaf >= 0 and source.arrays.leaves[request.leaf].dtype is not None:
+                groups, cells = self._of(request, source.arrays)
+                found[request.leaf].add(groups)
+                if groups is not None:
+                    rows.append((request.leaf, request.shape, groups, cells))
+        single = {leaf: next(iter(groups)) if len(groups) == 1 else None for leaf, groups in found.items()}
+        wanted: dict[Groups, dict[tuple[int, Box], list[np.ndarray]]] = {
+            groups: {} for groups in sorted({groups for groups in single.values() if groups is not None})
+        }
+        alone = []
+        for read in reads:
+            if (groups := single[read.leaf]) is None:
+                alone.append(read)
+            else:
+                wanted[groups].setdefault((read.leaf, read.box), []).append(read.out)
+        total = sum(source.arrays.leaves[leaf].nbytes for leaf, groups in single.items() if groups is not None)
+        size = f"{_units.several(len(rows), 'leaf', 'leaves')} in common ({_units.nbytes(total)})"
+        text = json.dumps([source.record.attempt, rows], default=str)
+        what = f"epoch {source.record.epoch}, item {source.item!r}: {size}"
+        self._tell({"step": "plan", "what": what, "digest": checksums.digest(text.encode())})
+        streams = [
+            _Stream(groups, self._me, source, outs) if any(self._me in group for group in groups) else None
+            for groups, outs in wanted.items()
+        ]
+        return streams, alone
+
+    def _of(self, request: LeafRequest, arrays: ArrayItem) -> tuple[Groups | None, Any]:
+        """The processes that need the same parts of a leaf, None if it is not shared; and which parts that are."""
+        sharding, leaf = request.sharding, arrays.leaves[request.leaf]
+        if request.form != "jax" or sharding is None or isinstance(sharding, SingleDeviceSharding):
+            return (self._everyone,), "whole"  # each process has its own
+        shape = logical_shape(leaf) if request.shape is None else request.shape
+        key = sharding, shape
+        if key not in self._groups:
+            self._groups[key] = self._grouped(*device_cells(sharding, shape))
+        return self._groups[key]
+
+    def _grouped(self, counts: Sequence[int], cells: Mapping[Any, int]) -> tuple[Groups | None, Any]:
+        held: dict[int, set[int]] = collections.defaultdict(set)
+        for device, cell in cells.items():
+            held[device.process_index].add(cell)
+        alike: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+        for process in sorted(held):
+            alike[tuple(sorted(held[process]))].append(process)
+        if len({len(group) for group in alike.values()}) > 1 or len(alike) == len(held):
+            return None, None
+        if not held.keys() <= set(self._everyone):
+            return None, None
+        return tuple(sorted(map(tuple, alike.values()))), [counts, sorted(alike.items())]
+
+    def _tell(self, told: Mapping[str, Any]) -> Any:
+        if self._over:
+            return None
+        try:
+            return self._agree(told)
+        except BaseException:
+            self._over = True
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells the others an error, which they raise."""
+        if not self._over:
+            with contextlib.suppress(EpochCheckpointError):  # the answer is this very error, as a rule
+                self._tell({"error": errors.to_wire(error)})
+            self._over = True
+
+
+def decide(told: Sequence[Mapping[str, Any]], names: Callable[[Iterable[int]], str]) -> Any:
+    """On the primary: its answer to what the processes tell; `names` names some of them. See `Sharing`."""
+    for each in told:
+        if "error" in each:
+            raise errors.from_wire(each["error"])
+    kinds = [(each["step"], each.get("what"), each.get("digest")) for each in told]
+    if len(set(kinds)) > 1:
+        other = next(number for number, kind in enumerate(kinds) if kind != kinds[0])
+        asked = [f"{names([number])} has {_asked(told[number])}" for number in (0, other)]
+        raise InvalidArgumentError(
+            f"the processes share what they read (broadcast_restore), and do not ask for the same: {'; '.join(asked)}. "
+            "All of them restore the same leaves, with shardings over the devices of all; or set "
+            "StorageOptions(broadcast_restore=False), and each reads for itself"
+        )
+    return {"bytes": [max(sizes) for sizes in zip(*[each.get("bytes", ()) for each in told], strict=True)]}
+
+
+def _asked(told: Mapping[str, Any]) -> str:
+    return told.get("what") or {"all": "restored all that it asked for"}.get(told["step"], "read its share")
+
+
+def _pieces(source: Source, leaf: int, box: Box, begins: Callable[[int], set[tuple[int, int]]]) -> Iterator[_Piece]:
+    """Cuts a box of a leaf by the cells that it lies in, and where these are large further; see `_block_starts`."""
+    arrays, info = source.arrays, source.arrays.leaves[leaf]
+    assert info.dtype is not None
+    itemsize = info.dtype.itemsize
+    if info.grid < 0:  # of a step of stock Orbax: only Orbax knows its chunks
+        nbytes = math.prod(grid.box_shape(box)) * itemsize
+        if nbytes:
+            yield _Piece((0, -itemsize, leaf, 0, 0, *_flat(box)), box, nbytes, True)
+        return
+    for cell in arrays.cells_touching(leaf, box):
+        inside = arrays.cell_box(leaf, cell)
+        meet = grid.meet(box, inside)
+        owner, done = arrays.owner(leaf, cell), 0
+        free = (leaf, cell) in begins(owner)
+        for number, part in enumerate(grid.boxes(grid.box_shape(meet), _PIECE_BYTES // itemsize)):
+            nbytes = math.prod(grid.box_shape(part)) * itemsize
+            moved = tuple((a + origin, b + origin) for (a, b), (origin, _) in zip(part, meet, strict=True))
+            yield _Piece((owner, -itemsize, leaf, cell, number, *_flat(box)), moved, nbytes, free)
+            done += nbytes
+            free = meet == inside and done % _PIECE_BYTES == 0
+
+
+def _block_starts(source: Source, node: int) -> set[tuple[int, int]]:
+    """The (leaf, cell) with which blocks of a node's files begin, if they have the default size."""
+    ends = np.cumsum([f.cells for f in source.record.nodes[node].files if f.item == source.item], dtype=np.int64)
+    found = set[tuple[int, int]]()
+    for part in source.arrays.cut(source.arrays.owned(node), ends.tolist()):
+        first = np.isin(part.offsets[:-1], grid.blocks(np.diff(part.offsets), 0, _PIECE_BYTES))
+        found.update(zip(part.leaves[first].tolist(), part.cells[first].tolist(), strict=True))
+    return found
+
+
+def _flat(box: Box) -> tuple[int, ...]:
+    return tuple(end for side in box for end in side)
+
+
+def _cuts(pieces: Sequence[_Piece], count: int) -> list[int]:
+    """Numbers of the first pieces of each of `count` runs of about the same size, and of the end."""
+    sizes = np.array([0, *(_padded(piece.nbytes) for piece in pieces)], dtype=np.int64)
+    ends = np.cumsum(sizes)
+    nodes = [piece.order[0] for piece in pieces]
+    free = np.array([0, *(i for i in range(1, len(pieces)) if pieces[i].free or nodes[i] != nodes[i - 1])])
+    cuts, share = [0], int(ends[-1]) / count
+    for number in range(1, count):
+        off = np.abs(ends - share * number)
+        best = free[off[free].argmin()]
+        if off[best] > max(share / _SLACK, min(share / 2, _PIECE_BYTES)):
+            best = off.argmin()
+        cuts.append(max(int(best), cuts[-1]))
+    return [*cuts, len(pieces)]
+
+
+def _span(run: Sequence[_Piece]) -> int:
+    return sum(_padded(piece.nbytes) for piece in run)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _floor(nbytes: int) -> int:
+    return nbytes // _ALIGNMENT * _ALIGNMENT
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """Uninitialised bytes that JAX can use without a copy."""
+    raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def _typed(raw: np.ndarray, arrays: ArrayItem, piece: _Piece) -> np.ndarray:
+    dtype = arrays.leaves[piece.leaf].dtype
+    assert dtype is not None, "it has bytes"
+    return raw.view(dtype).reshape(grid.box_shape(piece.box))
+
+
+@functools.lru_cache(maxsize=16)
+def _program(groups: Groups) -> tuple[NamedSharding, Any]:
+    """On one device of each process: how chunks lie before they are gathered, and the program that gathers them."""
+    first: dict[int, Any] = {}
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        first.setdefault(device.process_index, device)
+    mesh = Mesh(np.array([[first[process] for process in group] for group in groups]), ("groups", "members"))
+    together = NamedSharding(mesh, PartitionSpec("groups"))
+    return NamedSharding(mesh, PartitionSpec(("groups", "members"))), jax.jit(lambda data: data, out_shardings=together)
+
+
+def _gathered(groups: Groups, share: np.ndarray, size: int, count: int, timeout_secs: float) -> Iterator[np.ndarray]:
+    """For each of `count` chunks of `size` bytes of the shares: those of all processes of this one's group, together.
+
+    The next chunk is under way while one is used.
+    """
+    apart, gather = _program(groups)
+    (device,) = apart.addressable_devices
+
+    def begin(number: int) -> jax.Array:
+        part = share[number * size : (number + 1) * size]
+        if len(part) < size:
+            whole = _aligned(size)
+            whole[: len(part)], whole[len(part) :] = part, 0
+            part = whole
+        shape = (len(apart.device_set) * size,)
+        return gather(jax.make_array_from_single_device_arrays(shape, apart, [jax.device_put(part, device)]))
+
+    def arrived(begun: jax.Array) -> np.ndarray:
+        local = begun.addressable_shards[0].data
+        _threads.start(local.block_until_ready).result(timeout_secs)
+        return np.asarray(local)
+
+    problem = "what the processes have read could not be spread"
+    under_way: collections.deque[jax.Array] = collections.deque()
+    for number in range(count + 1):
+        try:
+            if number < count:
+                under_way.append(begin(number))
+            if not number:
+                continue
+            found = arrived(under_way.popleft())
+        except TimeoutError:
+            raise CoordinationTimeoutError(f"{problem}: a collective took longer than {timeout_secs:g} s") from None
+        except (RuntimeError, ValueError) as error:
+            raise CoordinationError(f"{problem}; as a rule because one of them has ended: {error}") from error
+        yield found

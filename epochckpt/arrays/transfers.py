@@ -1,0 +1,318 @@
+"""Copies of arrays on accelerators, which may still be on their way to this process when training goes on.
+
+`StorageOptions.snapshot` says where to:
+
+- "device": one computation per device copies what this process writes into free memory of the device, in pieces, and
+  background threads move one piece after another through pinned host memory. A step that donates the originals comes
+  later in the order of computations, which every backend keeps.
+- "pinned_host": to pinned host memory. Where XLA's source says that a computation which is given a buffer waits for the
+  transfers out of it (`PrepareArguments` in xla/pjrt/common_pjrt_client.cc waits for the "usage events" of what is
+  donated, and `CopyToMemorySpace` adds one), nobody waits for the transfers here. Elsewhere they are awaited.
+- "host": the same, and always awaited.
+"""
+
+import bisect
+import collections
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from epochckpt.options import StorageOptions
+
+_PIECE_BYTES = 64 * 2**20  # as fast as larger ones: a transfer takes milliseconds
+_LEAST_PIECE_BYTES = 8 * 2**20  # what a thread that writes takes at once, unless a block is more
+_SPARE = 16  # a copy on a device leaves at least this part of its memory free
+_ORDERED_PLATFORMS = frozenset({"gpu", "cpu"})  # donation waits for transfers, see above; libtpu's source is not public
+
+
+class Cell(NamedTuple):
+    """One cell on an accelerator."""
+
+    data: jax.Array  # the shard that holds it, on one device
+    cut: tuple[slice, ...] | None  # the part of that shard; None for all of it
+    shard: Any = None  # equal for cells that are parts of one shard, which moves whole; None: it is the only one
+
+    @property
+    def nbytes(self) -> int:
+        if self.cut is None:
+            return self.data.nbytes
+        return math.prod(s.stop - s.start for s in self.cut) * self.data.dtype.itemsize
+
+
+class Staging:
+    """How one manager copies what lies on accelerators, where up to `writers` threads ask for it at once."""
+
+    def __init__(self, options: StorageOptions, writers: int):
+        self.how = options.snapshot
+        # For what a thread takes at once it holds at most two pieces. All together are half of the limit, if they may.
+        limit = options.host_memory_limit_bytes
+        wanted = _PIECE_BYTES if limit is None else min(limit // (4 * writers), _PIECE_BYTES)
+        self.piece_bytes = max(wanted, _LEAST_PIECE_BYTES, options.block_bytes)
+        self.window_bytes = 2 * writers * self.piece_bytes
+        self._steps: dict[Any, int] = {}  # by device, what steps have needed besides what stays
+        self._copied: dict[Any, int] = {}  # by device, the largest copy so far
+
+    def has_room(self, device: Any, nbytes: int) -> bool:
+        """Whether a copy fits into a device's free memory beside what training needs there."""
+        stats = _memory_stats(device)
+        limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use")
+        if not limit or used is None:
+            return self.how == "device"  # the allocation will tell
+        # At its peak the device held what stays, what a step needs for a moment and, maybe, a copy of ours.
+        peak = stats.get("peak_bytes_in_use", used) - self._copied.get(device, 0)
+        self._steps[device] = max(self._steps.get(device, 0), peak - used)
+        fits = nbytes <= limit - used - max(self._steps[device], limit // _SPARE)
+        if fits:
+            self._copied[device] = max(self._copied.get(device, 0), nbytes)
+        return fits
+
+
+class Copies:
+    """What one save copies from accelerators. Nothing is copied before `start`; `copied_bytes` of host memory are."""
+
+    def __init__(self, staging: Staging, cells: Sequence[Cell]):
+        self._staging, self._cells = staging, cells
+        groups: dict[Any, list[int]] = {}
+        if staging.how in ("auto", "device"):
+            for i, cell in enumerate(cells):
+                if _is_on_device(cell.data):
+                    groups.setdefault(_device(cell.data), []).append(i)
+        sizes = {device: sum(cells[i].nbytes for i in group) for device, group in groups.items()}
+        self._groups = {device: groups[device] for device, size in sizes.items() if staging.has_room(device, size)}
+        copied = sum(sizes[device] for device in self._groups)
+        on_device = {i for group in self._groups.values() for i in group}
+        moved = {}
+        for i in range(len(cells)):
+            if i not in on_device:
+                whole, key = self._moved(i)
+                moved[key] = cells[i].data.nbytes if whole else cells[i].nbytes
+        self.copied_bytes = min(copied, staging.window_bytes) + sum(moved.values())
+
+    def start(self) -> "list[Arriving]":
+        """Starts all copies, and waits where that is needed; one result per cell."""
+        if not self._cells:
+            return []
+        pieces: dict[int, list[_Transfer]] = {}
+        for device, group in self._groups.items():
+            try:
+                pieces |= self._copy(device, group, self._staging.piece_bytes)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                text = "%s has no memory for a copy of what is saved: it is copied to host memory instead"
+                logging.log_first_n(logging.WARNING, text, 3, device)
+        window = _Window(self._staging.window_bytes, [each for i in sorted(pieces) for each in pieces[i]])
+        # The rest goes to host memory now: shards, and parts of shards that are cut out on their device.
+        cuts: dict[Any, list[int]] = {}
+        moving: dict[Any, _Transfer] = {}
+        for i, cell in enumerate(self._cells):
+            whole, key = self._moved(i)
+            if i not in pieces and not whole:
+                cuts.setdefault(_device(cell.data), []).append(i)
+            elif i not in pieces:
+                moving.setdefault(key, _Transfer(cell.data))
+        cut = {i: each for device, group in cuts.items() for i, (each,) in self._copy(device, group, math.inf).items()}
+        moving |= cut
+        for transfer, data in zip(moving.values(), _to_host([each.data for each in moving.values()]), strict=True):
+            transfer.data, transfer.started = data, True
+        for transfer in moving.values():
+            if self._staging.how == "host" or _device(transfer.data).platform not in _ORDERED_PLATFORMS:
+                transfer.wait()
+        return [
+            Arriving(cell.nbytes, pieces[i], window=window)
+            if i in pieces
+            else Arriving(cell.nbytes, [moving[self._moved(i)[1]]], None if i in cut else cell.cut)
+            for i, cell in enumerate(self._cells)
+        ]
+
+    def _moved(self, i: int) -> tuple[bool, Any]:
+        """Whether the shard of a cell moves to host memory whole, and a key that cells which move together share."""
+        cell = self._cells[i]
+        if cell.cut is not None and cell.shard is None and _is_on_device(cell.data):
+            return False, i
+        return True, i if cell.shard is None else cell.shard
+
+    def _copy(self, device: Any, group: Sequence[int], piece_bytes: float) -> "dict[int, list[_Transfer]]":
+        """Copies cells on their device, in pieces."""
+        parts = tuple(_parts(self._cells[i], piece_bytes) for i in group)
+        with jax.set_mesh(Mesh(np.array([device]), ("_",))):  # training may have set one of more devices
+            copies = _copied([self._cells[i].data for i in group], parts)
+        return {i: [_Transfer(piece) for piece in each] for i, each in zip(group, copies, strict=True)}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copied(arrays: Sequence[jax.Array], parts: Any) -> list[list[jax.Array]]:
+    """Copies of the given parts of arrays, each a pair of first indices and ends, or None for all of the array."""
+    return [
+        [jnp.copy(x if part is None else jax.lax.slice(x, *part)) for part in each]
+        for x, each in zip(arrays, parts, strict=True)
+    ]
+
+
+def _parts(cell: Cell, piece_bytes: float) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]:
+    """Cuts a cell into contiguous pieces of at most so many bytes, as long as that is more than an element."""
+    if cell.nbytes <= piece_bytes and cell.cut is None:
+        return (None,)
+    box = [(0, d) for d in cell.data.shape] if cell.cut is None else [(s.start, s.stop) for s in cell.cut]
+    axis, row = len(box), cell.data.dtype.itemsize
+    while axis and row * (box[axis - 1][1] - box[axis - 1][0]) <= piece_bytes:
+        axis -= 1
+        row *= box[axis][1] - box[axis][0]
+    inner = box[axis:]
+    # Axes before the last that is too long are cut at every index, that one into runs.
+    steps = [*[1] * (axis - 1), int(max(piece_bytes // row, 1))] if axis else []
+    found = []
+    for first in itertools.product(*(range(*side, step) for side, step in zip(box, steps, strict=False))):
+        ends = [min(i + step, end) for i, step, (_, end) in zip(first, steps, box, strict=False)]
+        found.append(((*first, *(start for start, _ in inner)), (*ends, *(end for _, end in inner))))
+    return tuple(found)
+
+
+class _Transfer:
+    """An array that moves to host memory, or waits to."""
+
+    __slots__ = ("data", "left", "nbytes", "started")
+
+    def __init__(self, data: jax.Array):
+        self.data: Any = data  # where it is; None once it has been written
+        self.nbytes = self.left = data.nbytes  # `left`: not written yet
+        self.started = False
+
+    def wait(self) -> np.ndarray:
+        """All of it in host memory, C-contiguous."""
+        if not isinstance(self.data, np.ndarray):
+            self.data = np.ascontiguousarray(self.data)
+        return self.data
+
+
+class _Window:
+    """Moves pieces from devices to host memory, in order, so many bytes ahead; used by background threads only."""
+
+    def __init__(self, nbytes: int, pieces: Iterable[_Transfer]):
+        self._free, self._queue, self._lock = nbytes, collections.deque(pieces), threading.Lock()
+
+    def get(self, piece: _Transfer) -> np.ndarray:
+        """The bytes of a piece, also if there is no room: its caller cannot go on without it."""
+        with self._lock:
+            self._start(piece)
+            while self._queue and (self._queue[0].started or self._queue[0].nbytes <= self._free):
+                self._start(self._queue.popleft())
+        return piece.wait()
+
+    def _start(self, piece: _Transfer) -> None:
+        if not piece.started:
+            self._free -= piece.nbytes
+            (piece.data,), piece.started = _to_host([piece.data]), True
+
+    def wrote(self, piece: _Transfer, nbytes: int) -> None:
+        """Some bytes of a piece have been written. With the last ones its memory is free."""
+        with self._lock:
+            piece.left -= nbytes
+            if not piece.left:
+                piece.data = None
+                self._free += piece.nbytes
+
+
+class Arriving:
+    """The bytes of one cell that may still be on their way; does what `snapshot.Buffer` does."""
+
+    sample = None  # the memory is ours
+
+    def __init__(
+        self,
+        nbytes: int,
+        pieces: Sequence[_Transfer],
+        cut: tuple[slice, ...] | None = None,
+        window: _Window | None = None,
+    ):
+        self._pieces, self._cut, self._window = pieces, cut, window
+        self._ends = list(itertools.accumulate(piece.nbytes for piece in pieces))
+        self.nbytes = nbytes
+
+    @property
+    def array(self) -> np.ndarray:
+        """All bytes, C-contiguous; waits for them. Of a cell in several pieces the shape is lost."""
+        found = [piece.wait() if self._window is None else self._window.get(piece) for piece in self._pieces]
+        if len(found) > 1:
+            return np.concatenate([each.reshape(-1) for each in found])
+        return np.ascontiguousarray(found[0] if self._cut is None else found[0][self._cut])
+
+    def data(self, start: int, stop: int) -> Any:
+        """The bytes from `start` to `stop`."""
+        if len(self._pieces) == 1 or self._window is None:
+            return _bytes(self.array)[start:stop]
+        found = [_bytes(self._window.get(p))[low:high] for p, low, high in self._overlaps(start, stop)]
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def _overlaps(self, start: int, stop: int) -> list[tuple[_Transfer, int, int]]:
+        """The pieces that some of these bytes lie in, and which of each piece's bytes that are."""
+        first, last = bisect.bisect_right(self._ends, start), bisect.bisect_left(self._ends, stop)
+        found = []
+        for piece, end in zip(self._pieces[first : last + 1], self._ends[first : last + 1], strict=True):
+            begin = end - piece.nbytes
+            found.append((piece, max(start - begin, 0), min(stop - begin, piece.nbytes)))
+        return found
+
+    def unchanged(self) -> bool:
+        return True
+
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        """Some bytes have been written, for the first and last time."""
+        if self._window is not None:
+            for piece, low, high in self._overlaps(start, self._ends[-1] if stop is None else stop):
+                self._window.wrote(piece, high - low)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _device(data: jax.Array) -> Any:
+    (device,) = data.sharding.device_set
+    return device
+
+
+def _memory_stats(device: Any) -> Mapping[str, int]:
+    """What a device says of its memory, in bytes; empty if it says nothing."""
+    try:
+        return device.memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return {}
+
+
+def _is_on_device(data: jax.Array) -> bool:
+    """Whether an array lies in its device's own memory, rather than in the host's."""
+    return data.sharding.memory_kind in (None, _device(data).default_memory().kind)
+
+
+@functools.cache
+def _pinned(device: Any) -> SingleDeviceSharding | None:
+    if any(memory.kind == "pinned_host" for memory in device.addressable_memories()):
+        return SingleDeviceSharding(device, memory_kind="pinned_host")
+    return None
+
+
+def _to_host(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Starts moving arrays to host memory of our own, pinned where the backend has it; their copies there."""
+    found = list(arrays)
+    pinned = [i for i, data in enumerate(arrays) if _pinned(_device(data)) is not None]
+    # What already lies in pinned memory would be returned as it is, and with it the memory that training may donate.
+    may_alias = [None if _is_on_device(arrays[i]) else False for i in pinned]
+    copies = jax.device_put(
+        [arrays[i] for i in pinned], [_pinned(_device(arrays[i])) for i in pinned], may_alias=may_alias
+    )
+    for i, copy in zip(pinned, copies, strict=True):
+        found[i] = copy
+    for data in found:
+        if _pinned(_device(data)) is None:
+            data.copy_to_host_async()
+    return found

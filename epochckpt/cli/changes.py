@@ -1,0 +1,262 @@
+"""The commands that change a directory: each says what it would do, and does it with --yes.
+
+They refuse a directory in which a run may be alive, see `epochckpt.manager.changes`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from epochckpt import _progress, _units
+from epochckpt.cli.commands import epoch_of, only_cpu, opened, options_of
+from epochckpt.cli.output import FOUND, OK, Output
+from epochckpt.commit import Commits
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.inspection import scan
+from epochckpt.inspection.blocks import Block, Column, Line, Span, Summary, Tone, problems, table
+from epochckpt.inspection.directory import Inspection
+from epochckpt.inspection.rows import DAMAGED, MIRROR, EpochRow
+from epochckpt.inspection.text import render
+from epochckpt.inspection.tiers import mirror_of
+from epochckpt.manager import CheckpointManager
+from epochckpt.manager.changes import DirectoryCopy, changing, check_changeable
+from epochckpt.manager.import_files import plan_import
+from epochckpt.storage import open_store
+
+_UNCHANGED = Line(Span("Nothing was changed; --yes does it.", Tone.FAINT))
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What becomes of one epoch.
+
+    Attributes:
+        epoch: its number.
+        nbytes: of its files.
+        source: where it is: a path or URL.
+        destination: where it will be; empty: it is removed.
+    """
+
+    epoch: int
+    nbytes: int
+    source: str
+    destination: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What a command does to a directory.
+
+    Attributes:
+        directory: its path or URL.
+        done: whether it was done; else it would be.
+        changes: an epoch each.
+        destination: the directory that they are copied to, if it is another one.
+        remark: what else there is to say.
+        mirror: the URL of its mirror.
+        problems: why other epochs are left out.
+    """
+
+    directory: str
+    done: bool
+    changes: tuple[Change, ...]
+    destination: str | None = None
+    remark: str = ""
+    mirror: str | None = None
+    problems: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all epochs that change."""
+        return sum(change.nbytes for change in self.changes)
+
+
+def rm(args: argparse.Namespace, output: Output) -> int:
+    """Delete epochs: those that are named, and no others.
+
+    It is a dry run without --yes, and refused while a run is alive in the directory. The directory's mirror follows.
+    """
+    run = _directory(args)
+    rows = {row.epoch: row for row in run.epochs()}
+    asked = [rows.pop(epoch_of(run, epoch, output).epoch) for epoch in dict.fromkeys(args.epochs)]
+    left = f"the newest epoch is {max(rows)} then" if rows else "no epoch is left then"
+    found = _changes(args, run, asked, lambda row: "", left)
+    if args.yes:
+        gone = list[int]()
+        try:
+            with _changing(args) as manager:
+                for row in asked:
+                    manager.delete(row.epoch)
+                    gone.append(row.epoch)
+        except Exception:
+            if gone:
+                output.note(f"deleted before that: epoch {', '.join(map(str, gone))}")
+            raise
+        _check_mirror(run, output)
+    return _answer(output, found, "delete")
+
+
+def rollback(args: argparse.Namespace, output: Output) -> int:
+    """Go back to an epoch: those after it are set aside, and the next run goes on from it.
+
+    They are kept in a folder rolled-back-…, until `gc --rolled-back --delete` removes them. It is a dry run without
+    --yes, and refused while a run is alive in the directory. The directory's mirror follows.
+    """
+    run = _directory(args)
+    to = epoch_of(run, args.epoch, output)
+    if (row := to.row).state == DAMAGED:
+        raise InvalidArgumentError(f"epoch {to.epoch} is damaged, so that no run can go on from it: {row.detail}")
+    later = [row for row in run.epochs() if row.epoch > to.epoch]
+    left = f"the newest epoch is {to.epoch}{' then' if later else ' already'}"
+    found = _changes(args, run, later, lambda row: _in(run.directory, f"rolled-back-…/{row.folder}"), left)
+    if args.yes and later:
+        with _changing(args) as manager:
+            manager.rollback_to(to.epoch)
+        _check_mirror(run, output)
+    return _answer(output, found, "set aside")
+
+
+def cp(args: argparse.Namespace, output: Output) -> int:
+    """Copy epochs to another directory, on disk or in a bucket; every byte is verified on its way.
+
+    Epochs that are there, whole, are not copied again, and another epoch of the same number is never replaced. It is a
+    dry run without --yes, and refused while a run is alive in DEST; in DIR one may be.
+    """
+    run = opened(args)
+    rows = {row.epoch: row for row in run.epochs()}
+    chosen = {epoch_of(run, epoch, output).epoch for epoch in args.epochs} or rows.keys()
+    _destination(args, args.destination)
+    whole = {"whole": not args.epochs, "take_over": args.take_over}
+    copy = DirectoryCopy(run.commits, args.destination, sorted(chosen), options_of(args), **whole)
+    there = f"{_units.several(len(copy.present), 'epoch is', 'epochs are')} there already" if copy.present else ""
+    left = [rows[epoch] for epoch in copy.epochs]
+    found = _changes(args, run, left, lambda row: _in(copy.destination, copy.folder(row.epoch)), there)
+    if args.yes and (left or copy.present):
+        with _progress.work("copying", found.nbytes) as bar:
+            copy.run(bar.advance)
+    changes = tuple(change for change in found.changes if change.epoch not in copy.problems)
+    return _answer(output, dataclasses.replace(found, changes=changes, problems=copy.problems), "copy")
+
+
+def import_(args: argparse.Namespace, output: Output) -> int:
+    """Make an epoch out of a file of weights: safetensors or flax msgpack, streamed; its leaves are listed first.
+
+    It is a dry run without --yes, and refused while a run is alive in DIR, which is made if it is missing.
+    """
+    only_cpu()
+    commits = _destination(args, args.directory)
+    if commits is not None:
+        check_changeable(commits, args.take_over)
+    epoch = args.epoch
+    if epoch is None:
+        epoch = max(commits.list_epochs() if commits is not None else [], default=-1) + 1
+    asked = {name: getattr(args, name) for name in ("format", "item", "separator", "include", "exclude", "dtype")}
+    options = dataclasses.replace(options_of(args), read_only=False)
+    plan = plan_import(args.source, args.directory, epoch, **asked, rename=dict(args.rename) or None, options=options)
+    if args.yes:
+        plan.write(take_over=args.take_over)
+    named = {name: getattr(plan, name) for name in ("source", "directory", "epoch", "item", "leaves", "nbytes")}
+    shown = plan.leaves[: args.limit or None]
+    more = len(plan.leaves) - len(shown)
+
+    def view() -> Iterator[Block]:
+        yield Line(Span(f"{plan.source} → {plan.directory}", Tone.STRONG, 2000), title=True)
+        what = f"import epoch {plan.epoch}", _units.several(len(plan.leaves), "leaf", "leaves")
+        yield Summary((*what, _units.nbytes(plan.nbytes), f"item {plan.item}"))
+        yield table(
+            shown,
+            (Column("leaf", 0, least=20), lambda leaf: leaf.name),
+            (Column("in the file", 2, least=12), lambda leaf: leaf.source if leaf.source != leaf.name else ""),
+            (Column("type", 1), lambda leaf: leaf.dtype),
+            (Column("cast from", 3), lambda leaf: leaf.cast_from),
+            (Column("shape", 1), lambda leaf: "×".join(map(str, leaf.shape))),
+            (Column("bytes", 1, right=True), lambda leaf: _units.nbytes(leaf.nbytes)),
+        )
+        if more:
+            yield Line(Span(f"… {_units.count(more)} more; --limit 0 lists all", Tone.FAINT))
+        if not args.yes:
+            yield _UNCHANGED
+
+    output.rows({**named, "done": bool(args.yes)}, lambda: render(list(view())))
+    return OK
+
+
+def _directory(args: argparse.Namespace) -> Inspection:
+    """The directory of a command, if it may be changed."""
+    commits = scan.open_commits(args.directory, options_of(args))  # which refuses the folder of a single epoch
+    check_changeable(commits, args.take_over)
+    return opened(args)
+
+
+def _changing(args: argparse.Namespace) -> contextlib.AbstractContextManager[CheckpointManager]:
+    only_cpu()
+    return changing(args.directory, options_of(args), take_over=args.take_over)
+
+
+def _destination(args: argparse.Namespace, directory: str) -> Commits | None:
+    """The epochs of a directory that something is put into; None if it is missing or empty.
+
+    A folder that holds something else than checkpoints is refused.
+    """
+    store = open_store(directory)
+    try:
+        with scan.access(store):
+            empty = not store.list("")
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        empty = False
+    return None if empty else scan.open_commits(directory, options_of(args))
+
+
+def _check_mirror(run: Inspection, output: Output) -> None:
+    """Says so if the mirror has not followed a change."""
+    record = mirror_of(run.commits)
+    if record is not None and record.withdrawn:
+        output.note(f"the mirror {record.url} has not followed yet: the next run that writes here goes on with that")
+
+
+def _in(root: str, path: str) -> str:
+    return f"{root.rstrip('/')}/{path}"
+
+
+def _changes(
+    args: argparse.Namespace, run: Inspection, rows: Sequence[EpochRow], to: Callable[[EpochRow], str], remark: str
+) -> Changes:
+    mirror, root = mirror_of(run.commits), run.commits.store.root
+    homes = {MIRROR: mirror.url if mirror is not None else root}
+    changes = [Change(r.epoch, r.nbytes, _in(homes.get(r.tier, root), r.folder), to(r)) for r in rows]
+    where = getattr(args, "destination", None)
+    destination = None if where is None else open_store(where).root
+    url = None if mirror is None else mirror.url
+    return Changes(run.directory, bool(args.yes), tuple(changes), destination, remark, url)
+
+
+def _answer(output: Output, found: Changes, verb: str) -> int:
+    """Prints what a command does, or would do; returns the exit code."""
+    title = found.directory + (f" → {found.destination}" if found.destination else "")
+    count = f"{verb} {_units.several(len(found.changes), 'epoch', 'epochs')}, {_units.nbytes(found.nbytes)}"
+    mirror = f"its mirror {found.mirror} follows" if found.mirror and verb != "copy" else ""
+
+    def shown(path: str) -> Span:  # below the title's directories
+        for root in filter(None, (found.destination, found.directory)):
+            path = path.removeprefix(f"{root.rstrip('/')}/")
+        return Span(path, limit=1000)
+
+    def view() -> Iterator[Block]:
+        yield Line(Span(title, Tone.STRONG, 2000), title=True)
+        yield Summary(tuple(filter(None, (count, found.remark, mirror))))
+        yield table(
+            found.changes,
+            (Column("epoch", 0, right=True), lambda change: str(change.epoch)),
+            (Column("bytes", 1, right=True), lambda change: _units.nbytes(change.nbytes)),
+            (Column("from", 0, least=10), lambda change: shown(change.source)),
+            (Column("to", 0, least=10), lambda change: shown(change.destination) if change.destination else "deleted"),
+        )
+        yield from problems({f"epoch {epoch}": why for epoch, why in found.problems.items()})
+        if found.changes and not found.done:
+            yield _UNCHANGED
+
+    output.rows(found, lambda: render(list(view())))
+    return FOUND if found.problems else OK

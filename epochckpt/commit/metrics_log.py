@@ -1,0 +1,122 @@
+"""The metrics of deleted epochs, `_epochckpt/metrics.jsonl`: a line for each, written when the epoch is deleted.
+
+On a file system the line is appended before the epoch goes out of sight, and is not flushed: a power cut may lose the
+last lines, or tear one. What is no whole line counts for nothing. In an object store the change of the head that
+deletes the epoch also adds the line to the head, and some lines at a time move from there to the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from absl import logging
+
+from epochckpt.errors import DamagedError, FormatError
+from epochckpt.format import checksums, parsing, paths
+from epochckpt.storage import Store
+
+COLLECTED = 100  # lines that the head of an object store collects
+MAX_BYTES = 2**26  # of the file: what is deleted beyond that leaves no line
+_MAX_METRICS_BYTES = 4096  # of a line
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """An epoch that was deleted; or, with `back`, that the epochs after this one in lines above count no more."""
+
+    epoch: int
+    attempt: str = ""
+    committed_ns: int = 0
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # its numbers, by `flat` names
+    back: bool = False
+    number: int = 0  # in the file of an object store, from 1
+
+    @classmethod
+    def of(cls, epoch: int, attempt: str, committed_ns: int, metrics: Any) -> Self | None:
+        """The line of an epoch; None if no metric is a number. Of very many metrics it has the first ones."""
+        kept, size = dict[str, float](), 0
+        for name, value in numbers(metrics).items():
+            size += len(json.dumps(name)) + max(len(repr(value)), len('{"$float":"-inf"}')) + 2
+            if size > _MAX_METRICS_BYTES:
+                break
+            kept[name] = value
+        return cls(epoch, attempt, committed_ns, kept) if kept else None
+
+    def to_json(self) -> dict[str, Any]:
+        numbered = {"line": self.number} if self.number else {}
+        if self.back:
+            return {"back_to": self.epoch, **numbered}
+        metrics = checksums.pack_json(dict(self.metrics), "metrics")
+        fields = {"epoch": self.epoch, "attempt": self.attempt, "committed_ns": self.committed_ns, "metrics": metrics}
+        return {**fields, **numbered}
+
+    @classmethod
+    def from_json(cls, path: str, data: object, where: str = "") -> Self:
+        fields = parsing.Fields(path, data, where)
+        number = fields.integer("line") if "line" in fields.data else 0
+        if "back_to" in fields.data:
+            return cls(fields.integer("back_to", low=-1), back=True, number=number)
+        metrics, when = numbers(parsing.user_data(fields, "metrics", dict)), fields.integer("committed_ns")
+        return cls(fields.integer("epoch"), fields.text("attempt", 80), when, metrics, number=number)
+
+    def to_bytes(self) -> bytes:
+        """The line in the file."""
+        return checksums.seal(self.to_json()) + b"\n"
+
+
+def flat(metrics: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
+    """Metrics by name; one in an inner mapping is named `outer/inner`."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping) and depth < 8:
+            found.update(flat(value, f"{prefix}{name}/", depth + 1))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    """The numbers among metrics, by name: those that a float can hold, infinities and NaN."""
+    named = flat(metrics if isinstance(metrics, Mapping) else {"metrics": metrics})
+    found = {n: v for n, v in named.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {n: v for n, v in found.items() if isinstance(v, float) or abs(v) <= sys.float_info.max}
+
+
+def read(store: Store) -> list[Line]:
+    """The whole lines of the file, in their order; none without a file."""
+    try:
+        data = store.read(paths.METRICS_LOG, limit_bytes=2 * MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except ValueError as error:
+        raise FormatError(paths.METRICS_LOG, str(error)) from None
+    return parse(data)
+
+
+def parse(data: bytes) -> list[Line]:
+    """The whole lines of the content of the file."""
+    found, broken = list[Line](), 0
+    for line in filter(None, data.split(b"\n")):
+        try:
+            checksums.check_seal(paths.METRICS_LOG, line)
+            found.append(Line.from_json(paths.METRICS_LOG, checksums.parse_sealed(paths.METRICS_LOG, line)))
+        except (DamagedError, FormatError):
+            broken += 1
+    if broken:
+        logging.warning("%s: %d lines are torn or damaged, and left out", paths.METRICS_LOG, broken)
+    return found
+
+
+def deleted(lines: Iterable[Line]) -> dict[int, Line]:
+    """What the lines say of each deleted epoch, ascending: the last line of its number counts."""
+    found = dict[int, Line]()
+    for line in lines:
+        if line.back:
+            found = {epoch: known for epoch, known in found.items() if epoch <= line.epoch}
+        else:
+            found[line.epoch] = line
+    return dict(sorted(found.items()))

@@ -1,0 +1,191 @@
+"""Several runs side by side: the checkpoint directories below a folder, a row for each."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import orbax.checkpoint as ocp
+
+from epochckpt import errors
+from epochckpt.inspection import leftovers, scan, suggest
+from epochckpt.inspection.directory import Inspection, inspect
+from epochckpt.inspection.epoch import Container
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, DirectoryRow, Overview, RunsOverview
+from epochckpt.storage import Store, open_store
+
+if TYPE_CHECKING:
+    from epochckpt.inspection.plots import RunsPlots
+
+_DEPTH = 4  # levels below the folder that are searched
+_SEARCHED = 2000  # folders
+_NEWEST = 20  # epochs whose times tell how often a run saves
+_LATE = 10  # times its usual interval without an epoch: then nothing trains there any more, as far as one can see
+_LATE_SECS = 600.0  # and at least so long
+
+
+def inspect_runs(
+    directory: str | os.PathLike[str],
+    *,
+    metric: str | None = None,
+    mode: str = "max",
+    options: ocp.CheckpointManagerOptions | None = None,
+) -> Runs:
+    """Opens a folder of runs to look at them side by side: the checkpoint directories in it, up to four levels below.
+
+    >>> import epochckpt as ec, jax.numpy as jnp, orbax.checkpoint as ocp
+    >>> for name, loss in (("a", 2.0), ("b", 1.0)):
+    ...     with ec.CheckpointManager(f"runs/{name}") as manager:
+    ...         _ = manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}), metrics={"loss": loss})
+    >>> runs = ec.inspect_runs("runs", metric="loss", mode="min")
+    >>> [(row.name, row.latest, row.best_value) for row in runs.rows()]
+    [('a', 0, 2.0), ('b', 0, 1.0)]
+    >>> runs["b"].latest.epoch
+    0
+
+    Args:
+        directory: a path or a URL.
+        metric: the metric by which each run's best epoch is found; None: the one that most runs have is shown.
+        mode: which value of the metric is best: `max` or `min`.
+        options: the step name format, if it is not the default.
+
+    Raises:
+        NotACheckpointDirectoryError: no checkpoint directory is in it; says what it looks like instead.
+        AccessError: it may not be read.
+        InvalidArgumentError: an unknown mode.
+    """
+    if mode not in ("max", "min"):
+        raise errors.InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
+    found = Runs(directory, metric, mode, options)
+    if not len(found):
+        inspect(directory, options=options)  # raises, and says what is there
+        raise errors.NotACheckpointDirectoryError(f"{found.directory} is one checkpoint directory: use `inspect`")
+    return found
+
+
+class Runs(Container):
+    """A folder of runs; see `inspect_runs`. Iterates over their names, which are their paths below the folder."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        metric: str | None,
+        mode: str,
+        options: ocp.CheckpointManagerOptions | None,
+    ):
+        self._store, self._metric, self._mode, self._options = open_store(directory), metric, mode, options
+
+    @property
+    def directory(self) -> str:
+        """Its path or URL, in full."""
+        return self._store.root
+
+    def __getitem__(self, name: str) -> Inspection:
+        """One run.
+
+        Raises:
+            NotACheckpointDirectoryError: there is none of this name.
+        """
+        return inspect(self._store.address_of(name), metric=self._metric, mode=self._mode, options=self._options)
+
+    def rows(self) -> tuple[DirectoryRow, ...]:
+        """A row per run, by name."""
+        return self.overview().runs
+
+    def overview(self) -> RunsOverview:
+        """The rows, and what could not be looked at."""
+        found: dict[str, DirectoryRow] = {}
+        problems: dict[str, str] = {}
+
+        def look(name: str) -> None:
+            asked = {"metric": self._metric, "mode": self._mode, "limit": _NEWEST, "options": self._options}
+            try:
+                found[name] = _row(name, scan.look(self._store.address_of(name), check=False, **asked))
+            except (errors.EpochCheckpointError, OSError) as error:
+                problems[name] = errors.say(error)
+
+        self._store.each(look, self._names())
+        runs = tuple(row for _, row in sorted(found.items()))
+        counts = collections.Counter(name for row in runs for name in row.history)
+        metric = self._metric or max(counts, key=lambda name: counts[name], default="")
+        return RunsOverview(self.directory, runs, metric, self._mode, self._metric is not None, problems)
+
+    @property
+    def plots(self) -> RunsPlots:
+        """Plots of all runs over each other."""
+        from epochckpt.inspection.plots import RunsPlots
+
+        return RunsPlots(self.overview)
+
+    def _names(self) -> Sequence[str]:
+        with scan.access(self._store):
+            return sorted(_directories(self._store))
+
+    def _rows(self) -> RunsOverview:
+        return self.overview()
+
+
+def _directories(store: Store) -> Iterator[str]:
+    """The checkpoint directories below a folder, which is none itself; nothing is searched for inside of one."""
+    level, searched = [""], 0
+    for _ in range(_DEPTH):
+        below: list[str] = []
+        for folder in level:
+            for name, is_folder in leftovers.names(store, folder):
+                path = f"{folder}/{name}".lstrip("/")
+                if not is_folder or name.startswith(".") or searched >= _SEARCHED:
+                    continue
+                searched += 1
+                if suggest.holds_epochs(store, path):
+                    yield path
+                else:
+                    below.append(path)
+        level = below
+
+
+def _row(name: str, seen: Overview) -> DirectoryRow:
+    whole = [row for row in seen.epochs if row.state == COMMITTED]
+    latest = next((row for row in whole if row.latest), None)
+    best = next((row for row in whole if row.best), None)
+    epochs = [row for row in seen.epochs if row.state in (COMMITTED, DAMAGED)]
+    state, detail = state_of(seen)
+    points = seen.history.get(seen.metric, ())
+    return DirectoryRow(
+        name,
+        state,
+        detail,
+        epochs=len(epochs) + seen.hidden,
+        nbytes=sum(row.nbytes for row in epochs) + seen.hidden_nbytes,
+        latest=None if latest is None else latest.epoch,
+        committed_ns=None if latest is None else latest.committed_ns,
+        best=None if best is None else best.epoch,
+        best_value=None if best is None else dict(points).get(best.epoch),
+        better=seen.better,
+        unit=seen.unit,
+        history=seen.history,
+    )
+
+
+def state_of(seen: Overview) -> tuple[str, str]:
+    """What goes on in a run, and why."""
+    whole = [row for row in seen.epochs if row.state == COMMITTED]
+    latest = next((row for row in whole if row.latest), None)
+    damaged = [row.epoch for row in seen.epochs if row.state == DAMAGED]
+    if damaged and (latest is None or damaged[-1] > latest.epoch):
+        return DAMAGED, f"{seen.unit} {damaged[-1]}"
+    if finished := (latest.notes or {}).get("finished") if latest else None:
+        return "finished", "; ".join(map(str, finished)) if isinstance(finished, list | tuple) else str(finished)
+    if any(row.state == IN_PROGRESS for row in seen.epochs):
+        return "saving", ""
+    times = [row.committed_ns for row in whole if row.committed_ns is not None]
+    if not times:
+        return "empty", ""
+    spans = [(after - before) / 1e9 for before, after in itertools.pairwise(times) if after > before]
+    usual = statistics.median(spans) if spans else 0.0
+    late = (time.time_ns() - max(times)) / 1e9 > max(_LATE * usual, _LATE_SECS)
+    return "stale" if late else "training", ""

@@ -1,0 +1,45 @@
+"""The metrics of a run over all its epochs: those that are there, and those that were deleted."""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from epochckpt.commit.metrics_log import Line
+from epochckpt.commit.retention import best_of, rank
+from epochckpt.inspection.rows import COMMITTED, EpochRow, MetricsRow, Overview, history, number_in
+
+
+def completed(
+    found: Overview, there: Iterable[EpochRow], deleted: Mapping[int, Line], present: Collection[int] = ()
+) -> Overview:
+    """The overview with the metrics of more epochs: of these rows, and of what was deleted.
+
+    `present`: epochs that are there though they have no row. What has a row, or metrics as an epoch that is there, was
+    saved anew after it had been deleted.
+    """
+    rows = [row for row in there if row.state == COMMITTED]
+    known = {row.epoch for row in (*rows, *found.epochs)}.union(present)
+    known.update(epoch for points in found.history.values() for epoch, _ in points)
+    gone = {row.epoch: row for row in found.deleted if row.epoch not in present}
+    known -= gone.keys()
+    gone |= {e: MetricsRow(e, line.committed_ns, line.metrics, True) for e, line in deleted.items() if e not in known}
+    gone = dict(sorted(gone.items()))
+    new = history(sorted((row.epoch, row.metrics) for row in (*rows, *gone.values())))
+    names = {**found.history, **new}
+    curves = {name: tuple(sorted({*found.history.get(name, ()), *new.get(name, ())})) for name in names}
+    ranks = {epoch: rank(value, found.mode) for epoch, value in curves.get(found.metric, ())}
+    alive = max((r for epoch, r in ranks.items() if epoch not in gone), default=None)
+    best = best_of({epoch: r for epoch, r in ranks.items() if epoch in gone})
+    better = best if best is not None and (alive is None or ranks[best] > alive) else None
+    return dataclasses.replace(found, history=curves, deleted=tuple(gone.values()), better=better)
+
+
+def best(rows: Iterable[EpochRow], metric: str, mode: str) -> int | None:
+    """The best committed epoch of the rows, the later of equals; NaN is worst. None if none has the metric."""
+    values = {row.epoch: number_in(row.metrics, metric) for row in rows if row.state == COMMITTED}
+    return best_of({epoch: None if value is None else rank(value, mode) for epoch, value in values.items()})
+
+
+def rows_of(found: Overview) -> list[MetricsRow]:
+    """The metrics of every committed epoch that has a row, and of those that were deleted, ascending."""
+    there = [MetricsRow(r.epoch, r.committed_ns, r.metrics, False) for r in found.epochs if r.state == COMMITTED]
+    return sorted([*there, *found.deleted], key=lambda row: row.epoch)

@@ -1,0 +1,189 @@
+"""Changes to a directory in which no run trains: epochs are deleted, rolled back, or copied there from another one.
+
+Guarantees:
+- a run that has not closed the directory, and may be alive, is fenced off only if the caller says so;
+- a change is claimed and committed as a run's own changes are: a run that begins meanwhile fences it off;
+- a directory's mirror follows, as it follows a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Generator, Sequence
+
+import orbax.checkpoint as ocp
+
+from epochckpt import _threads
+from epochckpt.commit import Commits, attached_metrics, claiming, commits_of
+from epochckpt.commit.host_record import read_host_record
+from epochckpt.errors import (
+    DamagedError,
+    EpochNotFoundError,
+    FormatError,
+    InvalidArgumentError,
+    UnsupportedError,
+    say,
+)
+from epochckpt.format import paths
+from epochckpt.manager.epoch_copy import EpochCopy, check_place
+from epochckpt.manager.manager import CheckpointManager
+from epochckpt.manager.mirror_record import RecordedMirror, read_mirror_record
+from epochckpt.manager.reader import CheckpointReader, ignore
+from epochckpt.manager.readers import Readers
+from epochckpt.options import StorageOptions
+from epochckpt.orbax import StepNames
+from epochckpt.storage import open_store
+
+_THREADS = 4
+_NEVER = 2**62  # of epochs after which one is mirrored
+
+
+def check_changeable(commits: Commits, take_over: bool = False) -> None:
+    """Raises what keeps this process from changing a directory, without a change.
+
+    Raises:
+        InvalidArgumentError: a run may be alive there, unless `take_over` allows to fence it off; or it is on a disk of
+            one host, and has that host's parts of epochs only.
+        AccessError: this user may not write there.
+    """
+    _check_whole(commits, "change")
+    if (refusal := commits.write_refusal()) is not None:
+        raise refusal
+    if not take_over:
+        claiming.check_idle(commits)
+
+
+def _check_whole(commits: Commits, verb: str) -> None:
+    host = read_host_record(commits.store) if commits.store.renames else None
+    if host is not None:
+        raise InvalidArgumentError(
+            f"{commits.store.root} is on a disk of one host (of node {host.node}), and has only that host's parts of "
+            f"epochs. To {verb} them, have all processes of the job open it with StorageOptions(local_disks=True, "
+            f"mirror=…), and use their manager; the mirror, {host.mirror}, has whole epochs, which can be copied"
+        )
+
+
+@contextlib.contextmanager
+def changing(
+    directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions, *, take_over: bool = False
+) -> Generator[CheckpointManager]:
+    """A manager that has claimed an existing directory, to delete epochs of it or to roll back; see `check_changeable`.
+
+    The mirror that the directory names is changed alike. No policy of `options` deletes anything: nothing is saved.
+    """
+    commits = commits_of(open_store(directory), StepNames.of(options))
+    check_changeable(commits, take_over)
+    record = read_mirror_record(commits.store) if commits.store.renames else None
+    storage = StorageOptions()
+    if record is not None:
+        storage = StorageOptions(mirror=record.address, mirror_every=_NEVER)  # of the rest, only what close() owes it
+    asked = dataclasses.replace(options, read_only=False, create=False)
+    with CheckpointManager(directory, options=asked, storage=storage) as manager:
+        manager.claim(take_over=take_over)
+        yield manager
+
+
+class DirectoryCopy:
+    """A copy of epochs of one directory to another one, which is made if it is missing.
+
+    Every byte is compared with its checksum on the way, as in an upload. What was attached to an epoch is copied, too.
+
+    Attributes:
+        problems: why epochs were not copied.
+        present: epochs that the destination has, whole.
+    """
+
+    def __init__(
+        self,
+        source: Commits,
+        destination: str | os.PathLike[str],
+        epochs: Sequence[int],
+        options: ocp.CheckpointManagerOptions,
+        *,
+        whole: bool = False,
+        take_over: bool = False,
+    ):
+        """Looks whether the epochs can be copied; changes nothing. `options` have the step name format of both.
+
+        With `whole`, what the source says of the directory as such is copied, too.
+
+        Raises:
+            EpochExistsError: the destination has another epoch of one of the numbers.
+            InvalidArgumentError: the destination lies in the source; or see `check_changeable`.
+        """
+        self._source, self._target = source, commits_of(open_store(destination), StepNames.of(options))
+        self._whole, self._take_over = whole, take_over
+        _check_whole(source, "copy")
+        check_place(source.store, self._target.store)
+        self.problems, self.present = dict[int, str](), list[int]()
+        self._readers = Readers(source, _threads.Pool(_THREADS), mirror=RecordedMirror())
+        self.destination = self._target.store.root
+        self.exists = not self._target.store.renames or os.path.lexists(self.destination)
+        if self.exists:
+            check_changeable(self._target, take_over)
+        self._epochs = list[int]()
+        for epoch in epochs:
+            with self._noting(epoch):
+                there = self.exists and self._copy(self._open(epoch)).is_there(False)
+                (self.present if there else self._epochs).append(epoch)
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epochs that are to be copied."""
+        return tuple(self._epochs)
+
+    def folder(self, epoch: int) -> str:
+        """The name of the folder of an epoch's copy."""
+        return self._target.names.build(epoch)
+
+    def run(self, progress: Callable[[int], None] = ignore) -> None:
+        """Copies them, oldest first; `progress` is called with the bytes of each piece, from any thread.
+
+        Raises:
+            UploadError, SaveError: the destination refused, or a run has begun to write there meanwhile.
+            EpochExistsError: another epoch of one of the numbers came there meanwhile.
+        """
+        target = self._target
+        if not self.exists:
+            target.store.make_root()
+        target.claim(check=functools.partial(check_changeable, target, self._take_over))
+        try:
+            for epoch in sorted([*self._epochs, *self.present]):
+                with self._noting(epoch):
+                    reader = self._open(epoch)
+                    if epoch in self._epochs:
+                        self._copy(reader, progress).copy_once()
+                    for source, metrics in attached_metrics.of_epoch(reader.commits, reader.record).items():
+                        attached_metrics.attach(target, epoch, metrics, source)
+            if self._whole:
+                self._copy_metadata()
+        finally:
+            _threads.logged(f"{self.destination}: the staging of a copy", target.release)
+
+    def _copy_metadata(self) -> None:
+        path = paths.join(*paths.ROOT_METADATA)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            data = self._source.store.read(path, limit_bytes=2**24)
+            self._target.write_once(paths.ROOT_METADATA, data)
+
+    def _open(self, epoch: int) -> CheckpointReader:
+        reader = self._readers.open(epoch)
+        if reader.native is None:
+            problem = "it was written by stock Orbax, whose steps are not copied"
+            raise UnsupportedError(f"{problem}; copy its folder, or restore it and save it with epochckpt")
+        return reader
+
+    def _copy(self, reader: CheckpointReader, progress: Callable[[int], None] = ignore) -> EpochCopy:
+        assert reader.native is not None, "see `_open`"
+        return EpochCopy(reader.native, self._target, progress=progress)
+
+    @contextlib.contextmanager
+    def _noting(self, epoch: int) -> Generator[None]:
+        """Notes what is wrong with an epoch of the source: the others are copied."""
+        try:
+            yield
+        except (DamagedError, EpochNotFoundError, FormatError, UnsupportedError) as error:
+            self.problems[epoch] = say(error)

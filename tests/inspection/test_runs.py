@@ -1,0 +1,116 @@
+"""Several runs side by side: found below a folder, with what goes on in each."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import time
+import uuid
+
+import matplotlib.axes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.cli import main
+from epochckpt.errors import NotACheckpointDirectoryError, UnknownNameError
+from epochckpt.inspection import runs as looking
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, EpochRow, Overview
+
+
+def save(directory: pathlib.Path, losses: list[float]) -> None:
+    with ec.CheckpointManager(directory) as manager:
+        for epoch, loss in enumerate(losses):
+            manager.save(epoch, args=ocp.args.StandardSave({"w": np.zeros(3)}), metrics={"loss": loss, "lr": 0.1})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    found = tmp_path_factory.mktemp("several") / "runs"
+    save(found / "a", [3.0, 1.0, 2.0])
+    save(found / "deep" / "b", [0.5])
+    (found / "notes").mkdir()
+    (found / "notes" / "todo.txt").write_text("no run")
+    return found
+
+
+def test_runs_are_found_below_a_folder(folder: pathlib.Path) -> None:
+    runs = ec.inspect_runs(folder, metric="loss", mode="min")
+    assert list(runs) == ["a", "deep/b"]
+    a, b = runs.rows()
+    assert (a.state, a.epochs, a.latest, a.best, a.best_value) == ("training", 3, 2, 1, 1.0)
+    assert a.history == {"loss": ((0, 3.0), (1, 1.0), (2, 2.0)), "lr": ((0, 0.1), (1, 0.1), (2, 0.1))}
+    assert (b.best, b.best_value) == (0, 0.5)
+    assert a.nbytes > 2 * b.nbytes > 0
+    assert list(runs["deep/b"]) == [0]
+    text = runs.to_text(100)
+    assert "2 runs · 2 training" in text
+    assert "★ best deep/b by min loss: 0.5" in text
+    assert "█▁▅" in text
+    ax = runs.plots.metric("loss")
+    assert isinstance(ax, matplotlib.axes.Axes)
+    assert [line.get_label() for line in ax.get_lines()] == ["a", "deep/b"]
+    with pytest.raises(UnknownNameError, match="los"):
+        runs.plots.metric("los")
+
+
+def test_the_command_lists_runs(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a metric the one that most runs have is shown, and none is best."""
+    assert main.main(["ls", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "deep/b" in shown
+    assert "loss" in shown
+    assert "best" not in shown
+    assert main.main(["ls", str(folder / "notes")]) == 3
+    assert "holds no epochs but todo.txt" in capsys.readouterr().err
+
+
+def test_what_is_no_folder_of_runs_is_said(folder: pathlib.Path) -> None:
+    with pytest.raises(NotACheckpointDirectoryError, match="is one checkpoint directory: use `inspect`"):
+        ec.inspect_runs(folder / "a")
+    with pytest.raises(NotACheckpointDirectoryError, match="does not exist"):
+        ec.inspect_runs(folder / "c")
+    with pytest.raises(NotACheckpointDirectoryError, match="holds checkpoint directories"):
+        ec.inspect(folder)
+
+
+def test_one_that_cannot_be_read_hides_no_other(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(folder / "a", tmp_path / "a", symlinks=True)
+    save(tmp_path / "b", [1.0])
+    head = next((tmp_path / "b").rglob("epoch.json"))
+    head.chmod(0o644)
+    head.write_bytes(b"{}")
+    seen = ec.inspect_runs(tmp_path).overview()
+    assert [(row.name, row.state) for row in seen.runs] == [("a", "training"), ("b", DAMAGED)]
+
+
+def test_runs_in_a_bucket_are_reached_by_its_settings() -> None:
+    """They stand in the query of the URL, and each run is opened with them."""
+    root = f"memory://{uuid.uuid4().hex}"
+    with ec.CheckpointManager(f"{root}/runs/a") as manager:
+        manager.save(3, args=ocp.args.StandardSave({"w": np.zeros(3)}), metrics={"loss": 1.0})
+    runs = ec.inspect_runs(f"{root}/runs?concurrency=3", metric="loss")
+    assert [(row.name, row.latest, row.best_value) for row in runs.rows()] == [("a", 3, 1.0)]
+    assert runs["a"].commits.store.settings.concurrency == 3
+
+
+def test_a_run_is_stale_when_its_next_epoch_is_long_overdue() -> None:
+    """Ten of its usual intervals, and ten minutes; a finished one is not, nor one that is saving."""
+    now = time.time_ns()
+
+    def state(*ages: float, **latest: object) -> str:
+        rows = [EpochRow(n, COMMITTED, committed_ns=now - int(age * 1e9)) for n, age in enumerate(ages)]
+        rows[-1] = EpochRow(len(ages) - 1, COMMITTED, committed_ns=rows[-1].committed_ns, latest=True, **latest)  # type: ignore[arg-type]
+        return looking.state_of(Overview("/run", tuple(rows)))[0]
+
+    assert [state(500, 400), state(5000, 4000), state(5000, 700), state(2000, 1990)] == [
+        "training",
+        "training",
+        "training",
+        "stale",
+    ]
+    assert state(9e9, notes={"finished": ["target"]}) == "finished"
+    seen = Overview("/run", (EpochRow(3, IN_PROGRESS),))
+    assert looking.state_of(seen) == ("saving", "")
+    assert looking.state_of(Overview("/run", ())) == ("empty", "")
