@@ -57,6 +57,7 @@ _RULES = """
 & tbody tr.row:nth-child(n):hover { background:$soft }
 & tr td, & tr th { padding:.25em .45em; border:0; border-top:1px solid $line; text-align:left; vertical-align:top;
   max-width:24em; line-height:1.45; font-weight:400; color:inherit; background:transparent }
+& tr td:first-child { min-width:5.5em }
 & tr th { border-top:0; color:$faint; white-space:nowrap }
 & tr td.right, & tr th.right, & .tree .right { text-align:right; white-space:nowrap }
 & tr.below td { border-top:0; padding:0; max-width:none }
@@ -92,7 +93,7 @@ _RULES = """
 & .tree summary, & .leaf, & .heads { display:grid; align-items:baseline; column-gap:.7em;
   grid-template-columns:minmax(4em,1fr) 5.5em 8.5em 5em 4em; padding:.12em .2em }
 & .placed summary, & .placed .leaf, & .placed .heads {
-  grid-template-columns:minmax(4em,1fr) 5.5em 8.5em 7.5em 5em 4em }
+  grid-template-columns:minmax(4em,1fr) 5.5em 8.5em clamp(7.5em,18cqw,14em) 5em 4em }
 & .tree details > summary::before, & .tree details[open] > summary::before { content:none }
 & .tree summary > :first-child::before { content:"▸"; display:inline-block; width:1.1em; color:$faint }
 & .tree details[open] > summary > :first-child::before { content:"▾" }
