@@ -4,19 +4,20 @@ SLURM and Kubernetes are not here. Two small programs stand in for `srun` and `s
 its command, its variables and its policy. The training processes, their signals and what they save are real.
 """
 
+import contextlib
 import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import yaml
 
 import epochckpt as ec
-from tests.support.processes import ROOT, Processes, free_port, start_processes
+from tests.support.processes import ROOT, Processes, reserved_port, start_processes
 
 TIMEOUT = 110.0
 PYTHONPATH = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
@@ -51,11 +52,14 @@ def asked(folder: pathlib.Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def start_batch(env: Mapping[str, str], tasks: int, *flags: str) -> Processes:
+@contextlib.contextmanager
+def start_batch(env: Mapping[str, str], tasks: int, *flags: str) -> Iterator[Processes]:
     """As slurmd starts the script: in the folder in which it was submitted, the root of the repository."""
     run = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
-    port = {"SLURM_NTASKS": str(tasks), "JAX_COORDINATOR_PORT": str(free_port())}
-    return start_processes(["-c", run, "examples/slurm.sbatch", *flags], 1, env={**env, **port})
+    with reserved_port() as port:
+        env = {**env, "SLURM_NTASKS": str(tasks), "JAX_COORDINATOR_PORT": str(port)}
+        with start_processes(["-c", run, "examples/slurm.sbatch", *flags], 1, env=env) as batch:
+            yield batch
 
 
 @pytest.mark.parametrize("code", [0, 1, ec.UNSAVED_EXIT_CODE, ec.PREEMPTED_EXIT_CODE, ec.FENCED_OFF_EXIT_CODE])
@@ -136,13 +140,15 @@ def test_the_pods_of_the_indexed_job_train_together(tmp_path: pathlib.Path) -> N
     assert program == "python"
     arguments = [argument.replace("/checkpoints/", f"{tmp_path}/") for argument in arguments]
     env = {variable["name"]: variable["value"] for variable in container["env"]}
-    env |= {"COORDINATOR": f"localhost:{free_port()}", "PYTHONPATH": PYTHONPATH}
     flags = ["--steps=40", "--steps_per_epoch=20", "--batch_size=8"]
-    zero, one = (
-        start_processes([*arguments, *flags], 1, env={**env, "JOB_COMPLETION_INDEX": str(index)})
-        for index in range(job["spec"]["completions"])
-    )
-    with zero, one:
+    with contextlib.ExitStack() as stack:
+        env |= {"COORDINATOR": f"localhost:{stack.enter_context(reserved_port())}", "PYTHONPATH": PYTHONPATH}
+        zero, one = (
+            stack.enter_context(
+                start_processes([*arguments, *flags], 1, env={**env, "JOB_COMPLETION_INDEX": str(index)})
+            )
+            for index in range(job["spec"]["completions"])
+        )
         assert zero[0].wait_for_exit(TIMEOUT), zero[0].output()
         assert one[0].wait_for_exit(TIMEOUT), one[0].output()
         assert (zero[0].returncode, one[0].returncode) == (0, 0), zero[0].output() + one[0].output()

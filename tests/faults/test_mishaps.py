@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -178,16 +177,6 @@ def waits_for(hold: Hold, call: Callable[[], Any]) -> list[Any]:
     hold.go.set()
     assert done.wait(WAIT_SECS)
     return out
-
-
-def eventually(look: Callable[[], bool]) -> bool:
-    """Whether something that happens in the background happens."""
-    deadline, pause = time.monotonic() + WAIT_SECS, threading.Event()
-    while not look():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(0.01)
-    return True
 
 
 def timed_out() -> OSError:

@@ -119,22 +119,31 @@ def test_sigterm_to_one_of_four_processes_at_random_moments(
     print(hit)
 
 
+def notify(directory: pathlib.Path, processes: int, epoch: int, step: int, **how: Any) -> Any:
+    """Runs the job; the last process gets a SIGTERM at a step."""
+    with start(directory, processes, step_secs=0.0, sigterm=[processes - 1, epoch, step], **how) as job:
+        return ends(job)
+
+
+def left_at(text: str) -> set[tuple[int, int]]:
+    """The epochs and steps at which processes left an epoch."""
+    left = [json.loads(m) for m in re.findall(r"^AT (.*\"left\".*)$", text, re.MULTILINE)]
+    return {(place["epoch"], place["step"]) for place in left}
+
+
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_epoch_that_can_be_resumed_is_left_in_the_middle(
     undisturbed: Any, tmp_path: pathlib.Path, processes: int
 ) -> None:
     """It is saved as it is, entered again on resume, and the complete one replaces it."""
-    how = {"resumable": True, "polls": True, "step_secs": 0.3}
-    codes, said, text = disturb(tmp_path / "c", processes - 1, '"step": 0', 0.4, processes, **how)
+    codes, said, text = notify(tmp_path / "c", processes, 2, 3, resumable=True, polls=True, held=[2, 3])
     assert codes == [PREEMPTED] * processes, text
     assert all(end["partial"] for end in said), text
-    (epoch,) = {end["epoch"] for end in said}
-    assert said[0]["committed"] == epoch == committed(tmp_path / "c")[-1]
-    left = [json.loads(m) for m in re.findall(r"^AT (.*\"left\".*)$", text, re.MULTILINE)]
-    assert len({(place["epoch"], place["step"]) for place in left}) == 1
-    assert left[0]["step"] < 10
+    assert {(end["epoch"], end["committed"]) for end in said} == {(2, 2)}
+    assert committed(tmp_path / "c") == [0, 1, 2]
+    assert left_at(text) == {(2, 3)}
     again = finish(tmp_path / "c", processes, resumable=True, polls=True, step_secs=0.0)
-    assert again[0]["resumed"] == epoch
+    assert again[0]["resumed"] == 2
     assert finals(again) == undisturbed(processes)
     assert committed(tmp_path / "c") == list(range(7))
     with ec.CheckpointManager(tmp_path / "c") as manager:
@@ -144,16 +153,13 @@ def test_an_epoch_that_can_be_resumed_is_left_in_the_middle(
 @pytest.mark.slow
 def test_a_second_preemption_in_the_same_epoch_keeps_the_further_part(undisturbed: Any, tmp_path: pathlib.Path) -> None:
     """A partial epoch is replaced by a later part of itself, and then by the complete one."""
-    how = {"resumable": True, "polls": True, "step_secs": 0.25}
-    steps = []
-    for _ in range(2):
-        codes, said, text = disturb(tmp_path / "c", 0, '"place": "epoch"', 0.6, 1, **how)
+    how = {"resumable": True, "polls": True}
+    for step in (2, 5):
+        codes, said, text = notify(tmp_path / "c", 1, 1, step, **how)
         assert codes == [PREEMPTED], text
         assert said[0]["partial"]
-        steps += [json.loads(m) for m in re.findall(r"^AT (.*\"left\".*)$", text, re.MULTILINE)]
-    assert [s["epoch"] for s in steps] == [1, 1]
-    assert steps[0]["step"] < steps[1]["step"]
-    assert finals(finish(tmp_path / "c", 1, resumable=True, polls=True, step_secs=0.0)) == undisturbed(1)
+        assert left_at(text) == {(1, step)}
+    assert finals(finish(tmp_path / "c", 1, step_secs=0.0, **how)) == undisturbed(1)
 
 
 @pytest.mark.slow
@@ -162,14 +168,12 @@ def test_an_epoch_that_cannot_be_resumed_is_dropped_at_the_deadline(
     undisturbed: Any, tmp_path: pathlib.Path, processes: int
 ) -> None:
     """What was committed before stays the newest, and the resumed run trains the epoch from its beginning."""
-    how = {"polls": True, "step_secs": 0.3, "deadline_secs": 0.0}
-    codes, said, text = disturb(tmp_path / "c", 0, '"epoch": 2', 0.2, processes, **how)
+    codes, said, text = notify(tmp_path / "c", processes, 2, 3, polls=True, held=[2, 3], deadline_secs=0.0)
     assert codes == [PREEMPTED] * processes, text
     assert not any(end["partial"] for end in said)
-    (epoch,) = {end["epoch"] for end in said}
-    assert committed(tmp_path / "c")[-1] == epoch
-    left = [json.loads(m) for m in re.findall(r"^AT (.*\"left\".*)$", text, re.MULTILINE)]
-    assert {place["epoch"] for place in left} == {epoch + 1}
+    assert {end["epoch"] for end in said} == {1}
+    assert committed(tmp_path / "c") == [0, 1]
+    assert left_at(text) == {(2, 3)}
     again = finish(tmp_path / "c", processes, step_secs=0.0)
     assert finals(again) == undisturbed(processes)
 
@@ -177,7 +181,7 @@ def test_an_epoch_that_cannot_be_resumed_is_dropped_at_the_deadline(
 @pytest.mark.slow
 def test_without_a_deadline_the_epoch_is_finished(undisturbed: Any, tmp_path: pathlib.Path) -> None:
     """Polling alone does not make an epoch one that is left."""
-    codes, said, text = disturb(tmp_path / "c", 0, '"epoch": 1', 0.3, 1, polls=True, step_secs=0.1)
+    codes, said, text = notify(tmp_path / "c", 1, 1, 3, polls=True)
     assert codes == [PREEMPTED], text
     assert "left" not in text
     assert not said[0]["partial"]
@@ -187,11 +191,11 @@ def test_without_a_deadline_the_epoch_is_finished(undisturbed: Any, tmp_path: pa
 
 def test_a_second_sigterm_kills_a_process_on_its_own(tmp_path: pathlib.Path) -> None:
     """The first asks, the second is not to be argued with; what is committed stays."""
-    moment = threading.Event()
-    with start(tmp_path / "c", 1, step_secs=5.0) as job:
+    with start(tmp_path / "c", 1, step_secs=0.0, polls=True, held=[1, 3]) as job:
+        assert next(ec.follow(tmp_path / "c", timeout_secs=LIMIT)) == 0
         job[0].wait_for_output('"epoch": 1', LIMIT)
         job[0].send_signal(signal.SIGTERM)
-        moment.wait(0.3)  # the first one is handled before the second one comes
+        job[0].wait_for_output("preemption notice heard", LIMIT)
         job[0].send_signal(signal.SIGTERM)
         codes, _, text = ends(job)
     assert codes == [-signal.SIGTERM], text

@@ -49,6 +49,7 @@ from tests.support.managers import traced_memory
 from tests.support.taps import (
     WAIT_SECS,
     Tap,
+    eventually,
     fail_writes,
     hold_commits,
     hold_writes,
@@ -601,8 +602,9 @@ def test_the_third_unwritten_save_waits_for_the_oldest(
     assert save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
     done, out = in_thread(lambda: save(m, 2))
+    held = "save(2) holds training: it waits for the save of epoch 0 (writing), because one save is "
+    assert eventually(lambda: said(caplog, held))
     assert not done.wait(MOMENT_SECS)
-    assert said(caplog, "save(2) holds training: it waits for the save of epoch 0 (writing), because one save is ")
     tap.let_go()
     assert done.wait(WAIT_SECS)
     assert out == [True]
@@ -620,8 +622,9 @@ def test_slow_commits_hold_the_fourth_save(
     assert [save(m, step) for step in range(3)] == [True] * 3
     assert tap.reached.wait(WAIT_SECS)
     done, out = in_thread(lambda: save(m, 3))
+    held = "save(3) holds training: it waits for the save of epoch 0 (every node has written, committing)"
+    assert eventually(lambda: said(caplog, held))
     assert not done.wait(MOMENT_SECS)
-    assert said(caplog, "save(3) holds training: it waits for the save of epoch 0 (every node has written, committing)")
     tap.let_go()
     assert done.wait(WAIT_SECS)
     assert out == [True]
@@ -760,8 +763,9 @@ def test_host_memory_is_bounded_by_the_machines(
         tap = hold_writes(m)
         assert save_bytes(m, 0, 3000)
         done, _ = in_thread(lambda: save_bytes(m, 1, 3000))
+        held = "both copies (3.0 kB and 3.0 kB) are more than 1.0 kB of memory"
+        assert eventually(lambda: said(caplog, held))
         assert not done.wait(MOMENT_SECS)
-        assert said(caplog, "both copies (3.0 kB and 3.0 kB) are more than 1.0 kB of memory")
         tap.let_go()
         assert done.wait(WAIT_SECS)
     assert m.all_steps() == [0, 1]

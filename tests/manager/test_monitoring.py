@@ -56,7 +56,9 @@ class Events:
 
 
 @pytest.fixture
-def events() -> Iterator[Events]:
+def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[Events]:
+    """What is heard; calls end when it has been heard, however long that takes."""
+    monkeypatch.setattr(_monitoring, "_DELIVER_SECS", WAIT_SECS)
     found = Events()
     with listening(found.event, found.figure):
         yield found
@@ -268,6 +270,7 @@ def test_a_listener_that_hangs_holds_up_events_alone(
     tmp_path: pathlib.Path, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the training thread holds what the listener waits for, and where a signal handler saves then."""
+    monkeypatch.setattr(_monitoring, "_DELIVER_SECS", 0.1)
     lock, saved = threading.RLock(), threading.Event()
 
     def locked(name: str, *_: Any, **tags: Any) -> None:

@@ -11,6 +11,7 @@ import struct
 import sys
 import termios
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import _progress
+from tests.support.taps import hold_commits
 
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
 
@@ -54,6 +56,13 @@ def everything(folder: pathlib.Path) -> None:
     """Whatever may last long: saves that are waited for, restores, exports, verifications and uploads."""
     state = {"w": jnp.arange(50_000.0), "n": 3}
     with ec.CheckpointManager(folder / "run") as manager:
+        tap, wait = hold_commits(manager), manager._attempts._wait
+
+        def wait_then_commit(*args: Any) -> bool:
+            tap.let_go()  # the save is waited for: nobody sees one that has ended before
+            return wait(*args)
+
+        manager._attempts._wait = wait_then_commit
         manager.save(1, args=Save(state))
         manager.wait_until_finished()
         manager.restore(1, args=Restore(state))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -34,7 +35,20 @@ def say(**what: Any) -> None:
     os.write(1, f"\nAT {json.dumps(what)}\n".encode())
 
 
-def make_job(epochs: int, step_secs: float, resumable: bool, polls: bool, exit_secs: float, width: int) -> ec.Job:
+def make_job(
+    epochs: int,
+    step_secs: float,
+    resumable: bool,
+    polls: bool,
+    exit_secs: float,
+    width: int,
+    sigterm: tuple[int, int, int] | None = None,
+    held: tuple[int, int] | None = None,
+) -> ec.Job:
+    """The job; `sigterm`: a process that sends itself one, at an epoch and a step; `held`: where all wait to be told.
+
+    So that a notice comes at a place and not at a time, whatever else the machine does.
+    """
     job = ec.Job()
 
     @job.setup
@@ -59,7 +73,14 @@ def make_job(epochs: int, step_secs: float, resumable: bool, polls: bool, exit_s
     def train(ws: ec.Workspace) -> dict[str, Any]:
         say(place="epoch", epoch=ws.epoch, step=ws["step"])
         while ws["step"] < STEPS:
-            if polls and ws.should_stop():
+            at = ws.epoch, ws["step"]
+            if sigterm is not None and (jax.process_index(), *at) == tuple(sigterm):
+                os.kill(os.getpid(), signal.SIGTERM)
+            stops = polls and ws.should_stop()
+            while held is not None and at == tuple(held) and not stops:
+                PAUSE.wait(0.05)
+                stops = ws.should_stop()
+            if stops:
                 say(place="left", epoch=ws.epoch, step=ws["step"])
                 return {}
             (record,) = ws["reader"].take(1)

@@ -48,11 +48,16 @@ class Outcome(NamedTuple):
     stdout: str
 
 
-def free_port() -> int:
-    """A TCP port of localhost on which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port of localhost that the system gives to nobody else within the block.
+
+    gRPC's servers, and so JAX's coordinator, listen on it all the same: they share ports of their user.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("localhost", 0))
+        yield holder.getsockname()[1]
 
 
 class Process:
@@ -161,7 +166,9 @@ class Processes(Sequence[Process]):
     def __init__(self, program: Sequence[str], num_processes: int, env: Mapping[str, str]):
         self.timed_out = False
         self._command = [sys.executable, *program]
-        self._env = dict(env)
+        self._port = contextlib.ExitStack()
+        coordinator = f"localhost:{self._port.enter_context(reserved_port())}"
+        self._env = {"EPOCHCKPT_TEST_COORDINATOR": coordinator, **env}
         self._folder = tempfile.TemporaryDirectory(prefix="epochckpt-test-")
         self._processes: list[Process] = []
         self._starts = 0
@@ -211,6 +218,7 @@ class Processes(Sequence[Process]):
     def close(self) -> None:
         """Kills what still runs and removes the output files. May be called again."""
         self.kill()
+        self._port.close()
         self._folder.cleanup()
         _alive.discard(self)
 
@@ -290,7 +298,6 @@ def start_processes(
         "PYTHONFAULTHANDLER": "1",  # SIGABRT then prints the stacks of all threads
         "PYTHONUNBUFFERED": "1",
         "EPOCHCKPT_TEST_NUM_PROCESSES": str(num_processes),
-        "EPOCHCKPT_TEST_COORDINATOR": f"localhost:{free_port()}",
     }
     return Processes(program, num_processes, {**os.environ, **own, **(env or {})})
 

@@ -6,12 +6,23 @@ import errno
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import epochckpt as ec
 
 WAIT_SECS = 30.0
+
+
+def eventually(look: Callable[[], bool]) -> bool:
+    """Whether something that happens in the background happens."""
+    deadline, pause = time.monotonic() + WAIT_SECS, threading.Event()
+    while not look():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.01)
+    return True
 
 
 def store_of(m: ec.CheckpointManager) -> Any:
