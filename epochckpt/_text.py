@@ -89,7 +89,7 @@ def _some(names: Sequence[str]) -> str:
 def near_epochs(epoch: int, known: Iterable[int]) -> str:
     """A hint for an error about an unknown epoch: the nearest numbers, ascending."""
     nearest = sorted(sorted(known, key=lambda number: abs(number - epoch))[:_NEAR])
-    return f"near: {', '.join(map(str, nearest))}" if nearest else "it holds no committed epoch"
+    return f"near: {', '.join(map(str, nearest))}" if nearest else "it holds no committed checkpoint"
 
 
 def public(names: Iterable[str]) -> list[str]:

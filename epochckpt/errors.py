@@ -87,10 +87,10 @@ class EpochNotFoundError(EpochCheckpointError, v1.training.errors.StepNotFoundEr
     """The `directory` has no such committed `epoch` (None: not any); `available` are those that it has, ascending."""
 
     def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
-        what, stock = f"no epoch {epoch}", f"Checkpoint at {directory}/{epoch} not found"
+        what, stock = f"no checkpoint {epoch}", f"Checkpoint at {directory}/{epoch} not found"
         if epoch is None:
-            what, stock = "no epoch", f"No steps found in {directory}"
-        have = "it holds no committed epoch"
+            what, stock = "no checkpoint", f"No steps found in {directory}"
+        have = "it holds no committed checkpoint"
         if available:
             have = f"committed: {'… ' if len(available) > 20 else ''}{', '.join(map(str, available[-20:]))}"
         super().__init__(f"{directory}: {what}; {have} (in Orbax's words: {stock})")
@@ -102,7 +102,7 @@ class EpochDeletedError(EpochNotFoundError):
 
     def __init__(self, epoch: int, directory: str, detail: str):
         EpochCheckpointError.__init__(
-            self, f"{directory}: epoch {epoch} was deleted or replaced while it was being read ({detail})"
+            self, f"{directory}: checkpoint {epoch} was deleted or replaced while it was being read ({detail})"
         )
         self.epoch, self.directory, self.available = epoch, directory, []
 
@@ -179,8 +179,8 @@ class MismatchError(EpochCheckpointError, ValueError):
     """The target does not fit the `item` of the `epoch`; a table shows the `rows`: every leaf that differs."""
 
     def __init__(self, item: str, epoch: int, rows: Sequence[Mismatch]):
-        lines = [f"epoch {epoch}, item {item!r} does not fit the target ({several(len(rows), 'leaf', 'leaves')}):"]
-        table = [("leaf", "problem", "in the epoch", "in the target")]
+        lines = [f"checkpoint {epoch}, item {item!r} does not fit the target ({several(len(rows), 'leaf', 'leaves')}):"]
+        table = [("leaf", "problem", "in the checkpoint", "in the target")]
         table += [(readable(row.leaf), row.problem, row.found, row.expected) for row in rows[:_ROWS]]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         for cells in table:
@@ -220,7 +220,7 @@ def _advice(problems: set[str]) -> list[str]:
 class SaveError(EpochCheckpointError, RuntimeError):
     """The `epoch` was not committed: see `reason`. Earlier epochs are untouched."""
 
-    _message = "epoch {} was not committed: {}"
+    _message = "checkpoint {} was not committed: {}"
 
     def __init__(self, epoch: int, reason: str):
         super().__init__(self._message.format(epoch, reason))
@@ -245,7 +245,7 @@ class StorageBehindError(SaveError, TimeoutError):
 class FencedError(SaveError):
     """A newer incarnation of the job has taken over the directory: this one may not write any more."""
 
-    _message = "epoch {}: {}"
+    _message = "checkpoint {}: {}"
 
 
 class BufferChangedError(SaveError):
@@ -267,7 +267,7 @@ class UncertainError(SaveError):
     after all, each process learns of it with a later save.
     """
 
-    _message = "it is uncertain whether epoch {} was committed: {}"
+    _message = "it is uncertain whether checkpoint {} was committed: {}"
 
 
 class SaveErrorGroup(SaveError):
@@ -289,9 +289,9 @@ class UnfinishedError(EpochCheckpointError, RuntimeError):
 
     def __init__(self, directory: str, epochs: Sequence[int], reason: str):
         super().__init__(
-            f"{directory}: epochs {', '.join(map(str, epochs))} are rolled back or deleted (see rollback.json), and no "
-            f"reader sees them any more; but they could not be moved away: {reason}. Remove the cause; then the first "
-            "write of the next run, or a save of one of these epochs, moves them"
+            f"{directory}: checkpoints {', '.join(map(str, epochs))} are rolled back or deleted (see rollback.json), "
+            f"and no reader sees them any more; but they could not be moved away: {reason}. Remove the cause; then the "
+            "first write of the next run, or a save of one of these numbers, moves them"
         )
         self.epochs = list(epochs)
 
@@ -303,8 +303,8 @@ class RemovalError(EpochCheckpointError, OSError):
 
     def __init__(self, directory: str, epoch: int, reason: str):
         super().__init__(
-            f"{directory}: epoch {epoch} is deleted, but its files could not be removed: {reason}. Nobody reads them "
-            "any more; the next run that writes there removes them, once the cause is gone"
+            f"{directory}: checkpoint {epoch} is deleted, but its files could not be removed: {reason}. Nobody reads "
+            "them any more; the next run that writes there removes them, once the cause is gone"
         )
         self.epoch, self.reason = epoch, reason
 
@@ -314,7 +314,7 @@ class UploadError(EpochCheckpointError, RuntimeError):
 
     def __init__(self, epoch: int, destination: str, reason: str):
         super().__init__(
-            f"epoch {epoch} was not uploaded to {destination}: {reason}. The epoch itself is untouched: remove the "
+            f"checkpoint {epoch} was not uploaded to {destination}: {reason}. The checkpoint is untouched: remove the "
             "cause and start the job again, which only uploads"
         )
         self.epoch, self.destination, self.reason = epoch, destination, reason
@@ -324,12 +324,12 @@ class TaskError(EpochCheckpointError, RuntimeError):
     """A task of a job raised an error, which is the cause of this one. Committed epochs are untouched.
 
     `group` is the phase of the `task` (setup, init, epoch, download or exit), `epoch` the one that was being trained
-    on the `node` (0 before the first), and `reason` what the task raised.
+    on the `node` (0 before the first), in the job's `unit`, and `reason` what the task raised.
     """
 
-    def __init__(self, task: str, group: str, node: str, epoch: int, reason: str):
-        super().__init__(f"task {task!r} of group {group!r} on node {node} failed in epoch {epoch}: {reason}")
-        self.task, self.group, self.node, self.epoch, self.reason = task, group, node, epoch, reason
+    def __init__(self, task: str, group: str, node: str, epoch: int, reason: str, unit: str = "epoch"):
+        super().__init__(f"task {task!r} of group {group!r} on node {node} failed in {unit} {epoch}: {reason}")
+        self.task, self.group, self.node, self.epoch, self.reason, self.unit = task, group, node, epoch, reason, unit
 
 
 class CoordinationError(EpochCheckpointError, RuntimeError):

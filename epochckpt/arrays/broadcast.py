@@ -210,7 +210,7 @@ class Sharing:
         total = sum(source.arrays.leaves[leaf].nbytes for leaf, groups in single.items() if groups is not None)
         size = f"{_units.several(len(rows), 'leaf', 'leaves')} in common ({_units.nbytes(total)})"
         text = json.dumps([source.record.attempt, rows], default=str)
-        what = f"epoch {source.record.epoch}, item {source.item!r}: {size}"
+        what = f"checkpoint {source.record.epoch}, item {source.item!r}: {size}"
         self._tell({"step": "plan", "what": what, "digest": checksums.digest(text.encode())})
         streams = [
             _Stream(groups, self._me, source, outs) if any(self._me in group for group in groups) else None

@@ -99,7 +99,7 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
         sources = {number: number % count for number in nodes.hosted}
     else:
         raise InvalidArgumentError(
-            f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; this job "
+            f"item {name!r} of checkpoint {record.epoch} differs per node and was saved by {count} nodes; this job "
             f"has {now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
         )
     # Nodes whose old node saved no value are left out.
@@ -114,8 +114,8 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     if args is None:
         return Nothing()
     raise InvalidArgumentError(
-        f"item {name!r} of epoch {record.epoch}: the node whose place {nodes.hosted_names[0]} takes saved none; leave "
-        "the item out, or pass NodeRestore(by_node=True), which leaves out the node"
+        f"item {name!r} of checkpoint {record.epoch}: the node whose place {nodes.hosted_names[0]} takes saved none; "
+        "leave the item out, or pass NodeRestore(by_node=True), which leaves out the node"
     )
 
 
@@ -162,14 +162,14 @@ def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
     if item is None or item not in arrays:
         found = f"{len(arrays)} items of arrays" if item is None else f"no item of arrays {item!r}"
         known = ", ".join(arrays) or "none"
-        raise InvalidArgumentError(f"epoch {epoch} has {found}; pass item= (--item), one of: {known}")
+        raise InvalidArgumentError(f"checkpoint {epoch} has {found}; pass item= (--item), one of: {known}")
     return item
 
 
 def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameError:
     """The error for an item that an epoch lacks; lists its items."""
     return UnknownNameError(
-        f"epoch {epoch} has no item {name!r}; it has: {', '.join(sorted(names)) or 'none'} (in Orbax's words: "
+        f"checkpoint {epoch} has no item {name!r}; it has: {', '.join(sorted(names)) or 'none'} (in Orbax's words: "
         f'Item "{name}" was not found in the checkpoint)'
     )
 

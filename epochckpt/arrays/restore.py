@@ -88,9 +88,9 @@ def _match(
         raise MismatchError(name, epoch, matcher.rows)
     _progress.note("missing", len(matcher.absent))
     if matcher.absent and sources is None:
-        _log_absent(f"epoch {epoch}, item {name}", matcher.absent, item.public_names)
+        _log_absent(f"checkpoint {epoch}, item {name}", matcher.absent, item.public_names)
     for leaf, shape in ((item.leaves[r.leaf], r.shape) for r in requests if r.shape is not None):
-        message = "epoch %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
+        message = "checkpoint %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
         logging.warning(message, epoch, name, leaf.name, describe_leaf(leaf), list(shape))
     return requests, treedef
 
@@ -141,7 +141,7 @@ def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         numbers = _text.matching(names, pattern)
         if names and not numbers:
-            raise UnknownNameError(f"epoch {reader.record.epoch}, item {name!r}: {_text.no_match(pattern, names)}")
+            raise UnknownNameError(f"checkpoint {reader.record.epoch}, item {name!r}: {_text.no_match(pattern, names)}")
         chosen.update(numbers)
     values = read_values(reader, name, sorted(chosen))
     return dict(zip((names[i] for i in sorted(chosen)), values, strict=True))

@@ -51,7 +51,7 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
         raise errors.InvalidArgumentError(f"metrics are an object of names and numbers, got a {type(metrics).__name__}")
     record = commits.read_record(epoch)
     if record.stock:
-        problem = f"{commits.store.root}: epoch {epoch} was written by stock Orbax"
+        problem = f"{commits.store.root}: checkpoint {epoch} was written by stock Orbax"
         raise errors.UnsupportedError(f"{problem}; metrics are attached to epochs of epochckpt only")
     if attempt is not None and record.attempt != attempt:
         raise errors.EpochDeletedError(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
@@ -82,14 +82,14 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
 def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, Any], source: str) -> None:
     """Refuses a metric of a name that the epoch has already from the save or from another source."""
     if record.metrics is not None and not isinstance(record.metrics, Mapping):
-        problem = f"epoch {record.epoch} was saved with metrics that are no object of names"
+        problem = f"checkpoint {record.epoch} was saved with metrics that are no object of names"
         raise errors.InvalidArgumentError(f"{problem}: none can be attached to them")
     attached = of_epoch(commits, record)
     owners = {name: f"source {other!r}" for other, found in attached.items() if other != source for name in found}
     owners |= dict.fromkeys(record.metrics or {}, "the save itself")
     taken = sorted(owners.keys() & metrics.keys())
     if taken:
-        problem = f"epoch {record.epoch} has the metric {taken[0]!r} already, from {owners[taken[0]]}"
+        problem = f"checkpoint {record.epoch} has the metric {taken[0]!r} already, from {owners[taken[0]]}"
         raise errors.InvalidArgumentError(f"{problem}: choose another name")
 
 

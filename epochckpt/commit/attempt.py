@@ -148,7 +148,7 @@ class Attempt:
                 return math.inf
             return tally.nbytes - self.written_before if self.state == "writing" else 0.0
 
-        with _progress.work(f"saving epoch {self.epoch}") as work:
+        with _progress.work(f"saving checkpoint {self.epoch}") as work:
             work.follow(written, self.nbytes)
             yield
 

@@ -261,7 +261,7 @@ class PutCommits(Commits):
             if now is None:
                 raise self._unknown(epoch)
             if now.attempt == entry.attempt:
-                problem = f"is missing, and {paths.HEAD} names it: epoch {epoch} cannot be read"
+                problem = f"is missing, and {paths.HEAD} names it: checkpoint {epoch} cannot be read"
                 raise DamagedError(_record_path(folder, entry.attempt), problem)
             entry = now
 
@@ -280,7 +280,7 @@ class PutCommits(Commits):
             record, data = parsing.read_record(self.store, path, parsed) or (None, b"")
             if record is not None and record.attempt == attempt:
                 if record.epoch != self.names.parse(folder):
-                    raise FormatError(path, f"is the record of epoch {record.epoch}, found in the folder {folder}")
+                    raise FormatError(path, f"is the record of checkpoint {record.epoch}, found in the folder {folder}")
                 if len(data) <= _KEPT_BYTES:
                     self._records = dict([*self._records.items(), (key, (path, data))][-_KEPT:])
                 return record
@@ -465,7 +465,7 @@ class PutCommits(Commits):
         self._folders[epoch] = folder
         was, kept = old, replaces is not None and bool(replaces.damage)
         if was is not None and kept:
-            logging.warning("%s: the damaged epoch %d was set aside as %s", self.store.root, epoch, aside)
+            logging.warning("%s: the damaged checkpoint %d was set aside as %s", self.store.root, epoch, aside)
             self._copy_aside({aside: was})
         stock = was is not None and was.stock
         copy = partial(self._copy_record, folder, attempt, record)
@@ -510,7 +510,7 @@ class PutCommits(Commits):
                 return None
             entry, changes, kept = now.listed[folder], now.without(folder), paths.join(into or "", folder)
             if (into and self.store.files(kept, 1)) or (kept in now.aside and not now.aside[kept].stock):
-                raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
+                raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away first")
             send_off(changes, folder, entry, None if into is None else kept)
             gone[kept] = entry
             noted = self._log.noting(now, folder, self.names.parse, self._record) if logged else {}

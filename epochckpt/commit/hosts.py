@@ -119,7 +119,7 @@ class Hosts:
         for epoch in sorted(epochs):
             if store.exists(self._commits.folder(epoch)):
                 self._commits.hide(epoch, folder)
-                logging.warning("%s/%s: what this disk has of epoch %d was moved there", store.root, folder, epoch)
+                logging.warning("%s/%s: what this disk has of checkpoint %d was moved there", store.root, folder, epoch)
         self._commits.ignored = frozenset()
 
     def _meet(

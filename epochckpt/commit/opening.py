@@ -161,7 +161,7 @@ def survey(
             runs = found.runs
             break
         where = commits.store.root
-        logging.error("%s: epoch %d is damaged and will not be used: %s", where, epoch, found.damage)
+        logging.error("%s: checkpoint %d is damaged and will not be used: %s", where, epoch, found.damage)
         damaged[epoch] = found
         epochs.pop()
     needed = attached_metrics.are_needed(options)
@@ -205,9 +205,9 @@ def survey_of_disks(
             if any(epoch in disk.parts for number, disk in enumerate(found.disks) if number not in others):
                 remote.discard(epoch)
         elif epoch in found.unfinished:
-            logging.warning("epoch %d was never finished, or is deleted in part: %s", epoch, found.faults[epoch])
+            logging.warning("checkpoint %d was never finished, or is deleted in part: %s", epoch, found.faults[epoch])
         elif epoch in found.faults:
-            logging.error("epoch %d is not whole, and the mirror does not have it: %s", epoch, found.faults[epoch])
+            logging.error("checkpoint %d is not whole, and the mirror does not have it: %s", epoch, found.faults[epoch])
             damaged[epoch] = ReplaceCondition(None, found.faults[epoch])
     away = {process: tuple(epochs) for process, epochs in aside.items()}
     return dataclasses.replace(survey, damaged=damaged, remote=tuple(sorted(remote)), aside=away)
@@ -368,7 +368,7 @@ def _decide(
     for text in found.foreign.values():
         logging.error("%s. It is left alone: other epochs can be used, saving under its number is refused", text)
     if moving and not options.read_only:
-        what = f"{'epoch' if len(moving) == 1 else 'epochs'} {', '.join(map(str, moving))}"
+        what = f"{'checkpoint' if len(moving) == 1 else 'checkpoints'} {', '.join(map(str, moving))}"
         remedy = "which the next write puts back. claim() does that now: call it before you choose what to restore"
         logging.warning("%s: an earlier run was killed while it replaced %s, %s", store.root, what, remedy)
     named = [] if nodes == _default_names(coordinator) else list(nodes)  # every process takes the answer: it is short

@@ -158,7 +158,7 @@ class Commits(abc.ABC):
         path = paths.join(folder, paths.EPOCH_RECORD)
         record = parsing.read_record(self.store, path, parse)
         if record is not None and record.epoch != epoch:
-            raise errors.FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
+            raise errors.FormatError(path, f"is the record of checkpoint {record.epoch}, found under the name {epoch}")
         return record
 
     def _unknown(self, epoch: int) -> errors.EpochNotFoundError:
@@ -469,7 +469,7 @@ class Commits(abc.ABC):
         rollback = self.rollback()
         if rollback is None:
             return
-        what = "deletion of epochs" if rollback.to is None else f"rollback to epoch {rollback.to}"
+        what = "deletion of checkpoints" if rollback.to is None else f"rollback to checkpoint {rollback.to}"
         logging.warning("%s: finishing the %s that was begun before", self.store.root, what)
         self._finish(rollback)
 

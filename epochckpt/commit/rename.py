@@ -169,7 +169,7 @@ class RenameCommits(Commits):
         if present and not replace and self.store.exists(self.folder(epoch)):
             away = f"damaged-{paths.new_id()}"
             self.hide(epoch, away)
-            logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
+            logging.warning("%s: the damaged checkpoint %d was moved to %s", self.store.root, epoch, away)
         return self.put_in_place(epoch, attempt, replace=replace)
 
     def put_in_place(self, epoch: int, attempt: str, *, replace: bool) -> Callable[[], None] | None:
@@ -271,10 +271,10 @@ class RenameCommits(Commits):
         name = self.folder(epoch)
         kept = None if into is None else paths.join(into, name)
         if kept is not None and self.store.exists(kept):
-            problem = f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}"
+            problem = f"{self.store.root}/{kept} exists already; move it away first"
             raise errors.EpochExistsError(problem)
         if logged:
-            _threads.logged(f"{self.store.root}: the metrics of epoch {epoch} are not kept", partial(self._log, epoch))
+            _threads.logged(f"{self.store.root}: metrics of checkpoint {epoch} are not kept", partial(self._log, epoch))
         away = placing.removed(self._home, name)
         with self._fenced(epoch):
             try:

@@ -65,11 +65,13 @@ def newest_readable(
         if error is None:
             return epoch, value[0], rejected
         if not isinstance(error, errors.EpochNotFoundError):
-            logging.error("%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error)
+            logging.error(
+                "%s: checkpoint %d is not restored, falling back to an older one: %s", directory, epoch, error
+            )
             _monitoring.event("/epochckpt/read/fallback", kind=type(error).__name__)
             rejected[epoch] = errors.kept(error)  # its traceback would hold the arrays that were read of the epoch
             continue
-        logging.warning("%s: epoch %d is not restored, it is not there any more: %s", directory, epoch, error)
+        logging.warning("%s: checkpoint %d is not restored, it is not there any more: %s", directory, epoch, error)
         gone.append(epoch)
         if looks < _LOOKS:
             (found, damaged), looks = look_again(rejected), looks + 1

@@ -68,7 +68,7 @@ class EpochInfo:
                     raise error
                 source = record.metrics, record.committed_ns, record.attempt
             except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
-                logging.warning("epoch %d has no readable record: it counts as one without metrics", self.step)
+                logging.warning("checkpoint %d has no readable record: it counts as one without metrics", self.step)
                 source = None, 0, ""
             self._source = source
         return source
@@ -250,7 +250,7 @@ def _without_score(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: 
     names = ", ".join(map(repr, known)) if isinstance(known, Mapping) else type(known).__name__
     fate = "kept" if options.keep_checkpoints_without_metrics else "deleted"
     logging.warning(
-        "best_fn %s for epoch %d, whose metrics are: %.500s. Until one is attached, it counts as one without: it "
+        "best_fn %s for checkpoint %d, whose metrics are: %.500s. Until one is attached, it counts as one without: it "
         "is never the best, and where the number of epochs is limited it is %s. Logged for the first such epoch only",
         why,
         info.step,
@@ -374,7 +374,7 @@ def hide(commits: Commits, epoch: int, into: str | None) -> Callable[[], None]:
     began = time.monotonic()
     remove, hiding_secs = commits.hide(epoch, into, logged=True), time.monotonic() - began
     where = "" if into is None else f": it was moved to {into}"
-    logging.info("epoch %d of %s is deleted%s", epoch, commits.store.root, where)
+    logging.info("checkpoint %d of %s is deleted%s", epoch, commits.store.root, where)
 
     def remove_it() -> None:
         began = time.monotonic()
@@ -408,8 +408,8 @@ def _may_delete(commits: Commits, info: EpochInfo) -> bool:
     if not sure and (commits.store.root, epoch) not in _left_alone:
         _left_alone.add((commits.store.root, epoch))
         logging.warning(
-            "%s: epoch %d of stock Orbax is not deleted although the options would have it: its record or its metrics "
-            "cannot be used, or something else was saved in it. If nobody needs it, delete(%d) removes it",
+            "%s: checkpoint %d of stock Orbax is not deleted although the options would have it: its record or its "
+            "metrics cannot be used, or something else was saved in it. If nobody needs it, delete(%d) removes it",
             commits.store.root,
             epoch,
             epoch,
@@ -422,7 +422,7 @@ def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
     record = commits.read_record(epoch)
     if record.stock or commits.folder(epoch) != commits.names.build(epoch):
         raise InvalidArgumentError(
-            f"epoch {epoch} ({commits.store.root}/{commits.folder(epoch)}) was written by stock Orbax, or under "
+            f"checkpoint {epoch} ({commits.store.root}/{commits.folder(epoch)}) was written by stock Orbax, or under "
             "another step name format, and cannot be replaced in one step; delete() makes room for it"
         )
     return ReplaceCondition(record.attempt)

@@ -114,11 +114,11 @@ class Attempts:
             older, event, reason = found
             if not event.wait(min(began + LONG_SECS - time.monotonic(), bound.left())):
                 logged = True
-                text = "save(%d) holds training: it waits for the save of epoch %d (%s), because %s"
+                text = "save(%d) holds training: it waits for the save of checkpoint %d (%s), because %s"
                 logging.warning(text, epoch, older.epoch, older.state, reason)
             if not self._wait(older, event, bound):
                 held = f"save() has held training for {_units.secs(time.monotonic() - began)} (max_blocked_secs)"
-                first = f"epoch {older.epoch}, which began {_units.secs(older.elapsed_secs)} ago ({older.state})"
+                first = f"checkpoint {older.epoch}, which began {_units.secs(older.elapsed_secs)} ago ({older.state})"
                 text = f"storage is behind: {held}, and the save of {first}, has to come first, because {reason}"
                 return errors.StorageBehindError(epoch, text)
         if logged:
@@ -301,7 +301,7 @@ class Attempts:
                 self._bind(attempt)
                 # A lane of its own: where the primary's machine is silent this takes long.
                 key = f"{self._key('report', attempt)}/{self._coordinator.process}"
-                problem = f"epoch {attempt.epoch}: the primary may not hear of this node"
+                problem = f"checkpoint {attempt.epoch}: the primary may not hear of this node"
                 self._report_lane.submit(
                     lambda: _threads.logged(problem, lambda: self._coordinator.put(key, report.to_wire()))
                 )
@@ -340,7 +340,7 @@ class Attempts:
             if oldest.collecting and oldest.state != _COMMITTING and since >= _PATIENCE_SECS and not lag:
                 # A node is silent: saves that wait for it must not pile up on storage.
                 epochs = ", ".join(str(a.epoch) for a in waiting)
-                reason = f"epochs {epochs} are still waiting for their nodes; not more than that"
+                reason = f"checkpoints {epochs} are still waiting for their nodes; not more than that"
                 raise errors.SaveError(attempt.epoch, reason)
             for each in self.pending():
                 if not each.written.done():  # it waits for this one, which waits for the node that is behind
@@ -382,7 +382,7 @@ class Attempts:
         """Ends an attempt, once; one that was given up stays given up."""
         if not attempt.ended.claim():
             if failure is None:
-                logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
+                logging.warning("checkpoint %d, of which that was uncertain, is committed", attempt.epoch)
             return
         self._tell(attempt, failure)
         if attempt.dequeued.claim():  # it was never written
@@ -426,7 +426,7 @@ class Attempts:
         try:
             commit = retention.retire(self._commits, self._history, self._policies, commit)
         except Exception:  # a policy of the user's: a failure there must not harm the commit
-            logging.exception("epoch %d is committed, but deciding what to delete failed", attempt.epoch)
+            logging.exception("checkpoint %d is committed, but deciding what to delete failed", attempt.epoch)
         self._publish_verdict(attempt, commit.to_wire(hides=self._hosts is not None))
         return commit
 
@@ -513,13 +513,13 @@ class Attempts:
             self._hosts.commit(attempt, record.attempt, data, still_in_time, self._key)
         elif remove := self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces):
             self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
-        logging.info("epoch %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
+        logging.info("checkpoint %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
         cost = SaveCost.of(attempt.epoch, record)
         return Committed(attempt.epoch, attempt.metrics, record.committed_ns, attempt=record.attempt, cost=cost)
 
     def _publish_verdict(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that ended long ago."""
-        problem = f"epoch {attempt.epoch}: the verdict could not be published"  # storage decides then
+        problem = f"checkpoint {attempt.epoch}: the verdict could not be published"  # storage decides then
         key = f"{self._key('verdict' if attempt.offered else self._first, attempt)}/0"
         _threads.logged(problem, lambda: self._coordinator.put(key, verdict))
         report = self._key("report", attempt)
@@ -583,7 +583,7 @@ class Attempts:
             if verdict is not None and "error" in verdict and self._hosts is not None:
                 self._remove(attempt, self._taken_back(attempt, errors.from_wire(verdict["error"])))
             elif verdict is not None and "error" not in verdict and self._is_there(attempt):
-                logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
+                logging.warning("checkpoint %d, of which that was uncertain, is committed", attempt.epoch)
                 self._history.commit(Committed.from_wire(attempt.epoch, verdict))
 
     def _is_there(self, attempt: Attempt) -> bool:

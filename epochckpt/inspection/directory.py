@@ -201,7 +201,7 @@ class Inspection(Container):
         known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
         error = EpochNotFoundError(number, self.directory, known)
         attempt = next((f". An attempt at saving it is {row.state}" for row in rows if row.epoch == number), "")
-        error.args = (f"{self.directory}: no epoch {number}; {_text.near_epochs(number, known)}{attempt}",)
+        error.args = (f"{self.directory}: no checkpoint {number}; {_text.near_epochs(number, known)}{attempt}",)
         raise error
 
     def diff(

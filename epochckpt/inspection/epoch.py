@@ -261,7 +261,7 @@ class EpochInspection(Container):
             hint = _text.near(str(item), items)
             if len(items) == 1 and any(leaf.name == item for leaf in next(iter(items.values())).leaves):
                 hint += f"; {item!r} is a leaf of item {next(iter(items))!r}"
-            raise UnknownNameError(f"epoch {self.epoch} has no item {quoted(item)}; {hint}")
+            raise UnknownNameError(f"checkpoint {self.epoch} has no item {quoted(item)}; {hint}")
         return ItemInspection(self, items[item])
 
     def stats(
@@ -289,9 +289,9 @@ class EpochInspection(Container):
         arrays = [(name, node, leaf) for name, node, own in owners for leaf in own.leaves if leaf.kind in stats.ARRAYS]
         broken = next((each for each in found.items if each.problem), None)
         if not arrays and broken is not None:
-            raise DamagedError(f"epoch {self.epoch}, item {quoted(broken.name)}", broken.problem)
+            raise DamagedError(f"checkpoint {self.epoch}, item {quoted(broken.name)}", broken.problem)
         if not arrays and patterns != "*":
-            raise UnknownNameError(f"epoch {self.epoch}: what matches {quoted(patterns)} is no array")
+            raise UnknownNameError(f"checkpoint {self.epoch}: what matches {quoted(patterns)} is no array")
         reader, rows = self.leaves(), []
         for name, of, leaf in arrays:
             rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
@@ -434,7 +434,8 @@ class ItemInspection(Container):
 
     @property
     def _where(self) -> str:
-        return f"epoch {self._epoch.epoch}, item {quoted(self.row.name)}" + (f" of {self._node}" if self._node else "")
+        of = f" of {self._node}" if self._node else ""
+        return f"checkpoint {self._epoch.epoch}, item {quoted(self.row.name)}{of}"
 
     def _rows(self) -> ItemRow:
         return self.row

@@ -51,7 +51,7 @@ class PerNodeReader(NativeReader):
     def of(self, item: str, node: str) -> EpochReader:
         if node not in self.nodes:
             what = f"node {node!r} has no item {item!r} of its own" if node else f"item {item!r} is of each node's"
-            raise InvalidArgumentError(f"epoch {self.record.epoch}: {what}")
+            raise InvalidArgumentError(f"checkpoint {self.record.epoch}: {what}")
         return self.nodes[node].of(item, node)
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:

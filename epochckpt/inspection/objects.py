@@ -104,7 +104,7 @@ def _copied(commits: PutCommits, thing: Thing) -> str:
     """What to say of a folder with a commit record that is no epoch."""
     numbers = {attempt.split("-")[1] for file in thing.files if (attempt := paths.attempt_in(file.path))}
     if numbers and str(thing.epoch) not in numbers:
-        return f"a copy of epoch {', '.join(sorted(numbers))} under another number, which no reader looks at"
+        return f"a copy of checkpoint {', '.join(sorted(numbers))} under another number, which no reader looks at"
     return f"an epoch that {paths.HEAD} does not name, such as a copy; `epochckpt repair {commits.store.root}` can help"
 
 

@@ -22,7 +22,7 @@ def narrowed(
     `item:leaf`. With `node`, what other nodes saved of their own goes. UnknownNameError if no epoch has what is asked
     for.
     """
-    where = f"epoch {details[-1].row.epoch}"
+    where = f"checkpoint {details[-1].row.epoch}"
     sides = [list(detail.items) for detail in details]
     if item is not None:
         known = dict.fromkeys(each.name for side in sides for each in side)

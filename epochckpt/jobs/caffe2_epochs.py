@@ -112,8 +112,8 @@ class NodeCommits(RenameCommits):
         if record is not None and not (record.per_node and record.nodes[0].name == self.node):
             raise FormatError(
                 paths.join(folder, paths.EPOCH_RECORD),
-                f"is the record of epoch {record.epoch}, node {record.nodes[0].name!r}; expected epoch {epoch} of node "
-                f"{self.node!r} by itself",
+                f"is the record of checkpoint {record.epoch}, node {record.nodes[0].name!r}; expected checkpoint "
+                f"{epoch} of node {self.node!r} by itself",
             )
         return record
 
@@ -299,4 +299,4 @@ class NodeEpochs:
             attempt.snapshot.drop()
         if remove is not None:
             _threads.logged("what was replaced stays", remove)
-        logging.info("%s: epoch %d of node %s committed", commits.store.root, epoch, commits.node)
+        logging.info("%s: checkpoint %d of node %s committed", commits.store.root, epoch, commits.node)

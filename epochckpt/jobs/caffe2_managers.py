@@ -210,7 +210,7 @@ class CheckpointManager(Manager):
         self._require_init("load", self._initialised)
         _check_type("path_type", DB_TYPE if path_type is None else path_type)
         number = epoch_number(epoch)
-        return self._task(f"load epoch {number}", lambda ws: self._load(ws, number, None, path_prefix))
+        return self._task(f"load checkpoint {number}", lambda ws: self._load(ws, number, None, path_prefix))
 
     def load_blobs_from_checkpoint(self, blob_names: Iterable[str], epoch: int) -> Task:
         """A task that loads just these blobs (`name` or `node/name`), reading just their bytes; works without `init`.
@@ -218,12 +218,12 @@ class CheckpointManager(Manager):
         Blobs that the epoch lacks are left out.
         """
         wanted, number = _blob_names(blob_names), epoch_number(epoch)
-        return self._task(f"load blobs of epoch {number}", lambda ws: self._load(ws, number, wanted, None))
+        return self._task(f"load blobs of checkpoint {number}", lambda ws: self._load(ws, number, wanted, None))
 
     def check_db_exists(self, epoch: int) -> Task:
         """A task whose output is whether this node has committed that epoch; works without `init`."""
         number = epoch_number(epoch)
-        return self._task(f"look for epoch {number}", lambda _: self.has_epoch(number))
+        return self._task(f"look for checkpoint {number}", lambda _: self.has_epoch(number))
 
     def save(self, epoch: int) -> Task:
         """A task that saves the blobs of `blob_list`, and replaces the node's epoch of this number if there is one.
@@ -232,7 +232,7 @@ class CheckpointManager(Manager):
         """
         self._require_init("save", self._initialised)
         number = epoch_number(epoch)
-        return self._task(f"save epoch {number}", lambda ws: self._save(ws, number))
+        return self._task(f"save checkpoint {number}", lambda ws: self._save(ws, number))
 
     def has_epoch(self, epoch: int) -> bool:
         """Whether this node has committed an epoch (not in Caffe2)."""
@@ -448,7 +448,7 @@ class MultiNodeCheckpointManager(Manager):
             self.take_nodes(names)
         missing = [name for name, manager in self._chosen(names).items() if not manager.has_epoch(epoch)]
         if missing:
-            logging.info("%s: epoch %d is not there for %s", self.db_prefix, epoch, ", ".join(missing))
+            logging.info("%s: checkpoint %d is not there for %s", self.db_prefix, epoch, ", ".join(missing))
             return False
         session.run(self._group("load blobs", lambda m: m.load_blobs_from_checkpoint(wanted, epoch), names))
         return True

@@ -222,7 +222,7 @@ class ComputedCondition(stop.Condition):
 
     def __call__(self, ctx: stop.Context) -> bool:
         """Whether one is true after this epoch."""
-        answers = [stop.checked(self, value, ctx.epoch) for value in self.values(ctx.workspace)]
+        answers = [stop.checked(self, value, ctx) for value in self.values(ctx.workspace)]
         return any(answers)
 
     def holds(self, ctx: stop.Context) -> bool:

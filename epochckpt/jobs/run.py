@@ -105,6 +105,7 @@ class TrainingRun:
 
         # Setup runs at every start: it makes the live objects, and says how blobs come back.
         self.job.reset()
+        self.session.unit = self.job.unit
         self._run_group(self.job.setup_group)
 
         # Either everything comes back from storage, or init makes it and epoch 0 is saved.
@@ -205,9 +206,10 @@ class TrainingRun:
             missing = [name for name in wanted if name not in workspace]
             if not missing or not held:
                 continue
+            some = f"{', '.join(held[:10])}{', …' if len(held) > 10 else ''}"
             problem = (
-                f"{directory}: epoch {restored.epoch} holds {', '.join(held[:10])}{', …' if len(held) > 10 else ''} "
-                f"for node {node}, not {', '.join(missing)}, for which setup declared targets"
+                f"{directory}: {self._named(restored.epoch)} holds {some} for node {node}, not {', '.join(missing)}, "
+                "for which setup declared targets"
             )
             if len(missing) == len(wanted):
                 raise InvalidArgumentError(f"{problem}: something else saved it; take another directory")
@@ -290,7 +292,7 @@ class TrainingRun:
             # Every condition looks at every finished epoch: one that counts must not miss any.
             ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
             conditions = self.job.stop_conditions
-            answers = [stop.checked(c, c(ctx), number) for c in conditions]
+            answers = [stop.checked(c, c(ctx), ctx) for c in conditions]
             self._stop_states = stop.save_states(conditions)
             return [_reason(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
 
@@ -503,8 +505,8 @@ class TrainingRun:
             resume = "a resumed run goes on from it only if it is named: resume_from_epoch=…"
             if backend is not None and backend.per_node:
                 resume = "a metadata handler takes it for the newest epoch until the run saves its next one"
-            saved = "epoch %d is saved by save_checkpoints() while the run is in epoch %d; %s"
-            logging.warning(saved, epoch, current, resume)
+            saved = "%s is saved by save_checkpoints() while the run is in %s; %s"
+            logging.warning(saved, self._named(epoch), self._named(current), resume)
         return notes
 
     # -- after the last epoch ------------------------------------------------------------------------------------
@@ -552,8 +554,9 @@ class TrainingRun:
 
     def _context(self, epoch: int, metrics: Mapping[str, Any], secs: float, preempted: bool = False) -> stop.Context:
         root, total = self.session.root, self._earlier_secs + secs
+        times = {"elapsed_secs": secs, "total_secs": total}
         return stop.Context(
-            epoch=epoch, metrics=metrics, workspace=root, elapsed_secs=secs, total_secs=total, preempted=preempted
+            epoch=epoch, metrics=metrics, workspace=root, **times, preempted=preempted, unit=self.job.unit
         )
 
 

@@ -300,9 +300,9 @@ class JobRunner:
                 for one in backend.outcomes():
                     handler.saved(one)
                     if not one.committed:
-                        logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
+                        logging.warning("%s %d could not be saved: %s", self.job.unit, one.epoch, one.detail)
         except Exception as error:
-            logging.warning("epoch %s could not be saved: %s", epoch, say(error))
+            logging.warning("%s %s could not be saved: %s", self.job.unit, epoch, say(error))
         handler.drain()
 
     def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend) -> None:

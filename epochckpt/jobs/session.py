@@ -15,6 +15,8 @@ from epochckpt.jobs.workspace import Workspace
 class Session(abc.ABC):
     """Runs tasks and groups of tasks. `root` is the workspace of the only node here, or the parent of all of them."""
 
+    unit = "epoch"  # of the job that a runner trains here
+
     def __init__(self, workspace: Workspace | None, coordinator: Coordinator):
         if workspace is not None and not isinstance(workspace, Workspace):
             raise InvalidArgumentError(f"a session takes an epochckpt.Workspace, got {type(workspace).__name__}")
@@ -77,7 +79,7 @@ class Session(abc.ABC):
         for task in tasks:
             for node, workspace in self.workspaces().items():
                 if task.node in (None, node):
-                    returned.setdefault(node, []).append(_run(task, workspace))
+                    returned.setdefault(node, []).append(_run(task, workspace, self.unit))
         return returned
 
     @abc.abstractmethod
@@ -153,12 +155,12 @@ def default_session(kind: type | None) -> Session:
     return kind()
 
 
-def _run(task: Task, workspace: Workspace) -> Any:
+def _run(task: Task, workspace: Workspace, unit: str) -> Any:
     group, node, epoch = task.group.name if task.group else "-", workspace.node, workspace.epoch
     try:
         return task.run(workspace)
     except EpochCheckpointError as error:  # its message is clear, and callers know its type
-        error.add_note(f"in {task} of group {group!r} on node {node}, epoch {epoch}")
+        error.add_note(f"in {task} of group {group!r} on node {node}, {unit} {epoch}")
         raise
     except Exception as error:
-        raise TaskError(task.name, group, node, epoch, say(error)) from error
+        raise TaskError(task.name, group, node, epoch, say(error), unit) from error

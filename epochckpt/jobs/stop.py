@@ -46,6 +46,7 @@ class Context:
         elapsed_secs: seconds since this run began.
         total_secs: seconds that all runs of the job took together, this one included.
         preempted: whether this run has been asked to end soon.
+        unit: what `epoch` counts: `epoch` or `step`.
     """
 
     epoch: int
@@ -54,6 +55,7 @@ class Context:
     elapsed_secs: float
     total_secs: float
     preempted: bool = False
+    unit: str = "epoch"
 
     @property
     def step(self) -> int:
@@ -119,10 +121,10 @@ class _Both(Condition):
         self.sign, self.operands = sign, operands
 
     def __call__(self, ctx: Context) -> bool:
-        return self._joined([checked(o, o(ctx), ctx.epoch) for o in self.operands])  # a list: every operand is called
+        return self._joined([checked(o, o(ctx), ctx) for o in self.operands])  # a list: every operand is called
 
     def holds(self, ctx: Context) -> bool:
-        return self._joined([checked(o, o.holds(ctx), ctx.epoch) for o in self.operands])
+        return self._joined([checked(o, o.holds(ctx), ctx) for o in self.operands])
 
     def _joined(self, answers: list[bool]) -> bool:
         return any(answers) if self.sign == "|" else all(answers)
@@ -141,7 +143,7 @@ class _Wrapped(Condition):
         self._fresh: list[Any] = []  # the state before the first run
 
     def holds(self, ctx: Context) -> bool:
-        return checked(self, self._function(ctx), ctx.epoch)
+        return checked(self, self._function(ctx), ctx)
 
     def get_state(self) -> Any:
         return self._function.get_state() if self._stateful else None
@@ -217,10 +219,10 @@ class _OfMetric(Condition):
         self._metric, self._sign = metric, 1 if mode == "max" else -1
 
     def __call__(self, ctx: Context) -> bool:
-        where, value = f"stop condition {self!r}, epoch {ctx.epoch}", ctx.metrics.get(self._metric)
+        where, value = _where(self, ctx), ctx.metrics.get(self._metric)
         if self._metric not in ctx.metrics:
             names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
-            problem = f"there is no metric {self._metric!r} among those of the epoch ({names})"
+            problem = f"there is no metric {self._metric!r} among those of the {ctx.unit} ({names})"
             raise InvalidArgumentError(f"{where}: {problem}; return it from an epoch task, or correct the name")
         number = as_scalar(value)
         if number is None:
@@ -230,7 +232,7 @@ class _OfMetric(Condition):
     def holds(self, ctx: Context) -> bool:
         if self._metric in ctx.metrics:
             return self(ctx)
-        logging.warning("stop condition %r, epoch %d: there is no metric %r", self, ctx.epoch, self._metric)
+        logging.warning("%s: there is no metric %r", _where(self, ctx), self._metric)
         return False
 
     @abc.abstractmethod
@@ -344,7 +346,7 @@ class file_exists(Condition):
             store, name = open_file(self._path)
             return store.exists(name)
         except Exception as error:  # every store has its own
-            logging.warning("stop condition %r, epoch %d: cannot look: %s", self, ctx.epoch, say(error))
+            logging.warning("%s: cannot look: %s", _where(self, ctx), say(error))
             return False
 
 
@@ -366,13 +368,17 @@ def as_condition(obj: Any) -> Condition:
     return _Wrapped(obj)
 
 
-def checked(condition: Any, answer: Any, epoch: int) -> bool:
+def checked(condition: Any, answer: Any, ctx: Context) -> bool:
     """A condition's answer; raises InvalidArgumentError, with condition, epoch and answer, if it is no bool."""
     found = as_scalar(answer)
     if isinstance(found, bool):
         return found
-    where = f"stop condition {condition!r}, epoch {epoch}"
-    raise InvalidArgumentError(f"{where}: answered {_shown(answer)}; expected a bool: True to stop after this epoch")
+    problem = f"answered {_shown(answer)}; expected a bool: True to stop after this {ctx.unit}"
+    raise InvalidArgumentError(f"{_where(condition, ctx)}: {problem}")
+
+
+def _where(condition: Any, ctx: Context) -> str:
+    return f"stop condition {condition!r}, {ctx.unit} {ctx.epoch}"
 
 
 def why(condition: Condition, ctx: Context) -> str:

@@ -133,8 +133,8 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
         reader, names = manager.source(epoch)
         if reader is None:
             raise UnsupportedError(
-                f"{manager.directory}: epoch {epoch} was written by stock Orbax, whose steps CopyUpload does not copy; "
-                "copy its folder, or save the epoch with epochckpt.CheckpointManager"
+                f"{manager.directory}: checkpoint {epoch} was written by stock Orbax, whose steps CopyUpload does not "
+                "copy; copy its folder, or save it with epochckpt.CheckpointManager"
             )
         target = open_store(asked.address)
         check_place(reader.store, target)
@@ -145,7 +145,7 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
         copy.leave()
 
     def upload_once() -> None:
-        with _progress.work(f"uploading epoch {epoch}") as work:
+        with _progress.work(f"uploading checkpoint {epoch}") as work:
             upload_now(work)
 
     def upload_now(work: _progress.Work) -> None:
@@ -195,7 +195,7 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
             reader = NodeEpochs(manager.db_prefix, node).reader(epoch).native
             assert reader is not None, "epochs of single nodes are ours"
             target.make_root()
-            with _progress.work(f"uploading epoch {epoch}") as work:
+            with _progress.work(f"uploading checkpoint {epoch}") as work:
                 copy = EpochCopy(reader, NodeCommits(target, node), progress=work.advance)
                 if copy.begin(asked.replace):
                     with copy.giving_up():

@@ -116,17 +116,17 @@ class EpochCopy:
         try:
             self._check(folder, record)
         except DamagedError as error:
-            text = "%s: the copy of epoch %d is made anew, it is not whole: %s"
+            text = "%s: the copy of checkpoint %d is made anew, it is not whole: %s"
             logging.warning(text, store.root, self._epoch, error)
             return False
-        logging.info("epoch %d is in %s already", self._epoch, paths.join(store.root, folder))
+        logging.info("checkpoint %d is in %s already", self._epoch, paths.join(store.root, folder))
         return True
 
     def _in_the_way(self, found: str) -> EpochExistsError:
         """The error for what lies where the epoch is to go."""
         return EpochExistsError(
             f"{self.commits.store.root} has {self.commits.folder(self._epoch)} already, which is {found}. Nothing "
-            f"there was changed: delete it or move it away, copy epoch {self._epoch} to another destination, or "
+            f"there was changed: delete it or move it away, copy checkpoint {self._epoch} to another destination, or "
             "replace epochs with CopyUpload(…, replace=True)"
         )
 
@@ -215,7 +215,7 @@ class EpochCopy:
         self._may_be_visible = True
         if remove is not None:
             _threads.logged(f"{root}: an epoch that was replaced", remove)
-        logging.info("epoch %d was copied to %s", epoch, paths.join(root, commits.folder(epoch)))
+        logging.info("checkpoint %d was copied to %s", epoch, paths.join(root, commits.folder(epoch)))
 
     def leave(self) -> None:
         """On the primary: gives up the claim to the destination."""

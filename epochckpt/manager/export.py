@@ -150,7 +150,7 @@ def export(
             arrays = SelectedArrays(*_array_item(reader, kinds, item), selection)
         elif record.stock:
             raise UnsupportedError(
-                f"epoch {number} was written by stock Orbax: copy its folder, or save it once with a manager of ours"
+                f"checkpoint {number} was written by stock Orbax: copy its folder, or save it with a manager of ours"
             )
         elif item is not None:
             record = dataclasses.replace(record, items={item: record.items[item]})
@@ -186,7 +186,9 @@ def export(
         logging.info("%s: %s", place, say_cast(done.cast, selection.dtype))
     secs = time.monotonic() - began
     size = _units.nbytes(done.nbytes)
-    logging.info("epoch %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs)
+    logging.info(
+        "checkpoint %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs
+    )
     return done
 
 
@@ -194,7 +196,7 @@ def _array_item(reader: CheckpointReader, kinds: Mapping[str, str], item: str | 
     """The item of arrays that is meant."""
     epoch, arrays = reader.record.epoch, [name for name, kind in kinds.items() if kind == "arrays"]
     if item is None and not arrays:
-        raise UnsupportedError(f"epoch {epoch} has no item of arrays, and only those become tensors")
+        raise UnsupportedError(f"checkpoint {epoch} has no item of arrays, and only those become tensors")
     chosen = item or items.chosen_arrays(epoch, arrays, None)
     if chosen not in arrays:
         raise UnsupportedError(f"item {chosen!r} is not made of arrays; only those become tensors")

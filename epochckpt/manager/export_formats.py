@@ -114,7 +114,7 @@ def refusal(epoch: int, format: str, unsupported: Unsupported) -> str:
         for leaf, why in unsupported[item].items()
     ]
     more = [f"  … and {len(rows) - 50} more"] if len(rows) > 50 else []
-    head = f"epoch {epoch} holds what the format {format!r} cannot express:"
+    head = f"checkpoint {epoch} holds what the format {format!r} cannot express:"
     return "\n".join([head, *rows[:50], *more, "skip_unsupported=True (--skip-unsupported) exports the rest"])
 
 
@@ -180,7 +180,7 @@ def write_model_files(arrays: SelectedArrays, target: Store, config: Mapping[str
         "",
         "Describe here what the model is for, what it was trained on, its limits and its license.",
         "",
-        f"- Weights of epoch {arrays.record.epoch}, written by epochckpt",
+        f"- Weights of checkpoint {arrays.record.epoch}, written by epochckpt",
         f"- {_units.several(len(leaves), 'tensor', 'tensors')}, {sum(sizes.values()):,} elements: "
         + (", ".join(f"{size:,} of {dtype}" for dtype, size in sizes.most_common()) or "none"),
     ]

@@ -182,7 +182,7 @@ def plan_import(
     with contextlib.suppress(NotADirectoryError):  # opening it says so, once the source is known to be good
         if epoch in commits_of(store, StepNames.of(names)).list_epochs():
             raise EpochExistsError(
-                f"{store.root}: epoch {epoch} exists; delete it, or choose another number (in Orbax's words: "
+                f"{store.root}: checkpoint {epoch} exists; delete it, or choose another number (in Orbax's words: "
                 f"Checkpoint for step {epoch} already exists)"
             )
     path = path_text(source, "source")

@@ -294,7 +294,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if ignore_later or step in self._overwrites:
             requested = [info for info in requested if info.step < step]
         if requested and requested[-1].step >= step:
-            logging.info("epoch %d is not saved without force: %d was requested already", step, requested[-1].step)
+            logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
         saving, preempted, pace = self.is_saving_in_progress, self.reached_preemption(step), self._history.pace
         return retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace)
@@ -354,13 +354,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             if not force:
                 return False
             raise EpochExistsError(
-                f"{self.root}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
+                f"{self.root}: checkpoint {step} exists or is being saved; delete() or rollback_to() make room, "
                 f"allow_overwrite() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
                 "already exists). If another run has deleted it since this manager looked, reload() or claim() tells"
             )
         if step in self._foreign and overwrite is None:
             raise EpochExistsError(
-                f"epoch {step} cannot be saved: {self._foreign[step]}; then call reload(), or save under another number"
+                f"checkpoint {step} cannot be saved: {self._foreign[step]}; then call reload(), or take another number"
             )
         timeout = self._storage.save_timeout_secs
         attempt: Attempt | None = None
@@ -648,7 +648,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         step = epoch_number(step)
         if self._options.read_only:
-            logging.warning("%s is read only: epoch %d is not deleted", self.root, step)
+            logging.warning("%s is read only: checkpoint %d is not deleted", self.root, step)
             return
         self._attempts.drain()
 
@@ -780,7 +780,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         def left_to_do() -> str:
             unsaved = ", ".join(str(epoch) for epoch in epochs if epoch not in self.all_steps())
-            return f"the save of epoch {unsaved}" if unsaved else "its clean-up"
+            return f"the save of checkpoint {unsaved}" if unsaved else "its clean-up"
 
         def wait() -> None:
             if not closing.wait(min(_QUIET_SECS, deadline.left())):

@@ -118,7 +118,7 @@ class Mirror:
         damaged = dict(survey.damaged)
         for epoch in there & damaged.keys() if self._answered else ():
             if self._copy_exists(epoch, damaged[epoch].attempt):
-                logging.warning("%s: epoch %d is read from its mirror %s", local.store.root, epoch, self.url)
+                logging.warning("%s: checkpoint %d is read from its mirror %s", local.store.root, epoch, self.url)
                 del damaged[epoch]
         remote = sorted(there - {*survey.epochs} - damaged.keys())
         attached = survey.attached
@@ -255,7 +255,7 @@ class Mirror:
         if skipped and not self._ended:
             self._due = [epoch for epoch in self._due if epoch not in skipped]
             names, bound = ", ".join(map(str, skipped)), self._options.mirror_backlog
-            text = "%s: it is behind, and epoch %s is left out: at most %d may wait (mirror_backlog)"
+            text = "%s: it is behind, and checkpoint %s is left out: at most %d may wait (mirror_backlog)"
             logging.warning(text, self.url, names, bound)
 
     def withdraw(self, to: int | None, epochs: Sequence[int]) -> None:
@@ -295,7 +295,7 @@ class Mirror:
         left = self._unmirrored() if primary else []
         self._ended = True
         if left:
-            text = "%s: not mirrored: epoch %s. The next run that saves to %s goes on with that"
+            text = "%s: not mirrored: checkpoint %s. The next run that saves to %s goes on with that"
             logging.warning(text, self.url, ", ".join(map(str, left)), self._local.store.root)
 
     def _ring(self) -> None:
@@ -423,7 +423,7 @@ class Mirror:
         try:
             self._copy_now(epoch)
         except (DamagedError, FormatError, EpochNotFoundError, UnsupportedError) as error:
-            logging.error("%s: epoch %d is not mirrored: %s", self.url, epoch, error)
+            logging.error("%s: checkpoint %d is not mirrored: %s", self.url, epoch, error)
         except BaseException:
             self._copying = None
             raise

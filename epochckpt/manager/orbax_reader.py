@@ -101,7 +101,7 @@ class OrbaxReader(CheckpointReader):
 
     def arrays(self, item: str, node: str = "") -> ArraySource:
         if node or item not in self.record.names or self._kind(item) != "arrays":
-            raise errors.UnknownNameError(f"epoch {self.record.epoch}: item {item!r} has no leaves")
+            raise errors.UnknownNameError(f"checkpoint {self.record.epoch}: item {item!r} has no leaves")
         return _Step(self, item, self.item(item), None)
 
     def file(self, item: str, name: str, node: str = "") -> bytes:

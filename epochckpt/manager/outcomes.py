@@ -45,7 +45,7 @@ class Listener:
     def claimed(self, epochs: Sequence[int]) -> None:
         """On every process, when the directory is claimed: these epochs are committed."""
         new, gone = self._history.adopt(e for e in epochs if e not in self._history.damaged)
-        changes = (("committed epoch", new), ("deleted epoch", gone))
+        changes = (("committed checkpoint", new), ("deleted checkpoint", gone))
         told = " and ".join(f"{verb} {', '.join(map(str, found[:10]))}" for verb, found in changes if found)
         if told:
             text = "%s: since this manager opened it, another run has %s: all_steps() follows that"

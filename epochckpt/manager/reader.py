@@ -129,7 +129,7 @@ class CheckpointReader(abc.ABC):
         assert arrays is not None, "`arrays` has looked"
         if leaf not in arrays.by_either_name:
             of = f" of node {node!r}" if node else ""
-            raise UnknownNameError(f"epoch {self.record.epoch}: item {item!r}{of} has no leaf {leaf!r}")
+            raise UnknownNameError(f"checkpoint {self.record.epoch}: item {item!r}{of} has no leaf {leaf!r}")
         number = arrays.by_either_name[leaf]
         return source, number, arrays.leaves[number]
 
@@ -146,7 +146,7 @@ class CheckpointReader(abc.ABC):
         names = [n.name for n in self.record.nodes]
         if node not in names:
             there = ", ".join(names) or "none, as stock Orbax wrote it"
-            raise InvalidArgumentError(f"epoch {self.record.epoch} has no node {node!r}; it has: {there}")
+            raise InvalidArgumentError(f"checkpoint {self.record.epoch} has no node {node!r}; it has: {there}")
         return self.path / self.record.node_folder(names.index(node))
 
     def item_metadata(self) -> Any:
@@ -220,10 +220,10 @@ class NativeReader(CheckpointReader):
         source = self.of(item, node)
         record = source.record.items.get(item)
         if record is not None and record.kind == "node":
-            raise InvalidArgumentError(f"epoch {self.record.epoch}: item {item!r} is of each node's: name the node")
+            raise InvalidArgumentError(f"checkpoint {self.record.epoch}: item {item!r} differs per node: name the node")
         if record is None or record.arrays is None:
             of = f" of node {node!r}" if node else ""
-            raise UnknownNameError(f"epoch {self.record.epoch}: item {item!r}{of} has no leaves")
+            raise UnknownNameError(f"checkpoint {self.record.epoch}: item {item!r}{of} has no leaves")
         return source
 
     @once
@@ -233,7 +233,7 @@ class NativeReader(CheckpointReader):
             return self.native  # of an epoch that one node saved by itself, every item is that node's
         number = next((i for i, entry in enumerate(self.record.nodes) if entry.name == node), -1)
         if number < 0 or not self.native.has(number, item):
-            raise InvalidArgumentError(f"epoch {self.record.epoch}: node {node!r} has no item {item!r} of its own")
+            raise InvalidArgumentError(f"checkpoint {self.record.epoch}: node {node!r} has no item {item!r} of its own")
         return self.native.of_node(number, item)
 
     def native_of(self, item: str, node: str = "") -> EpochReader:

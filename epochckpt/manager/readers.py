@@ -144,7 +144,7 @@ class Readers:
             return None
         if not isinstance(error, EpochNotFoundError) or isinstance(error, EpochDeletedError):
             _monitoring.event("/epochckpt/read/mirror", kind=type(error).__name__)
-            logging.warning("epoch %d is read from its mirror %s: %s", epoch, there.store.root, error)
+            logging.warning("checkpoint %d is read from its mirror %s: %s", epoch, there.store.root, error)
         return Readers(there, self._pool, self._verify, self._context)
 
     def _open(self, epoch: int) -> CheckpointReader:
@@ -175,7 +175,7 @@ class Readers:
         copy = there.read_record(record.epoch)
         if (copy.plan, len(copy.nodes)) != (record.plan, len(record.nodes)):
             return None
-        logging.info("epoch %d: what this host lacks is read from the mirror %s", record.epoch, there.store.root)
+        logging.info("checkpoint %d: what this host lacks is read from the mirror %s", record.epoch, there.store.root)
         return EpochReader(there.store, there.folder(record.epoch), copy, self._pool, self._verify)
 
     @_monitoring.timed("/epochckpt/verify_secs")
@@ -184,7 +184,7 @@ class Readers:
         self.commits.forget_records()
         try:
             reader = self.open(epoch)
-            with _progress.work(f"verifying epoch {epoch}", reader.record.nbytes) as work:
+            with _progress.work(f"verifying checkpoint {epoch}", reader.record.nbytes) as work:
                 return reader.verify(work.advance)
         except EpochNotFoundError:
             raise

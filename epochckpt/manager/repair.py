@@ -50,8 +50,8 @@ def repair(commits: Commits, epoch: int) -> list[str]:
     record = commits.read_record(epoch)
     if record.stock:
         raise UnsupportedError(
-            f"{commits.store.root}: epoch {epoch} was written by stock Orbax: there is no record from which its files "
-            "could be rebuilt"
+            f"{commits.store.root}: checkpoint {epoch} was written by stock Orbax: there is no record from which its "
+            "files could be rebuilt"
         )
     store, folder = commits.store, commits.folder(epoch)
     if record.orbax_view is None:

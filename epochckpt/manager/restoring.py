@@ -159,7 +159,7 @@ class Restores:
     @_monitoring.failing("/epochckpt/read/failure")
     def run(self, step: int | None, asked: Asked[T], ahead: Callable[[int], T] | None = None) -> T:
         """Restores an epoch, None for the newest; `ahead` does so, too, and may have begun before."""
-        with _progress.work("restoring" if step is None else f"restoring epoch {step}") as work:
+        with _progress.work("restoring" if step is None else f"restoring checkpoint {step}") as work:
             return self._run(step, asked, ahead, work.notes)
 
     def _run(self, step: int | None, asked: Asked[T], ahead: Callable[[int], T] | None, notes: Mapping[str, int]) -> T:

@@ -212,7 +212,7 @@ class SelectedArrays:
     @property
     def where(self) -> str:
         """The item, as errors name it."""
-        return f"epoch {self.source.record.epoch}, item {self.name!r}"
+        return f"checkpoint {self.source.record.epoch}, item {self.name!r}"
 
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
         """See `EpochReader.read`; what is to be cast is held a second time, as it is stored."""

@@ -113,7 +113,7 @@ class StepLog:
 def say_restored(step: int, directory: str, secs: float, nbytes: float, notes: Mapping[str, int]) -> None:
     """Logs one line about a restore: its bytes, and how many leaves were missing or cast."""
     leaves = "".join(f", {_units.several(n, 'leaf', 'leaves')} {what}" for what, n in sorted(notes.items()))
-    text = "epoch %d restored from %s: %s in %.2f s%s"
+    text = "checkpoint %d restored from %s: %s in %.2f s%s"
     logging.info(text, step, directory, _units.nbytes(nbytes), secs, leaves)
 
 

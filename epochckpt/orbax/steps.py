@@ -386,8 +386,8 @@ def check(store: Store, folder: str, record: OrbaxRecord) -> None:
             if not os.path.isfile(os.path.join(store.root, path)):  # a file that is elsewhere is read there
                 raise DamagedError(
                     path,
-                    f"is a symlink, which is not followed, so epoch {record.epoch} cannot be read here. Nothing was "
-                    "changed: open the directory that the data lies in, or put the folder itself in the link's place",
+                    f"is a symlink, which is not followed, so checkpoint {record.epoch} cannot be read here. Nothing "
+                    "was changed: open the directory that the data lies in, or put the folder in the link's place",
                 )
         check_files(store, folder)
         for entry in store.list(folder):
@@ -474,9 +474,9 @@ def half_written(epoch: int, path: str, problem: str, leaf: str | None = None) -
     """The error for a step that is not whole: where, what, and what to do."""
     return DamagedError(
         path,
-        f"{problem}. Stock Orbax did not finish epoch {epoch}, or files of it were lost or damaged since. Nothing was "
-        "changed: restore an older epoch, or repair this one from a whole copy of it. What is left of it may still be "
-        f"of use; if nobody needs it, delete({epoch}) removes it",
+        f"{problem}. Stock Orbax did not finish checkpoint {epoch}, or files of it were lost or damaged since. Nothing "
+        "was changed: restore an older one, or repair this one from a whole copy of it. What is left of it may still "
+        f"be of use; if nobody needs it, delete({epoch}) removes it",
         leaf,
     )
 

@@ -106,7 +106,7 @@ class Views:
         try:
             view = self.build(record)
         except Exception as error:  # Orbax's form cannot take it: the epoch itself is not in danger
-            logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
+            logging.exception("checkpoint %d: stock Orbax will not be able to read it", record.epoch)
             return None, dataclasses.replace(record, orbax_unsupported={"*": {"*": say(error)}}, orbax_view=None)
         for item, leaves in view.unsupported.items():
             text = "item %s: stock Orbax will not see %d of its leaves: %s"

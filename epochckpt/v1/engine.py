@@ -109,16 +109,16 @@ class Engine(CheckpointManager):
         if step in self.all_steps():
             if not overwrite:
                 raise StepExistsError(
-                    f"{self.root}: epoch {step} exists: overwrite=True lets this save take its place, delete() removes "
-                    f"it (in Orbax's words: Step {step} already exists)"
+                    f"{self.root}: checkpoint {step} exists: overwrite=True lets this save take its place, delete() "
+                    f"removes it (in Orbax's words: Step {step} already exists)"
                 )
             self.allow_overwrite(step)
         elif all(attempt.epoch != step for attempt in self._attempts.in_flight()):
             self._history.drop([step])
         else:
             raise StepExistsError(
-                f"{self.root}: epoch {step} is being saved: overwrite=True waits for that and lets this save take its "
-                f"place (in Orbax's words: Step {step} already exists)"
+                f"{self.root}: checkpoint {step} is being saved: overwrite=True waits for that and lets this save take "
+                f"its place (in Orbax's words: Step {step} already exists)"
             )
 
     def _hear(self, attempt: Attempt, failure: SaveError | None) -> None:
@@ -228,7 +228,7 @@ def tree_name(reader: CheckpointReader) -> str:
     name = items.found_as(STATE, kinds)
     trees = sorted(item for item, kind in kinds.items() if kind == "arrays")
     if name not in kinds and not trees:
-        raise UnknownNameError(f"epoch {reader.record.epoch} has no tree; it has: {', '.join(kinds) or 'nothing'}")
+        raise UnknownNameError(f"checkpoint {reader.record.epoch} has no tree; it has: {', '.join(kinds) or 'nothing'}")
     return name if name in kinds else trees[0]
 
 

@@ -106,7 +106,9 @@ def test_a_node_without_the_item_has_none(directory: str) -> None:
         save(manager, 0, **nobody)
         assert manager.restore(0) == {"own": 1}
         assert manager.restore(0, args=Composite(none=NodeRestore(by_node=True))) == {"none": {}}
-        with pytest.raises(InvalidArgumentError, match="item 'none' of epoch 0: the node whose place trainer_0 takes"):
+        with pytest.raises(
+            InvalidArgumentError, match="item 'none' of checkpoint 0: the node whose place trainer_0 takes"
+        ):
             manager.restore(0, args=Composite(none=NodeRestore()))
         assert manager.verify(0).ok
 

@@ -598,7 +598,7 @@ def test_leaves_by_pattern(layers: ec.CheckpointManager) -> None:
 
 def test_a_pattern_that_matches_no_leaf_is_refused_with_near_names(layers: ec.CheckpointManager) -> None:
     """Each of several patterns has to match; a part of the tree is told how to ask for what lies below it."""
-    with pytest.raises(UnknownNameError, match=r"epoch 0, item 'default'.*'stpe'; near: 'step'"):
+    with pytest.raises(UnknownNameError, match=r"checkpoint 0, item 'default'.*'stpe'; near: 'step'"):
         layers.restore_leaves(0, "stpe")
     with pytest.raises(UnknownNameError, match=r"'params/\*/kernal'; near: 'params/layer[012]/kernel'"):
         layers.restore_leaves(0, ["step", "params/*/kernal"])

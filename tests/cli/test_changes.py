@@ -229,7 +229,7 @@ def test_weights_are_imported(said: Any, tmp_path: pathlib.Path) -> None:
     assert "import epoch 1" in text
     assert steps(run) == [0, 1]
     code, _, err = said("import", file, run, "--epoch", 1, "--yes")
-    assert (code, "epoch 1 exists" in err) == (4, True)
+    assert (code, "checkpoint 1 exists" in err) == (4, True)
     assert said("import", file, run, "--rename", "model")[0] == 2
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")

@@ -239,7 +239,7 @@ def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(
         asked = [(info.step, info.metrics) for info in manager._history.requested(manager._attempts.in_flight())]
         may = manager.should_save(3), manager.should_save(4)
         if number == slow:
-            behind = r"epoch 3 .*storage is behind: .*epoch 1, .*\((writing|waiting|beginning)"
+            behind = r"checkpoint 3 .*storage is behind: .*checkpoint 1, .*\((writing|waiting|beginning)"
             with pytest.raises(StorageBehindError, match=behind):
                 manager.check_for_errors()
             assert manager.status(3).state == "failed"
@@ -249,7 +249,7 @@ def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(
         else:
             requested.set()
             who = "process_1: " if slow == 1 else ""
-            with pytest.raises(StorageBehindError, match=f"epoch 3 was not committed: .*{who}storage is behind"):
+            with pytest.raises(StorageBehindError, match=f"checkpoint 3 was not committed: .*{who}storage is behind"):
                 manager.wait_until_finished()
         results = [(one.epoch, one.committed, one.behind) for one in manager.pop_save_results()]
         between = list(manager.all_steps()), sorted(results)
@@ -330,7 +330,7 @@ def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: p
         if number == 0:
             manager._attempts.pending()[0].deadline = Deadline(0)
         manager._attempts.drain()
-        with pytest.raises(UncertainError, match="uncertain whether epoch 1 was committed"):
+        with pytest.raises(UncertainError, match="uncertain whether checkpoint 1 was committed"):
             manager.check_for_errors()
         between = manager.status(1).state, list(manager.all_steps())
         manager._coordinator.unheard = ()

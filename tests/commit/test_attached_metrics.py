@@ -77,13 +77,13 @@ def test_bad_calls_attach_nothing_and_say_why(directory: str, tmp_path: pathlib.
         ]:
             with pytest.raises(kind, match=problem):
                 ec.attach_metrics(directory, 1, metrics, source)  # type: ignore[arg-type]
-        with pytest.raises(errors.EpochNotFoundError, match="no epoch 7; committed: 1"):
+        with pytest.raises(errors.EpochNotFoundError, match="no checkpoint 7; committed: 1"):
             ec.attach_metrics(directory, 7, {"x": 1}, "evaluator")
         assert manager.metrics(1) == {"loss": 0.5, "accuracy": 0.5}
     stock = tmp_path / "stock"
     with ocp.CheckpointManager(stock) as orbax:
         orbax.save(3, args=ocp.args.StandardSave({"w": np.zeros(3)}))
-    with pytest.raises(errors.UnsupportedError, match="epoch 3 was written by stock Orbax"):
+    with pytest.raises(errors.UnsupportedError, match="checkpoint 3 was written by stock Orbax"):
         ec.attach_metrics(stock, 3, {"x": 1}, "evaluator")
 
 
@@ -133,7 +133,7 @@ def test_metrics_about_another_attempt_are_refused(directory: str) -> None:
         assert manager.metrics(1) is None
         ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator", save_id=manager.save_id(1))
         assert manager.metrics(1) == {"accuracy": 0.5}
-        with pytest.raises(errors.EpochNotFoundError, match="no epoch 7"):
+        with pytest.raises(errors.EpochNotFoundError, match="no checkpoint 7"):
             manager.save_id(7)
 
 
@@ -150,7 +150,7 @@ def test_an_epoch_that_is_deleted_meanwhile_is_said_to_be(directory: str, monkey
             put(*args, **kwargs)
 
         monkeypatch.setattr(Store, "put", late)
-        with pytest.raises(errors.EpochDeletedError, match="epoch 1 was deleted or replaced"):
+        with pytest.raises(errors.EpochDeletedError, match="checkpoint 1 was deleted or replaced"):
             ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
         assert not open_store(directory).find(paths.METRICS_PREFIX)
         assert list(manager.all_steps()) == [2]

@@ -155,7 +155,7 @@ def test_what_another_run_did_since_the_directory_was_opened_is_seen_with_the_fi
     with pytest.raises(errors.SaveError, match="exists already"):
         late.wait_until_finished()
     assert late.all_steps() == [2, 3, 4]
-    assert "another run has committed epoch 4 and deleted epoch 1" in caplog.text
+    assert "another run has committed checkpoint 4 and deleted checkpoint 1" in caplog.text
     commit(late, 5)
     assert values(late) == {4: 4.0, 5: 5.0}, "retention goes by what is there"
     late.close()
@@ -229,7 +229,7 @@ def test_an_epoch_that_was_on_the_move_is_named_at_open_and_back_after_the_claim
     (tmp_path / "2").rename(home / f"moving-{'0' * 16}-2")
     with ec.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [1]
-        assert re.search(r"epoch 2, .*claim\(\)", caplog.text)
+        assert re.search(r"checkpoint 2, .*claim\(\)", caplog.text)
         manager.claim()
         assert values(manager) == {1: 1.0, 2: 2.0}
 

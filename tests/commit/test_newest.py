@@ -257,7 +257,7 @@ def test_item_kinds(directory: str) -> None:
         manager.save(0, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
         assert manager.item_kinds(0) == {"a": "arrays", "b": "files", "c": "node"}
-        with pytest.raises(EpochNotFoundError, match="epoch 7"):
+        with pytest.raises(EpochNotFoundError, match="checkpoint 7"):
             manager.item_kinds(7)
         with pytest.raises(InvalidArgumentError, match="integer"):
             manager.item_kinds("0")  # type: ignore[arg-type]

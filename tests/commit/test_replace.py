@@ -179,7 +179,7 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: pathlib.Path) -> None:
     with ec.CheckpointManager(tmp_path) as manager:
         with pytest.raises(InvalidArgumentError, match="written by stock Orbax, or under another step name format"):
             manager.allow_overwrite(1)
-        with pytest.raises(EpochNotFoundError, match="epoch 5"):
+        with pytest.raises(EpochNotFoundError, match="checkpoint 5"):
             manager.allow_overwrite(5)
         with pytest.raises(InvalidArgumentError, match="integer"):
             manager.allow_overwrite(-1)

@@ -191,4 +191,4 @@ def test_a_file_system_that_is_gone_does_not_keep_the_program_from_ending(tmp_pa
     assert len(given_up) == 2, done.stderr
     assert all("waits up to" in done.stderr and f"{tmp_path}/{i}" in done.stderr for i in range(2))
     if method != "remove_tree":  # only the clean-up hangs there
-        assert all("epoch 3" in line for line in given_up)
+        assert all("checkpoint 3" in line for line in given_up)

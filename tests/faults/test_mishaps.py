@@ -334,7 +334,7 @@ def test_a_save_ends_at_once_whatever_is_raised(directory: str, monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(type(manager._commits), call, panic)
             assert manager.save(1, args=Save(state(1)))
-            with pytest.raises(ec.errors.SaveError, match="epoch 1 was not committed: Panic: deep inside"):
+            with pytest.raises(ec.errors.SaveError, match="checkpoint 1 was not committed: Panic: deep inside"):
                 manager.wait_until_finished()
         assert manager.save(2, args=Save(state(2)))
         manager.wait_until_finished()
@@ -494,7 +494,7 @@ def test_a_deleted_epoch_is_gone_even_if_its_bytes_stay(
         once = Once(patch, manager._store, method, OSError(errno.EBUSY, "busy, says the server"))
         manager.delete(2)
         assert list(manager.all_steps()) == on_storage(directory) == [1]
-        with pytest.raises(RemovalError, match=r"epoch 2 is deleted.*busy, says the server"):
+        with pytest.raises(RemovalError, match=r"checkpoint 2 is deleted.*busy, says the server"):
             manager.wait_until_finished()
     assert once.hits == 1
     assert "busy, says the server" in caplog.text

@@ -196,7 +196,7 @@ def test_everything_shows_itself_in_three_ways(saved: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("asked", [5, 3, 100])
 def test_an_unknown_epoch_names_those_that_are_near(saved: pathlib.Path, asked: int) -> None:
-    with pytest.raises(EpochNotFoundError, match=rf"no epoch {asked}; near: .*\b(4|8)\b") as caught:
+    with pytest.raises(EpochNotFoundError, match=rf"no checkpoint {asked}; near: .*\b(4|8)\b") as caught:
         open_run(saved)[asked]
     assert caught.value.available == [2, 4, 6, 8]
 
@@ -280,7 +280,7 @@ def test_unknown_names_get_near_ones(saved: pathlib.Path) -> None:
             call()
     with pytest.raises(KeyError) as caught:  # as of a mapping, and readable
         epoch["state"]["params/dense/kernl"]
-    assert str(caught.value).startswith("epoch 8, item 'state': there is no leaf 'params/dense/kernl'; near: ")
+    assert str(caught.value).startswith("checkpoint 8, item 'state': there is no leaf 'params/dense/kernl'; near: ")
 
 
 def test_hostile_names_reach_no_terminal_raw(tmp_path: pathlib.Path) -> None:
@@ -497,7 +497,7 @@ def test_an_attempt_is_no_epoch_and_is_named(run: pathlib.Path) -> None:
     staging = run / "incarnation-0123456789abcdef.orbax-checkpoint-tmp"
     (staging / "8-1" / "process_0").mkdir(parents=True)
     (staging / "8-1" / "process_0" / "state.safetensors").write_bytes(b"x")
-    with pytest.raises(EpochNotFoundError, match=r"no epoch 8; near: .*An attempt at saving it is"):
+    with pytest.raises(EpochNotFoundError, match=r"no checkpoint 8; near: .*An attempt at saving it is"):
         open_run(run)[8]
 
 

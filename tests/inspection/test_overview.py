@@ -184,7 +184,7 @@ def cut(path: pathlib.Path) -> None:
         (lambda e: (e / "epoch.json").write_bytes(b""), "3/epoch.json: is not a JSON record", []),
         (lambda e: (os.unlink(e / "epoch.json"), (e / "epoch.json").mkdir()), "3/epoch.json: cannot be read", []),
         (lambda e: os.unlink(e / "epoch.json"), "epoch.json, is missing", []),
-        (lambda e: shutil.copy(e.parent / "2" / "epoch.json", e), "is the record of epoch 2", []),
+        (lambda e: shutil.copy(e.parent / "2" / "epoch.json", e), "is the record of checkpoint 2", []),
     ],
 )
 def test_a_damaged_epoch_among_good_ones(run: pathlib.Path, damage: Any, says: str, bad: list[str]) -> None:

@@ -194,7 +194,7 @@ def test_load_names_blobs_that_the_epoch_lacks(tmp_path: pathlib.Path) -> None:
     session.run(other.init())
     with pytest.raises(errors.InvalidArgumentError, match=r"lacks 'more'.*gpu_0/fc_w"):
         session.run(other.load(0))
-    with pytest.raises(errors.EpochNotFoundError, match="no epoch 7; committed: 0"):
+    with pytest.raises(errors.EpochNotFoundError, match="no checkpoint 7; committed: 0"):
         session.run(manager.load(7))
 
 
@@ -361,7 +361,7 @@ def test_a_path_prefix_is_for_init_and_load_only(tmp_path: pathlib.Path, lead: s
     manager.collect_checkpoint_stats(stats)
     assert list(stats) == [f"{prefix}2/a"] == [caffe2.db_name(2, "a", new, prefix)]
     where = f"old/{lead}<epoch>" if lead else "old"
-    with pytest.raises(errors.EpochNotFoundError, match=f"{where}, node a: no epoch 7; committed: 2"):
+    with pytest.raises(errors.EpochNotFoundError, match=f"{where}, node a: no checkpoint 7; committed: 2"):
         again.run(manager.load(7, path_prefix=prefix))
     with pytest.raises(errors.NotACheckpointDirectoryError, match="new does not exist"):
         again.run(manager.save(3))
@@ -840,7 +840,7 @@ def test_somebody_elses_epoch_is_not_touched(tmp_path: pathlib.Path) -> None:
 def test_a_record_that_belongs_elsewhere_is_refused(tmp_path: pathlib.Path) -> None:
     train(multi(tmp_path), ec.LocalSession(), ["a"], 1)
     shutil.copytree(tmp_path / "0" / "a", tmp_path / "0" / "b")
-    with pytest.raises(errors.FormatError, match="expected epoch 0 of node 'b'"):
+    with pytest.raises(errors.FormatError, match="expected checkpoint 0 of node 'b'"):
         single(tmp_path, "b").read_notes(0)
     epochs = NodeEpochs(tmp_path, "c")
     epochs.save(0, ocp.args.Composite(x=ocp.args.StandardSave({"y": 1}), note=ocp.args.JsonSave({"z": 2})))

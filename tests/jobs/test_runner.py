@@ -560,7 +560,7 @@ def test_stock_orbax_refuses_to_go_back(tmp_path: pathlib.Path) -> None:
     """Nothing is deleted."""
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         run(counting_job(Log(), 3), manager)
-        with pytest.raises(errors.UnsupportedError, match="going back to epoch 1"):
+        with pytest.raises(errors.UnsupportedError, match="going back to checkpoint 1"):
             run(counting_job(Log(), 3), manager, 1)
         assert list(manager.all_steps()) == [0, 1, 2, 3]
 
@@ -569,7 +569,7 @@ def test_a_resume_epoch_that_does_not_exist_lists_those_that_do(managers: Manage
     """And changes nothing."""
     manager = managers()
     run(counting_job(Log(), 2), manager)
-    with pytest.raises(errors.EpochNotFoundError, match=r"no epoch 7; committed: 0, 1, 2"):
+    with pytest.raises(errors.EpochNotFoundError, match=r"no checkpoint 7; committed: 0, 1, 2"):
         run(counting_job(Log(), 9), manager, 7)
     assert list(manager.all_steps()) == [0, 1, 2]
 
@@ -577,7 +577,7 @@ def test_a_resume_epoch_that_does_not_exist_lists_those_that_do(managers: Manage
 def test_resume_never_and_must(managers: Managers) -> None:
     """Never refuses a directory that has epochs, must one that has none."""
     manager = managers()
-    with pytest.raises(errors.EpochNotFoundError, match="no committed epoch"):
+    with pytest.raises(errors.EpochNotFoundError, match="no committed checkpoint"):
         run(counting_job(Log(), 1), manager, resume="must")
     run(counting_job(Log(), 1), manager, resume="never")
     with pytest.raises(ValueError, match=r"resume='never', but .* has epochs up to 1"):
@@ -673,7 +673,7 @@ def test_failures_can_be_bounded_and_a_lost_last_epoch_can_raise(tmp_path: pathl
     with pytest.raises(errors.SaveError, match="max_consecutive_save_failures=2"):
         run(counting_job(log, 50), broken(tmp_path / "a"), max_consecutive_save_failures=2)
     assert len(log.events) < 20
-    with pytest.raises(errors.SaveError, match=r"epoch 3 was not committed: it is the last of the run"):
+    with pytest.raises(errors.SaveError, match=r"checkpoint 3 was not committed: it is the last of the run"):
         run(counting_job(Log(), 3), broken(tmp_path / "b"))
 
 
@@ -689,7 +689,7 @@ def test_a_last_epoch_that_is_not_on_storage_is_an_error_and_an_exit_code(manage
     log, session = Log(), ec.LocalSession()
     runner = ec.JobRunner(counting_job(log, 3), managers(), metadata_handler=Away())
     with pytest.raises(
-        errors.SaveError, match=r"epoch 3 was not committed: it is the last of the run: .*storage can be reached"
+        errors.SaveError, match=r"checkpoint 3 was not committed: it is the last of the run: .*storage can be reached"
     ):
         runner.train(session)
     assert log.events[-2:] == ["download", "exit"]

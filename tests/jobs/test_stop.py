@@ -239,7 +239,7 @@ def test_reprs_are_the_same_however_a_parameter_is_written() -> None:
 def test_a_bool_of_any_kind_is_an_answer(kind: Callable[[bool], Any]) -> None:
     """Python's, NumPy's, and arrays of one without dimensions."""
     for value in (True, False):
-        assert stop.checked("c", kind(value), 1) is value
+        assert stop.checked("c", kind(value), at()) is value
         assert stop.as_condition(lambda ctx, value=value: kind(value))(at()) is value
 
 
@@ -272,7 +272,7 @@ def test_another_answer_is_an_error_that_names_condition_and_epoch(answer: Any) 
 def test_a_long_answer_is_cut_short() -> None:
     """An error is to be read."""
     with pytest.raises(InvalidArgumentError) as caught:
-        stop.checked(stop.preempted, "x" * 10_000, 1)
+        stop.checked(stop.preempted, "x" * 10_000, at())
     assert len(str(caught.value)) < 500
 
 

@@ -147,7 +147,7 @@ def test_steps_of_stock_orbax_are_refused(tmp_path: pathlib.Path) -> None:
             ec.CopyUpload(tmp_path / "final").build(3, stock)
     with ec.CheckpointManager(tmp_path / "run") as manager:
         upload = ec.CopyUpload(tmp_path / "final").build(3, manager)
-        with pytest.raises(errors.UnsupportedError, match="epoch 3 was written by stock Orbax"):
+        with pytest.raises(errors.UnsupportedError, match="checkpoint 3 was written by stock Orbax"):
             ec.LocalSession().run(upload)
     assert not (tmp_path / "final").exists()
 
@@ -225,7 +225,7 @@ def test_a_full_disk_fails_the_upload_and_harms_nothing(tmp_path: pathlib.Path, 
     filler = disk / "filler"
     free = os.statvfs(disk)
     filler.write_bytes(bytes(free.f_bavail * free.f_bsize - 2**20))
-    refusal = r"epoch 3 was not uploaded to .*final: .*No space left.*start the job"
+    refusal = r"checkpoint 3 was not uploaded to .*final: .*No space left.*start the job"
     with pytest.raises(errors.UploadError, match=refusal):
         send(tmp_path / "run", disk / "final")
     assert temporary(disk / "final") == []
@@ -322,7 +322,7 @@ def test_arguments_are_checked(tmp_path: pathlib.Path) -> None:
         ec.CopyUpload(tmp_path, timeout_secs=0)
     with pytest.raises(errors.InvalidArgumentError, match=r"got builtins\.int"):
         ec.CopyUpload(tmp_path / "final").build(3, 5)
-    with pytest.raises(errors.EpochNotFoundError, match="no epoch 9; committed: 3"):
+    with pytest.raises(errors.EpochNotFoundError, match="no checkpoint 9; committed: 3"):
         send(tmp_path / "run", tmp_path / "final", 9)
 
 

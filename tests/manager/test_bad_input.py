@@ -478,7 +478,7 @@ def test_a_foreign_record_is_refused(run: pathlib.Path) -> None:
         ({"format": "other", "version": 1}, "no epochckpt record"),
         ({}, "no epochckpt record"),
         (load(run, NODE), "node"),
-        ({**load(run, EPOCH), "epoch": 7}, "epoch 7"),
+        ({**load(run, EPOCH), "epoch": 7}, "checkpoint 7"),
     ]:
         seal_epoch(run, record)
         with pytest.raises(errors.FormatError, match=words) as caught:
@@ -794,7 +794,7 @@ def test_legacy_and_unsupported_arguments_are_refused_by_name(run: pathlib.Path)
         for call, words in calls:
             with pytest.raises(errors.InvalidArgumentError, match=words):
                 call()
-        with pytest.raises(errors.EpochExistsError, match="epoch 1 exists"):
+        with pytest.raises(errors.EpochExistsError, match="checkpoint 1 exists"):
             m.save(1, args=Save(tree), force=True)
     with pytest.raises(errors.InvalidArgumentError, match="closed"):
         m.save(9, args=Save(tree))

@@ -454,7 +454,7 @@ def test_wrong_arguments_are_refused(tmp_path: pathlib.Path) -> None:
         ec.export(tmp_path / "run", 5, out, "safetensors", separator="")
     with pytest.raises(EpochNotFoundError, match="committed: 5"):
         ec.export(tmp_path / "run", 6, out)
-    with pytest.raises(EpochNotFoundError, match="no committed epoch"):
+    with pytest.raises(EpochNotFoundError, match="no committed checkpoint"):
         ec.export(tmp_path / "nothing", None, out)
     (tmp_path / "file").write_text("x")
     (tmp_path / "below").symlink_to("file/x")
@@ -474,7 +474,7 @@ def test_it_says_what_it_did(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFi
         done = ec.export(tmp_path / "run", 5, tmp_path / "out")
     sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert done.nbytes == sum(sizes)
-    assert f"epoch 5 of {tmp_path / 'run'} exported as orbax to {tmp_path / 'out'}: " in caplog.text
+    assert f"checkpoint 5 of {tmp_path / 'run'} exported as orbax to {tmp_path / 'out'}: " in caplog.text
 
 
 @pytest.mark.parametrize("format", ["orbax", "safetensors"])

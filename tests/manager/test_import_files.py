@@ -347,7 +347,7 @@ def test_an_epoch_that_exists_stays_as_it_is(tmp_path: pathlib.Path) -> None:
     ec.import_(tmp_path / "x.msgpack", tmp_path / "run", 3)
     (tmp_path / "run" / "3" / "process_0" / "node.json").write_text("{}")
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    with pytest.raises(EpochExistsError, match="epoch 3 exists"):
+    with pytest.raises(EpochExistsError, match="checkpoint 3 exists"):
         ec.import_(tmp_path / "missing", tmp_path / "run", 3)
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 

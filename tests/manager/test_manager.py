@@ -227,11 +227,11 @@ def test_an_existing_epoch_is_not_saved_again(m: ec.CheckpointManager) -> None:
 
 def test_a_missing_epoch_lists_those_that_exist(directory: str, m: ec.CheckpointManager) -> None:
     """An explicit epoch never falls back; the message says what there is."""
-    with pytest.raises(EpochNotFoundError, match="no committed epoch"):
+    with pytest.raises(EpochNotFoundError, match="no committed checkpoint"):
         m.restore(None)
     save_all(m, [2, 4])
     for call in (m.restore, m.metrics, m.metadata, m.item_metadata, m.nodes, m.delete, m.rollback_to, m.verify):
-        with pytest.raises(EpochNotFoundError, match=r"no epoch 3; committed: 2, 4") as caught:
+        with pytest.raises(EpochNotFoundError, match=r"no checkpoint 3; committed: 2, 4") as caught:
             call(3)
         assert caught.value.available == [2, 4]
         assert isinstance(caught.value, FileNotFoundError)
@@ -388,7 +388,7 @@ def test_sync_mode_returns_after_the_commit(directory: str) -> None:
         assert save(m, 0)
         assert m.latest_step() == 0
         tap = fail_writes(m)
-        with pytest.raises(SaveError, match="epoch 1"):
+        with pytest.raises(SaveError, match="checkpoint 1"):
             save(m, 1)
         tap.remove()
         assert save(m, 1)
@@ -405,7 +405,7 @@ def test_in_sync_mode_a_deletion_that_leaves_files_fails_no_save(tmp_path: pathl
     assert save(m, 2)
     assert save(m, 3)
     tap.remove()
-    with pytest.raises(errors.RemovalError, match="epoch 0 is deleted"):
+    with pytest.raises(errors.RemovalError, match="checkpoint 0 is deleted"):
         m.close()
     assert m.all_steps() == [1, 2, 3]
 
@@ -442,7 +442,7 @@ def test_saving_goes_on_after_a_failure(m: ec.CheckpointManager) -> None:
     m._attempts.drain()
     tap.remove()
     assert save(m, 1)
-    with pytest.raises(SaveError, match="epoch 0"):
+    with pytest.raises(SaveError, match="checkpoint 0"):
         m.wait_until_finished()
     assert m.all_steps() == [1]
 
@@ -547,7 +547,7 @@ def test_an_error_in_a_with_block_is_what_the_caller_sees(directory: str, error:
     with pytest.raises(type(error)) as caught:
         body()
     assert caught.value is error
-    assert "epoch 0 was not committed" in "".join(traceback.format_exception(error))
+    assert "checkpoint 0 was not committed" in "".join(traceback.format_exception(error))
 
 
 def test_a_with_block_that_ends_well_raises_what_nobody_was_told(directory: str) -> None:
@@ -560,7 +560,7 @@ def test_a_with_block_that_ends_well_raises_what_nobody_was_told(directory: str)
             end()
 
     for end in (lambda: None, sys.exit, lambda: sys.exit(0)):
-        with pytest.raises(SaveError, match="epoch 0 was not committed"):
+        with pytest.raises(SaveError, match="checkpoint 0 was not committed"):
             body(end)
 
 
@@ -602,7 +602,7 @@ def test_the_third_unwritten_save_waits_for_the_oldest(
     assert save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
     done, out = in_thread(lambda: save(m, 2))
-    held = "save(2) holds training: it waits for the save of epoch 0 (writing), because one save is "
+    held = "save(2) holds training: it waits for the save of checkpoint 0 (writing), because one save is "
     assert eventually(lambda: said(caplog, held))
     assert not done.wait(MOMENT_SECS)
     tap.let_go()
@@ -622,7 +622,7 @@ def test_slow_commits_hold_the_fourth_save(
     assert [save(m, step) for step in range(3)] == [True] * 3
     assert tap.reached.wait(WAIT_SECS)
     done, out = in_thread(lambda: save(m, 3))
-    held = "save(3) holds training: it waits for the save of epoch 0 (every node has written, committing)"
+    held = "save(3) holds training: it waits for the save of checkpoint 0 (every node has written, committing)"
     assert eventually(lambda: said(caplog, held))
     assert not done.wait(MOMENT_SECS)
     tap.let_go()
@@ -644,9 +644,9 @@ def test_a_save_that_storage_is_behind_with_fails_and_training_goes_on(
     limit = 100 if obstacle == "memory" else None
     storage = ec.StorageOptions(max_blocked_secs=BOUND_SECS, host_memory_limit_bytes=limit)
     why = {
-        "a write": r"epoch 0, which began .* ago \(writing\), has to come first, because one save is written at a time",
-        "a commit": r"epoch 0, .*committing\), has to come first, because committing is slower than saving",
-        "memory": r"epoch 0, .*\(writing\), has to come first, because both copies \(80 B and 80 B\)",
+        "a write": r"checkpoint 0, which began .* ago \(writing\), has to come first, because one save is written at",
+        "a commit": r"checkpoint 0, .*committing\), has to come first, because committing is slower than saving",
+        "memory": r"checkpoint 0, .*\(writing\), has to come first, because both copies \(80 B and 80 B\)",
     }[obstacle]
     with ec.CheckpointManager(directory, storage=storage) as m:
         tap = hold_commits(m) if obstacle == "a commit" else hold_writes(m)
@@ -656,7 +656,9 @@ def test_a_save_that_storage_is_behind_with_fails_and_training_goes_on(
             assert obstacle != "a commit" or m._attempts.pending()[-1].written.wait(WAIT_SECS)
         assert tap.reached.wait(WAIT_SECS)
         assert save_bytes(m, late, 80)
-        with pytest.raises(errors.StorageBehindError, match=f"epoch {late} .*storage is behind: .*{why}") as caught:
+        with pytest.raises(
+            errors.StorageBehindError, match=f"checkpoint {late} .*storage is behind: .*{why}"
+        ) as caught:
             m.check_for_errors()
         m.check_for_errors()
         assert (m.status(0).state, m.status(late).state) == ("saving", "failed")
@@ -819,7 +821,7 @@ def test_a_save_logs_one_line(directory: str, m: ec.CheckpointManager, caplog: p
         save_all(m, [3])
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
     assert len(lines) == 1, lines
-    assert "epoch 3 committed" in lines[0]
+    assert "checkpoint 3 committed" in lines[0]
     assert "1 node" in lines[0]
 
 

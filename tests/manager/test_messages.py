@@ -57,7 +57,7 @@ def test_leaves_that_a_partial_restore_does_not_find_are_logged_by_name(
     got = manager.restore(0, args=PyTree(target, partial_restore=True))
     assert got["layers"]["bias"].tolist() == [1, 1, 1]
     (said,) = [record.getMessage() for record in caplog.records if "left as given" in record.getMessage()]
-    assert "epoch 0, item default: 2 leaves of the target" in said
+    assert "checkpoint 0, item default: 2 leaves of the target" in said
     assert "'layers/kernal' (near: 'layers/kernel'" in said
     assert "'zzz/0'" in said
     assert "bias" not in said.replace("(near: 'layers/kernel', 'layers/bias')", "")
@@ -168,6 +168,6 @@ def test_a_best_fn_that_finds_no_metric_is_told_once(
                 assert manager.best_step() is None
             assert manager.all_steps() == [0, 1, 2, 3]
         (said,) = [text for record in caplog.records if "best_fn" in (text := record.getMessage())]
-        assert "epoch 0" in said
+        assert "checkpoint 0" in said
         assert "'accuracy', 'name'" in said
         assert "kept" in said

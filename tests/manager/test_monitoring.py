@@ -233,7 +233,7 @@ def test_a_save_and_a_restore_log_one_line_each(tmp_path: pathlib.Path, caplog: 
             trainer.save(4, STATE)
             trainer.load(None, STATE)
     lines = [record.getMessage() for record in caplog.records]
-    starts = [f"epoch {n} {verb} {tmp_path}" for n in (3, 4) for verb in ("committed to", "restored from")]
+    starts = [f"checkpoint {n} {verb} {tmp_path}" for n in (3, 4) for verb in ("committed to", "restored from")]
     assert [any(line.startswith(start) for line in lines) for start in starts] == [True] * 4
     assert len(lines) == 4, lines
 

@@ -72,7 +72,14 @@ def everything(folder: pathlib.Path) -> None:
     ec.export(folder / "run", 1, folder / "tensors", "safetensors")
 
 
-SHOWN = "saving epoch 1:", "restoring epoch 1:", "restoring:", "verifying epoch 1:", "uploading epoch 1:", "exporting:"
+SHOWN = (
+    "saving checkpoint 1:",
+    "restoring checkpoint 1:",
+    "restoring:",
+    "verifying checkpoint 1:",
+    "uploading checkpoint 1:",
+    "exporting:",
+)
 
 
 @pytest.mark.parametrize("where", ["terminal", "dumb", "pipe"])
@@ -97,7 +104,7 @@ def test_a_bar_is_shown_on_a_terminal_alone(
         said = terminal.close()
     assert [text for text in SHOWN if text not in said] == ([] if where == "terminal" else list(SHOWN))
     if where == "terminal":
-        for text in ("saving epoch 1", "verifying epoch 1", "uploading epoch 1", "exporting"):
+        for text in ("saving checkpoint 1", "verifying checkpoint 1", "uploading checkpoint 1", "exporting"):
             assert re.search(r" 20\dk", said.split(text)[-1])  # bytes, when it was drawn last
         assert said.endswith("\r")
 
@@ -156,9 +163,9 @@ def test_restores_and_deletions_leave_a_line(tmp_path: pathlib.Path, caplog: pyt
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     restored = [line for line in said if " restored from " in line]
     assert len(restored) == 3
-    assert all(line.startswith(f"epoch 2 restored from {run}: ") and " s" in line for line in restored)
+    assert all(line.startswith(f"checkpoint 2 restored from {run}: ") and " s" in line for line in restored)
     assert restored[0].endswith(", 1 leaf cast, 1 leaf missing")
     assert "leaf" not in restored[1]
     assert [line.partition(":")[0] for line in said if "is deleted" in line] == [
-        f"epoch {epoch} of {run} is deleted" for epoch in (0, 1)
+        f"checkpoint {epoch} of {run} is deleted" for epoch in (0, 1)
     ]

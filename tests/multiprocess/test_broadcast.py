@@ -22,8 +22,8 @@ def test_every_byte_is_read_once_and_a_failure_of_one_process_is_raised_by_all(t
         assert each["before"] == each["between"] == each["readable again"] == each["newest"] == []
         kind, text = each["other targets"]
         assert kind == "InvalidArgumentError"
-        assert "process_0 has epoch 1, item 'default': 16 leaves" in text
-        assert "process_1 has epoch 1, item 'default': 17 leaves" in text
+        assert "process_0 has checkpoint 1, item 'default': 16 leaves" in text
+        assert "process_1 has checkpoint 1, item 'default': 17 leaves" in text
         assert each["damaged"][0] == "DamagedError"
         assert each["left"] == [0]
         assert each["named, in the background"] == []

@@ -323,7 +323,7 @@ def test_what_lies_beside_the_epochs_is_told_apart(cloud: Bucket, capsys: pytest
         "rolled": "rolled back",
     }
     details = {row.path: row.detail for row in found.leftovers}
-    assert "a copy of epoch 2" in details["77"]
+    assert "a copy of checkpoint 2" in details["77"]
     with cloud.proxy.counted() as counts:
         assert main.main(["du", url, "--json"]) == 0
     assert counts.keys() == {"GET", "LIST"}

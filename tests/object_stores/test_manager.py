@@ -334,7 +334,9 @@ def test_a_store_that_is_away_holds_training_for_no_longer_than_it_may(cloud: Bu
         try:
             for epoch in (1, 2, 3):
                 assert manager.save(epoch, args=Save({"w": jnp.ones(3)}))
-            with pytest.raises(StorageBehindError, match=r"epoch 3 .*storage is behind: .* the save of epoch 1, which"):
+            with pytest.raises(
+                StorageBehindError, match=r"checkpoint 3 .*storage is behind: .* the save of checkpoint 1, which"
+            ):
                 manager.check_for_errors()
         finally:
             go_on.set()

@@ -159,8 +159,8 @@ def test_a_mirror_that_is_away_only_delays(
     assert {4, 5} <= {*kept}
     said = [r.getMessage() for r in caplog.records]
     assert sum("the mirror is behind, and tries again" in text for text in said) == 1
-    assert [text for text in said if "epoch 3 is left out" in text]
-    assert [text for text in said if "not mirrored: epoch 4, 5" in text]
+    assert [text for text in said if "checkpoint 3 is left out" in text]
+    assert [text for text in said if "not mirrored: checkpoint 4, 5" in text]
     away.back()
     with opened(directory, url, keep=1) as manager:
         assert manager.all_steps()[-2:] == [4, 5]
@@ -312,7 +312,7 @@ def test_a_silent_mirror_holds_the_end_for_a_bounded_time(
     with caplog.at_level(logging.WARNING):
         manager.close()
     assert "is not done within 5 s" in caplog.text
-    assert "not mirrored: epoch 0" in caplog.text
+    assert "not mirrored: checkpoint 0" in caplog.text
     held.set()
     cloud.proxy.decide = lambda request: None
     with opened(directory, url) as manager:

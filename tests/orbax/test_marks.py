@@ -163,7 +163,7 @@ def test_a_step_without_its_record_is_read_and_never_retired(
             manager.save(step, args=Save(tree_of(step)))
             manager.wait_until_finished()
             assert manager.all_steps() == [1, step]
-        assert sum("epoch 1 of stock Orbax is not deleted" in r.getMessage() for r in caplog.records) == 1
+        assert sum("checkpoint 1 of stock Orbax is not deleted" in r.getMessage() for r in caplog.records) == 1
         assert stock_states.differences(manager.restore(1), tree_of(1)) == []
         manager.delete(1)
         assert manager.all_steps() == [5]

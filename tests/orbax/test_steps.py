@@ -443,7 +443,7 @@ def test_an_existing_number_is_not_saved_again(run: pathlib.Path) -> None:
     """As for epochs of ours: False without force, an error with it; the step of Orbax stays as it is."""
     with unchanged(run / "2"), ec.CheckpointManager(run) as manager:
         assert manager.save(2, args=Save(tree_of(9))) is False
-        with pytest.raises(errors.EpochExistsError, match="epoch 2"):
+        with pytest.raises(errors.EpochExistsError, match="checkpoint 2"):
             manager.save(2, args=Save(tree_of(9)), force=True)
         assert manager.save(3, args=Save(tree_of(3)))
         manager.wait_until_finished()
@@ -693,7 +693,7 @@ def test_a_half_written_step_is_skipped_loudly_and_says_what_to_do(
         got = manager.restore(None, args=Restore(tree_of(0)))
         assert stock_states.differences(got, tree_of(1)) == []
         assert manager.all_steps() == [1]
-    assert any("epoch 2" in r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR)
+    assert any("checkpoint 2" in r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR)
 
 
 def _as_type(path: pathlib.Path, leaf: str, name: str) -> None:
@@ -746,7 +746,7 @@ def test_a_step_that_is_deleted_before_its_numbers_are_read_is_not_called_damage
         values = manager._readers.open(2).arrays("default").record.items["default"].values
         number = next(iter(values))
         shutil.rmtree(run / "2")
-        with pytest.raises(errors.EpochDeletedError, match="epoch 2"):
+        with pytest.raises(errors.EpochDeletedError, match="checkpoint 2"):
             values[number]
 
 
@@ -892,7 +892,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(run: path
     reader = ec.CheckpointManager(run, options=READ_ONLY)._readers.open(2)
     shutil.rmtree(run / "2")
     for read in (lambda: reader.restore(None), lambda: reader.restore_leaves("*", None), reader.verify, reader.status):
-        with pytest.raises(errors.EpochDeletedError, match="epoch 2"):
+        with pytest.raises(errors.EpochDeletedError, match="checkpoint 2"):
             read()
 
 
@@ -985,7 +985,7 @@ def test_a_handler_of_somebody_elses_reads_what_it_wrote_under_orbax(tmp_path: p
 
 def test_a_step_of_orbax_is_not_exported(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """It is what an export would give; said by name, and nothing is written."""
-    with pytest.raises(errors.UnsupportedError, match="epoch 2 was written by stock Orbax"):
+    with pytest.raises(errors.UnsupportedError, match="checkpoint 2 was written by stock Orbax"):
         ec.export(run, 2, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

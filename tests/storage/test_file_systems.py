@@ -287,14 +287,14 @@ def test_what_cannot_be_set_aside_stops_no_run(tmp_path: pathlib.Path, monkeypat
 
         full.setattr(PosixStore, "copy_tree", no_space)
         with ec.CheckpointManager(run) as manager:
-            with pytest.raises(UnfinishedError, match=r"epochs 2, 3 are rolled back .*No space left"):
+            with pytest.raises(UnfinishedError, match=r"checkpoints 2, 3 are rolled back .*No space left"):
                 manager.rollback_to(1)
             assert manager.all_steps() == [1]
         with ec.CheckpointManager(run, options=READ_ONLY) as reader:
             assert values(reader) == {1: 1}
         with ec.CheckpointManager(run) as manager:
             assert values(manager) == {1: 1}
-            with pytest.raises(SaveError, match=r"epoch 2 was not committed.*No space left"):
+            with pytest.raises(SaveError, match=r"checkpoint 2 was not committed.*No space left"):
                 save(manager, 2, offset=100)
             save(manager, 4)
             with pytest.raises(UnfinishedError):

@@ -388,17 +388,17 @@ def test_a_deletion_that_leaves_files_says_so(checkpointer: Any) -> None:
     for step in range(4):
         c.save(step, state())
     tap = Tap(c.manager, "remove_tree", lambda path: True, no_space)
-    with pytest.raises(errors.RemovalError, match=r"epoch 0 is deleted.*No space left"):
+    with pytest.raises(errors.RemovalError, match=r"checkpoint 0 is deleted.*No space left"):
         c.delete(0)
     c.wait()
     response = c.delete_async(1)
     assert c.save(5, state())
-    with pytest.raises(errors.RemovalError, match="epoch 1 is deleted"):
+    with pytest.raises(errors.RemovalError, match="checkpoint 1 is deleted"):
         c.wait()
-    with pytest.raises(OSError, match="epoch 1 is deleted"):
+    with pytest.raises(OSError, match="checkpoint 1 is deleted"):
         response.result()
     c.manager.delete(2)
-    with pytest.raises(errors.RemovalError, match="epoch 2 is deleted"):
+    with pytest.raises(errors.RemovalError, match="checkpoint 2 is deleted"):
         c.manager.wait_until_finished()
     assert c.save(2, state(2), force=True)
     same(c.load(2), state(2))
@@ -408,9 +408,9 @@ def test_a_deletion_that_leaves_files_says_so(checkpointer: Any) -> None:
     c.save_async(6, state())
     tap = Tap(c.manager, "remove_tree", lambda path: "removed" in path, no_space)
     c.delete_async(3)
-    with pytest.raises(errors.SaveError, match="epoch 6") as caught:
+    with pytest.raises(errors.SaveError, match="checkpoint 6") as caught:
         c.wait()
-    assert any("epoch 3 is deleted" in note for note in caught.value.__notes__)
+    assert any("checkpoint 3 is deleted" in note for note in caught.value.__notes__)
     failing.remove()
     tap.remove()
     c.wait()
@@ -449,10 +449,10 @@ def test_a_response_raises_what_happened_to_its_save(checkpointer: Any) -> None:
     assert steps(c) == [0, 1]
     tap = fail_writes(c.manager)
     c.save_async(2, state(2))
-    with pytest.raises(errors.SaveError, match="epoch 2"):
+    with pytest.raises(errors.SaveError, match="checkpoint 2"):
         c.wait()
     c.wait()
-    with pytest.raises(errors.SaveError, match="epoch 3"):
+    with pytest.raises(errors.SaveError, match="checkpoint 3"):
         c.save(3, state(3))
     tap.remove()
     assert c.save(3, state(3))
@@ -695,7 +695,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "metrics that are no JSON": (lambda c: c.save(1, state(), metrics={"x": object()}), "metrics"),
     "a name that is not there": (lambda c: c.load(0, checkpointable_name="other"), "no item 'other'; it has: default"),
     "another shape": (lambda c: c.load(0, {**state(), "rng": np.zeros(4)}), r"rng.*shape"),
-    "an epoch that is not there": (lambda c: c.load_checkpointables(7, {"x": None}), "no epoch 7"),
+    "an epoch that is not there": (lambda c: c.load_checkpointables(7, {"x": None}), "no checkpoint 7"),
     "an object that no handler takes": (
         lambda c: c.save_checkpointables(1, {"state": state(), "x": Left(1, "a")}),
         r"item 'x'.* a tests\.support\.v1_items\.Left cannot be saved",

@@ -195,14 +195,14 @@ class ItemBackend(CheckpointBackend):
             raise EpochNotFoundError(known, f"{directory} (the metadata handler says it was saved there)", [])
         if known is not None and known not in epochs:
             shown = ", ".join(map(str, epochs[-20:]))
-            logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, shown)
+            logging.warning("the metadata handler says that checkpoint %d was saved last; on storage: %s", known, shown)
 
         # What `save_checkpoints` saved beside a run is resumed from only if it is named.
         beside = list[int]()
         while epochs and self._is_beside(epochs[-1]):
             beside.append(epochs.pop())
         if beside:
-            left = f"which goes on from epoch {epochs[-1]}" if epochs else "of which no epoch is left to go on from"
+            left = f"which goes on from checkpoint {epochs[-1]}" if epochs else "of which nothing is left to go on from"
             said = f"{directory}: save_checkpoints() saved {beside} in the middle of a run, {left}"
             said += "; to go on from one of them, name it: resume_from_epoch=…"
             if not epochs:

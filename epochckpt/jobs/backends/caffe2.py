@@ -113,7 +113,7 @@ class Caffe2Backend(CheckpointBackend):
             cause = caught if isinstance(caught, FencedError) else caught.__cause__
             fenced = cause.reason if isinstance(cause, FencedError) else ""
         mine = {"error": error, "fenced": fenced, "stats": {} if error else self._stats()}
-        found = self._exchange.gather(f"save of epoch {epoch}", lambda: mine, list)
+        found = self._exchange.gather(f"save of checkpoint {epoch}", lambda: mine, list)
         problem = next((f["error"] for f in found if f["error"]), "")
         self._fenced = next((f["fenced"] for f in found if f["fenced"]), "")
         stats = [f["stats"] for f in found]

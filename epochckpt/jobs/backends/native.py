@@ -58,8 +58,8 @@ class NativeBackend(ItemBackend):
         if damaged := self._manager.damaged_epochs():
             raise DamagedError(
                 self.directory,
-                f"it has the epochs {', '.join(map(str, damaged[-20:]))}, and none of them can be used (the log says "
-                "why). Nothing is started over there: move them away, or take another directory",
+                f"it has the checkpoints {', '.join(map(str, damaged[-20:]))}, and none of them can be used (the log "
+                "says why). Nothing is started over there: move them away, or take another directory",
             )
         if foreign := list(self._manager.foreign_folders().values()):
             raise FormatError(

@@ -52,8 +52,8 @@ class OrbaxBackend(ItemBackend):
 
     def _roll_back(self, epoch: int) -> None:
         raise UnsupportedError(
-            f"{self.directory}: going back to epoch {epoch} sets epochs up to {self.epochs()[-1]} aside, which stock "
-            "Orbax cannot do; use epochckpt.CheckpointManager, or delete the later steps"
+            f"{self.directory}: going back to checkpoint {epoch} sets those up to {self.epochs()[-1]} aside, which "
+            "stock Orbax cannot do; use epochckpt.CheckpointManager, or delete the later steps"
         )
 
     def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[Mapping[str, Any], Values]]:
@@ -63,8 +63,8 @@ class OrbaxBackend(ItemBackend):
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         if only is None and (self._manager.directory / str(epoch) / paths.EPOCH_RECORD).exists():
             raise UnsupportedError(
-                f"{self.directory}: epoch {epoch} was written by epochckpt.CheckpointManager; resume it with that. "
-                "Stock Orbax reads its arrays, but not what differs per node"
+                f"{self.directory}: checkpoint {epoch} was written by epochckpt.CheckpointManager; resume it with "
+                "that. Stock Orbax reads its arrays, but not what differs per node"
             )
         notes = self.notes(epoch)
         blobs, forms = self._blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
@@ -88,8 +88,8 @@ class OrbaxBackend(ItemBackend):
         items = list(metadata.keys()) if hasattr(metadata, "keys") else []
         if not items:
             raise UnsupportedError(
-                f"{self.directory}: epoch {epoch} is one item without a name, to which stock Orbax adds no others; "
-                "use epochckpt.CheckpointManager, which reads it as blob 'default'"
+                f"{self.directory}: checkpoint {epoch} is one item without a name, to which stock Orbax adds no "
+                "others; use epochckpt.CheckpointManager, which reads it as blob 'default'"
             )
         return items
 
@@ -130,7 +130,7 @@ class OrbaxBackend(ItemBackend):
         try:
             saved = self._begin(epoch, args, metrics, notes)
         except Exception as error:  # often of the save before: Orbax raises it here, and does not save
-            logging.warning("stock Orbax did not save epoch %d, trying once more: %s", epoch, say(error))
+            logging.warning("stock Orbax did not save checkpoint %d, trying once more: %s", epoch, say(error))
             saved = self._begin(epoch, args, metrics, notes)
         if saved:
             self._asked = (epoch, began, time.monotonic() - began)
@@ -162,7 +162,7 @@ class OrbaxBackend(ItemBackend):
         if committed or detail:
             self._ended.append(SaveResult(epoch, committed, detail, held, time.monotonic() - began, {}))
         else:  # no failure: with best_fn Orbax deletes an epoch at once if better ones fill max_to_keep
-            logging.warning("stock Orbax saved epoch %d and deleted it, as its options say", epoch)
+            logging.warning("stock Orbax saved checkpoint %d and deleted it, as its options say", epoch)
             self.discarded = epoch
 
     def drain(self) -> None:
