@@ -309,15 +309,16 @@ class PutCommits(Commits):
     def deleted(self) -> dict[int, metrics_log.Line]:
         return {} if self.names.only else self._log.deleted(self.seen() or Head())
 
+    def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
+        self._log.move(self.change(lambda now: now.next(log=(*now.log, *lines)), 0))
+
     def _is_copy(self, folder: str) -> bool:
         return self.store.exists(paths.join(folder, paths.EPOCH_RECORD))
 
     def obstacle(self, folder: str) -> str:
         if self._is_copy(folder):
-            return (
-                f"{self.store.root}/{folder} is an epoch that {paths.HEAD} does not name, such as a copy. `epochckpt "
-                f"repair {self.store.root}` takes it in; or move the folder away"
-            )
+            found = f"{self.store.root}/{folder} is an epoch that {paths.HEAD} does not name, such as a copy"
+            return f"{found}. `epochckpt repair {self.store.root}` takes it in; or move the folder away"
         return super().obstacle(folder)
 
     def beside(self, known: Head) -> tuple[dict[str, set[str] | None], dict[str, HeadEpoch]]:

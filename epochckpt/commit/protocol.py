@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -135,6 +135,10 @@ class Commits(abc.ABC):
     def deleted(self) -> dict[int, metrics_log.Line]:
         """What is kept of epochs that were deleted, their metrics, ascending; numbers may be in use again."""
         return metrics_log.deleted(metrics_log.read(self.store))
+
+    def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
+        """Adds what another directory has kept of epochs that were deleted there."""
+        raise NotImplementedError
 
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
         if epoch in self.hidden():

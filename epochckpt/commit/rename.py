@@ -10,7 +10,7 @@ How folders come to their places, and what a kill on the way leaves, is in `plac
 
 import collections
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -253,6 +253,10 @@ class RenameCommits(Commits):
             metrics = attached_metrics.merge(found.metrics, attached_metrics.of_epoch(self, found))
             if line := Line.of(epoch, found.attempt, found.committed_ns, metrics):
                 self._append(line)
+
+    def keep_deleted(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            self._append(line)
 
     def _append(self, line: Line) -> None:
         """Appends to the log of deleted epochs, unless a newer run has taken over; a failure is logged."""

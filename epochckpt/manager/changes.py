@@ -160,6 +160,7 @@ class DirectoryCopy:
                         attached_metrics.attach(target, epoch, metrics, source)
             if self._whole:
                 self._copy_metadata()
+                self._copy_deleted()
         finally:
             _threads.logged(f"{self.destination}: the staging of a copy", target.release)
 
@@ -168,6 +169,13 @@ class DirectoryCopy:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             data = self._source.store.read(path, limit_bytes=2**24)
             self._target.write_once(paths.ROOT_METADATA, data)
+
+    def _copy_deleted(self) -> None:
+        """The metrics of epochs that were deleted in the source, if the destination says nothing of their numbers."""
+        known = {*self._target.deleted(), *self._target.scan()[0]}
+        lines = [dataclasses.replace(line, number=0) for line in self._source.deleted().values()]
+        if new := [line for line in lines if line.epoch not in known]:
+            self._target.keep_deleted(new)
 
     def _open(self, epoch: int) -> CheckpointReader:
         reader = self._readers.open(epoch)

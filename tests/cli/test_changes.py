@@ -144,23 +144,28 @@ def test_a_run_that_begins_during_a_change_stops_it(said: Any, directory: str, m
 
 
 def test_epochs_are_copied_between_disks_and_buckets(said: Any, directory: str, tmp_path: pathlib.Path) -> None:
-    """With what is attached to them, and with the metadata of the whole; a second time nothing is left to be done."""
+    """With what is attached to them, the metadata of the whole, and the metrics of epochs that were deleted. A second
+    time nothing is left to be done."""
     save(directory)
+    assert said("rm", directory, 1, "--yes")[0] == 0
     ec.attach_metrics(directory, 2, {"accuracy": 0.5}, source="evaluator")
     there = f"memory://{uuid.uuid4().hex}/" if directory.startswith("/") else str(tmp_path / "copy")
     code, plan, _ = said("cp", directory, there)
-    assert (code, [c["epoch"] for c in plan["changes"]]) == (0, EPOCHS)
+    assert (code, [c["epoch"] for c in plan["changes"]]) == (0, [0, 2, 3])
     assert not (tmp_path / "copy").exists()
     code, done, _ = said("cp", directory, there, "--yes")
     assert (code, done) == (0, {**plan, "done": True})
-    assert steps(there) == EPOCHS
+    assert steps(there) == [0, 2, 3]
     with ec.CheckpointManager(there, options=Options(read_only=True)) as copy:
         np.testing.assert_array_equal(copy.restore(2)["w"], np.arange(1000.0) + 2)
         assert copy.metrics(2) == {"loss": 0.0, "accuracy": 0.5}
         assert copy.metadata().custom_metadata == {"model": "a"}
+    runs = [ec.inspect(place).metrics().to_json() for place in (directory, there)]
+    assert runs[0]["rows"] == runs[1]["rows"]
+    assert [row["epoch"] for row in runs[1]["rows"]] == EPOCHS
     ec.attach_metrics(directory, 3, {"accuracy": 0.25}, source="evaluator")
     again = said("cp", directory, there, "--yes")[1]
-    assert (again["changes"], again["remark"]) == ([], "4 epochs are there already")
+    assert (again["changes"], again["remark"]) == ([], "3 epochs are there already")
     with ec.CheckpointManager(there, options=Options(read_only=True)) as copy:
         assert copy.metrics(3) == {"loss": 1.0, "accuracy": 0.25}
     # One epoch, into a directory that has others; its number is taken once there is another one of it.
