@@ -162,7 +162,7 @@ def _by_prefix(where: str, rename: Mapping[str, str], names: Sequence[str]) -> C
 
 
 def _without_gaps(paths: Mapping[int, KeyPath]) -> dict[int, KeyPath]:
-    """Lists that have lost an element become dicts, whose keys are the numbers of the elements."""
+    """Lists that have lost an element become dicts, whose keys are the numbers of the elements, or such names."""
     found: dict[KeyPath, set[Any]] = collections.defaultdict(set)
     for path in paths.values():
         for depth, key in enumerate(path):
@@ -173,10 +173,13 @@ def _without_gaps(paths: Mapping[int, KeyPath]) -> dict[int, KeyPath]:
         if any(kind in "sf" for kind, _ in keys)
         and (any(kind not in "sf" for kind, _ in keys) or {i for _, i in keys} != set(range(len(keys))))
     }
-    if not broken:
-        return dict(paths)
+    mixed = {above for above, keys in found.items() if len({type(key) for _, key in keys}) > 1}  # JAX cannot sort them
+
+    def kept(above: KeyPath, kind: str, key: Any) -> tuple[str, Any]:
+        return ("k" if above in broken | mixed else kind, str(key) if above in mixed else key)
+
     return {
-        number: tuple(("k", key) if path[:depth] in broken else (kind, key) for depth, (kind, key) in enumerate(path))
+        number: tuple(kept(path[:depth], *key) for depth, key in enumerate(path)) if broken | mixed else path
         for number, path in paths.items()
     }
 

@@ -195,3 +195,10 @@ def test_keys_that_stay_are_of_the_type_that_they_had(tmp_path: pathlib.Path) ->
     with ec.CheckpointManager(tmp_path / "back") as manager:
         back = manager.restore(5)
     assert jax.tree.structure(back) == jax.tree.structure({"0": ones, "b": {"0": {"0": ones}}})
+    # The keys of one dict are of one type: a number that comes to names becomes one.
+    rename = {"0": "b", "a/0/0/1": "b/x"}
+    ec.export(tmp_path / "run", 5, tmp_path / "mixed", "safetensors", rename=rename, exclude="a/0/0/0")
+    ec.import_(tmp_path / "mixed", tmp_path / "from_mixed", 5)
+    with ec.CheckpointManager(tmp_path / "from_mixed") as manager:
+        back = manager.restore(5)
+    assert jax.tree.structure(back) == jax.tree.structure({"b": {"0": 0, "1": 0, "x": 0}})
