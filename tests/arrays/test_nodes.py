@@ -183,7 +183,7 @@ def test_a_kill_during_a_hosted_save_leaves_no_half_epoch(tmp_path: pathlib.Path
     """After the first, the last node's record, or the epoch's, was written: epoch 1 stays, 2 is nowhere."""
     args = f'{{"directory": "{tmp_path / "run"}", "place": "{place}"}}'
     with start_processes(["-m", "tests.support.worker", "tests.support.node_jobs:save_and_die", args], 1) as job:
-        (outcome,) = job.wait(60)
+        (outcome,) = job.wait(150)
     assert outcome.returncode == -signal.SIGKILL, outcome.stdout
     with hosting(tmp_path / "run") as manager:
         assert manager.all_steps() == [1]

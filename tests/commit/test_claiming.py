@@ -268,7 +268,7 @@ def test_a_take_over_of_a_run_that_was_killed_is_no_warning(
         f'{{"directory": "{tmp_path}"}}',
     ]
     with start_processes(program, 1) as job:
-        (outcome,) = job.wait(60)
+        (outcome,) = job.wait(150)
     assert outcome.returncode == -signal.SIGKILL, outcome.stdout
     with caplog.at_level("INFO", logger="absl"), ec.CheckpointManager(tmp_path) as manager:
         commit(manager, 2)

@@ -229,7 +229,7 @@ KILLS = {
 def kill(directory: pathlib.Path, place: str) -> None:
     program = ["-m", "tests.support.worker", "tests.support.replace_jobs:replace_and_die"]
     with start_processes([*program, f'{{"directory": "{directory}", "place": "{place}"}}'], 1) as job:
-        (outcome,) = job.wait(60)
+        (outcome,) = job.wait(150)
     assert outcome.returncode == -signal.SIGKILL, outcome.stdout
 
 
@@ -261,7 +261,7 @@ def test_runs_that_are_killed_before_they_put_it_back_do_not_lose_it(tmp_path: p
             json.dumps({"directory": directory}),
         ]
         with start_processes(program, 1) as job:
-            (outcome,) = job.wait(60)
+            (outcome,) = job.wait(150)
         assert outcome.returncode == -signal.SIGKILL, outcome.stdout
     with ec.CheckpointManager(directory) as manager:
         manager.claim()

@@ -162,7 +162,7 @@ def finish(job: Processes, gates: Gates, steps: list[int]) -> list[Any]:
     for process in job:
         process.wait_for_output("LAST.", 60)
     gates.open()
-    outcomes = job.wait(60, after_failure_secs=10)
+    outcomes = job.wait(150, after_failure_secs=40)
     assert [o.returncode for o in outcomes] == [0] * len(job), "\n".join(o.stdout[-3000:] for o in outcomes)
     results = [json.loads(re.findall(r"^RESULT (.*)$", o.stdout, re.M)[-1]) for o in outcomes]
     assert [r["steps"] for r in results] == [steps] * len(job)

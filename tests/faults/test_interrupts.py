@@ -121,7 +121,7 @@ save(1)
 reached.wait()
 child = os.fork()
 if child == 0:
-    faulthandler.dump_traceback_later(20, exit=True)
+    faulthandler.dump_traceback_later(80, exit=True)
     with m:
         assert m.restore_leaves(0, "a")["a"].tolist() == [0.0] * 4
         assert m.restore(0)["a"].tolist() == [0.0] * 4
@@ -161,7 +161,7 @@ def test_a_forked_child_reads_and_leaves_its_parents_saves_alone(tmp_path: pathl
 
 
 EXIT = """
-import sys, threading
+import dataclasses, sys, threading
 import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
 from epochckpt.commit import saver
 from epochckpt.manager import manager
@@ -169,13 +169,13 @@ from epochckpt.storage import posix
 
 saver._VERDICT_MARGIN_SECS = manager._QUIET_SECS = 0.3
 never = threading.Event()
-storage = ec.StorageOptions(save_timeout_secs=0.7)
-managers = [ec.CheckpointManager(f"{sys.argv[1]}/{i}", storage=storage) for i in range(int(sys.argv[2]))]
+managers = [ec.CheckpointManager(f"{sys.argv[1]}/{i}") for i in range(int(sys.argv[2]))]
 for m in managers:
     m.save(2, args=ocp.args.StandardSave({"a": np.zeros(4)}))
     m.wait_until_finished()
 setattr(posix.PosixStore, sys.argv[3], lambda *args, **kwargs: never.wait())
 for m in managers:
+    m._storage = m._attempts._options = dataclasses.replace(m._storage, save_timeout_secs=0.7)
     m.save(3, args=ocp.args.StandardSave({"a": np.zeros(4)}))
 print("exits", flush=True)
 """

@@ -111,7 +111,7 @@ def test_without_the_protection_the_same_kills_are_found_out(tmp_path: pathlib.P
 
 FENCED = "a newer run .*has taken over"
 NEWER = 1000  # what the newer run saves as epoch e is the content of e + NEWER
-ZOMBIE_SECS = 30.0
+ZOMBIE_SECS = 120.0
 
 
 def open_manager(directory: str | os.PathLike[str], **options: Any) -> ec.CheckpointManager:

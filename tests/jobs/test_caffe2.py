@@ -533,7 +533,7 @@ def test_jobs_at_once_share_a_directory(tmp_path: pathlib.Path) -> None:
             args = {"directory": str(tmp_path), "node": node, "epochs": 20}
             jobs.append(stack.enter_context(start_processes(["-m", "tests.support.worker", JOB, json.dumps(args)], 1)))
         for processes in jobs:
-            (outcome,) = processes.wait(90)
+            (outcome,) = processes.wait(150)
             assert outcome.returncode == 0, outcome.stdout
             assert parse_result(outcome.stdout)["failed"] == {}
     assert sorted(int(p.name) for p in tmp_path.iterdir()) == list(range(21))
@@ -569,7 +569,7 @@ def test_a_job_that_is_killed_while_it_saves(tmp_path: pathlib.Path, at: Any) ->
     others = {n: d for n, d in files(tmp_path).items() if "/a/" in n}
     args = {"directory": str(tmp_path), "node": "b", "epochs": 3, "at": at}
     with start_processes(["-m", "tests.support.worker", JOB, json.dumps(args)], 1) as processes:
-        assert processes.wait(60)[0].returncode == -signal.SIGKILL
+        assert processes.wait(150)[0].returncode == -signal.SIGKILL
     assert {n: d for n, d in files(tmp_path).items() if "/a/" in n} == others
     assert [content(str(tmp_path), "b", epoch) for epoch in (0, 1)] == [(0, 0), (0, 1)]
     assert content(str(tmp_path), "b", 2) == ((0, 2) if at[2].startswith("^2") else None)
@@ -593,7 +593,7 @@ def test_a_job_that_is_killed_while_it_replaces(tmp_path: pathlib.Path, path: st
     at = (1, "rename" if exchange else "fsync", path, 1, signal.SIGKILL)
     args = {"directory": str(tmp_path), "node": "b", "epochs": 2, "at": at, "branch": 1}
     with start_processes(["-m", "tests.support.worker", JOB, json.dumps(args)], 1) as processes:
-        assert processes.wait(60)[0].returncode == -signal.SIGKILL
+        assert processes.wait(150)[0].returncode == -signal.SIGKILL
     left = 0 if exchange else 1
     assert content(str(tmp_path), "b", 1) == (left, 1)
     manager = multi(tmp_path)  # its staging folder goes with it
@@ -610,7 +610,7 @@ def test_a_job_that_is_killed_while_it_replaces_without_exchange(tmp_path: pathl
     at = (1, "rename", r"1/b( ->|$)", count, signal.SIGKILL)
     args = {"directory": str(tmp_path), "node": "b", "epochs": 2, "at": at, "branch": 1, "exchange": False}
     with start_processes(["-m", "tests.support.worker", JOB, json.dumps(args)], 1) as processes:
-        assert processes.wait(60)[0].returncode == -signal.SIGKILL
+        assert processes.wait(150)[0].returncode == -signal.SIGKILL
     assert content(str(tmp_path), "b", 1) == ((0, 1) if count == 1 else None)
     train(multi(tmp_path), ec.LocalSession(), ["b"], 3, user_epoch=2, branch=2)
     assert [content(str(tmp_path), "b", epoch) for epoch in (0, 1, 2, 3)] == [(1, 0), (0, 1), (0, 2), (2, 3)]
@@ -667,7 +667,7 @@ def test_zombies_cannot_commit(tmp_path: pathlib.Path, at: Any) -> None:
         train(multi(tmp_path), ec.LocalSession(), ["b"], 2, branch=3)
         for zombie in zombies:
             zombie[0].send_signal(signal.SIGCONT)
-            (outcome,) = zombie.wait(60)
+            (outcome,) = zombie.wait(150)
             assert parse_result(outcome.stdout)["failed"] == {"2": "FencedError", "3": "FencedError"}
     assert [content(str(tmp_path), "b", epoch) for epoch in range(4)] == [(3, 0), (3, 1), (3, 2), None]
 

@@ -19,7 +19,7 @@ from tests.support.processes import Processes, start_processes
 
 PREEMPTED = ec.PREEMPTED_EXIT_CODE
 JOB = {"epochs": 6, "step_secs": 0.02, "resumable": False, "polls": False, "exit_secs": 0.0, "width": 64}
-LIMIT = 80.0
+LIMIT = 150.0
 
 
 def start(directory: pathlib.Path, processes: int, **how: Any) -> Processes:
@@ -29,7 +29,7 @@ def start(directory: pathlib.Path, processes: int, **how: Any) -> Processes:
 
 def ends(job: Processes) -> tuple[list[int], list[dict[str, Any]], str]:
     """Exit statuses, what the processes said at their end, and all output."""
-    outcomes = job.wait(LIMIT, 20.0)
+    outcomes = job.wait(LIMIT, 40.0)
     text = "\n".join(o.stdout for o in outcomes)
     said = [[json.loads(m) for m in re.findall(r"^AT (.*)$", o.stdout, re.MULTILINE)] for o in outcomes]
     last = [next((s for s in reversed(one) if s["place"] == "end"), {}) for one in said]

@@ -306,7 +306,7 @@ def test_what_fails_on_one_process_is_raised_on_all_at_once(tmp_path: pathlib.Pa
     """Nobody waits for the timeout, and everybody says what it was."""
     for end in run_worker(f"tests.support.runner_mishap_jobs:{what}", {"directory": str(tmp_path / "c")}, 2):
         assert re.search(message, end["error"])
-        assert end["secs"] < 20.0
+        assert end["secs"] < 100.0  # the timeout is 120 s
 
 
 def test_a_blob_may_be_a_reader_on_one_node_and_nothing_on_another(tmp_path: pathlib.Path) -> None:

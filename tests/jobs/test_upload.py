@@ -204,7 +204,7 @@ def test_a_killed_upload_is_not_seen_and_the_next_one_cleans_up(tmp_path: pathli
     save(final, epoch=2)
     code = f"from tests.support.upload_jobs import killed; killed({str(tmp_path / 'run')!r}, {str(final)!r}, {place!r})"
     with start_processes(["-c", code], 1) as job:
-        (outcome,) = job.wait(60.0)
+        (outcome,) = job.wait(150.0)
     assert outcome.returncode == -signal.SIGKILL, outcome.stdout
     assert (final / "3").exists() == (place == "durable")
     assert len(temporary(final)) == 1

@@ -35,7 +35,7 @@ def test_every_byte_is_read_once_and_a_failure_of_one_process_is_raised_by_all(t
     assert found[0]["no target"][0] == "MismatchError"
     assert found[1]["no target"][0] == "CoordinationError"
     assert "MismatchError in another process" in found[1]["no target"][1]
-    assert max(each["secs"] for each in found) < 20  # no wait ran into its bound, which is 50 s
+    assert max(each["secs"] for each in found) < 100  # no wait ran into its bound, which is 130 s
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_process_that_dies_is_an_error_for_the_others(tmp_path: pathlib.Path) 
     run_worker(JOB + "save", {"directory": str(tmp_path), "epochs": [0]}, 1, 2)
     program = ["-m", "tests.support.worker", JOB + "die", json.dumps({"directory": str(tmp_path)})]
     with start_processes(program, 2) as job:
-        outcomes = job.wait(60)
+        outcomes = job.wait(150)
         assert outcomes[1].returncode == -signal.SIGKILL
         assert outcomes[0].returncode == 0, outcomes[0].stdout
         kind, text, _ = parse_result(outcomes[0].stdout)

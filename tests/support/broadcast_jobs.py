@@ -28,7 +28,7 @@ DTYPES = (
     *("int4", "uint4", "float8_e4m3fn", "float8_e5m2"),
 )
 STORAGE = ec.StorageOptions(
-    broadcast_restore=True, save_timeout_secs=30, open_timeout_secs=30, restore_timeout_secs=20, block_bytes=4096
+    broadcast_restore=True, save_timeout_secs=30, open_timeout_secs=30, restore_timeout_secs=60, block_bytes=4096
 )
 
 

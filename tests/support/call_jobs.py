@@ -24,19 +24,26 @@ def lone_calls(directory: str) -> dict[str, Any]:
     """
     restore_vote._MARGIN_SECS = 1.0
     me, client = jax.process_index(), ocp.multihost.get_jax_distributed_client()
-    storage = ec.StorageOptions(open_timeout_secs=1, restore_timeout_secs=1, save_timeout_secs=30)
+    storage = ec.StorageOptions(open_timeout_secs=30, restore_timeout_secs=30, save_timeout_secs=30)
     raised: dict[str, str] = {}
     common: dict[str, Any] = {}
 
     def gather(name: str) -> None:
         client.wait_at_barrier(name, WAIT_MILLIS)
 
+    def wait(secs: float) -> None:
+        """How long calls wait for the other process: a moment for one that does not come, else as long as it takes."""
+        m._common._wait_secs = secs
+        object.__setattr__(storage, "restore_timeout_secs", secs)
+
     def alone(who: int, name: str, call: Callable[[], Any]) -> None:
         if me == who:
+            wait(1.0)
             try:
                 call()
             except CoordinationTimeoutError as error:
                 raised[name] = str(error)
+            wait(30.0)
         gather(name)
 
     def keys() -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -159,17 +157,23 @@ def stop_on_one(directory: str, who: int, when: int) -> dict[str, Any]:
 
 
 def one_stays_away(directory: str, who: int) -> dict[str, Any]:
-    """A process whose second epoch lasts longer than the others wait."""
-    gone = threading.Event()
-    job = reading_job(50, [])
-    job.epoch(lambda ws: gone.wait(12.0) and None if (jax.process_index(), ws.epoch) == (who, 2) else None)
+    """A process whose second epoch lasts until all others have raised."""
+    job, client = reading_job(50, []), ocp.multihost.get_jax_distributed_client()
+    others = [number for number in range(jax.process_count()) if number != who]
+
+    def stay(ws: ec.Workspace) -> None:
+        if (jax.process_index(), ws.epoch) == (who, 2):
+            for number in others:
+                client.blocking_key_value_get(f"raised/{number}", 100_000)
+
+    job.epoch(stay)
     manager = ec.CheckpointManager(directory)
-    runner = ec.JobRunner(job, manager, exchange_timeout_secs=3.0)
-    began = time.monotonic()
+    runner = ec.JobRunner(job, manager, exchange_timeout_secs=8.0)
     try:
         runner.train(ec.DistributedSession())
     except ec.EpochCheckpointError as error:
-        return {"error": str(error), "type": type(error).__name__, "secs": time.monotonic() - began}
+        client.key_value_set(f"raised/{jax.process_index()}", "")
+        return {"error": str(error), "type": type(error).__name__}
     return {"error": None}
 
 

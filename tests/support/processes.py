@@ -318,10 +318,10 @@ def run_worker(
     args: Mapping[str, Any] | None = None,
     num_processes: int = 1,
     devices_per_process: int = 1,
-    timeout: float = 90.0,
+    timeout: float = 180.0,
     *,
     env: Mapping[str, str] | None = None,
-    after_failure_secs: float = 20.0,
+    after_failure_secs: float = 40.0,
 ) -> list[Any]:
     """Calls a function in every process of a job and returns what each call returned.
 

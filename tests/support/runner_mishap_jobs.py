@@ -18,7 +18,7 @@ from tests.support.job_runs import Reader
 def outcome(job: ec.Job, directory: str, **how: Any) -> dict[str, Any]:
     """Runs a job; what it raised, after how long, or what became of its saves."""
     with ec.CheckpointManager(directory) as manager:
-        runner, session = ec.JobRunner(job, manager, exchange_timeout_secs=30.0, **how), ec.DistributedSession()
+        runner, session = ec.JobRunner(job, manager, exchange_timeout_secs=120.0, **how), ec.DistributedSession()
         began = time.monotonic()
         try:
             runner.train(session)
@@ -104,7 +104,7 @@ def one_exits(directory: str) -> str:
     ec.epoch_limiter(job, 5)
     manager = ec.CheckpointManager(directory)
     try:
-        ec.JobRunner(job, manager, exchange_timeout_secs=30.0).train(ec.DistributedSession())
+        ec.JobRunner(job, manager, exchange_timeout_secs=120.0).train(ec.DistributedSession())
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -26,7 +26,7 @@ def main(fn_path: str, json_args: str) -> None:
                 os.environ["EPOCHCKPT_TEST_COORDINATOR"],
                 num_processes,
                 int(os.environ["EPOCHCKPT_TEST_PROCESS_ID"]),
-                initialization_timeout=60,
+                initialization_timeout=150,
             )
         module, _, function = fn_path.partition(":")
         result = getattr(importlib.import_module(module), function)(**json.loads(json_args))
