@@ -25,8 +25,7 @@ from epochckpt.format.safetensors import NOTES_KEY, Notes
 from epochckpt.manager import status
 from epochckpt.manager.reader import CheckpointReader
 from epochckpt.manager.selection import SelectedArrays
-from epochckpt.orbax import Views
-from epochckpt.orbax import view as orbax_view
+from epochckpt.orbax import Views, ocdbt
 from epochckpt.storage import Store, writing
 
 Unsupported = dict[str, dict[str, str]]  # what was left out: reasons by leaf name, by item
@@ -56,7 +55,7 @@ def write_orbax(
         record = dataclasses.replace(arrays.record, nodes=(node,))
     # nothing of ours is needed to read it: no attempts in paths, as object stores have them
     plain = dataclasses.replace(record, objects=False)
-    view = Views(orbax_view.MAX_EXPORT_CHUNKS).build(plain, beside_nodes=False)
+    view = Views(ocdbt.MAX_ENTRIES).build(plain, beside_nodes=False)
     if view.unsupported and not options.skip_unsupported:
         raise UnsupportedError(refusal(record.epoch, "orbax", view.unsupported))
     base = str(record.epoch)

@@ -12,6 +12,7 @@ import google_crc32c
 
 MANIFEST = "manifest.ocdbt"
 NODE = "index.0"
+MAX_ENTRIES = 2**20  # of a B-tree node: TensorStore reads none with more
 
 Piece = tuple[str, int, int]  # file relative to the database's folder, offset, length in bytes
 

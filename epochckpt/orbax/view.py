@@ -57,8 +57,8 @@ _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.steps: so i
 _MAX_NOTED = 100  # leaves that a record names as unsupported
 _FEW = 3
 _MAX_SHARDING_BYTES = 16 * 2**20  # of an item: beyond that they name no devices, and Orbax takes them in JAX's order
-MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
-"""Items with more cells get no view: every reader would read the index whole, and writing it holds up a commit."""
+MAX_ENTRIES = 250_000
+"""Items whose index would have more entries get no view: the first commit would wait more than 2 s for it."""
 
 _EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
 _TYPES = {"jax": "jax.Array", "prng": "jax.Array", "numpy": "np.ndarray", "scalar": "scalar"}
@@ -94,9 +94,9 @@ class View:
 class Views:
     """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once."""
 
-    def __init__(self, max_chunks: int | None = None) -> None:
+    def __init__(self, max_entries: int | None = None) -> None:
         self._known: dict[str, _ItemView] = {}
-        self._max_chunks = max_chunks
+        self._max_entries = max_entries
 
     def note(self, record: EpochRecord) -> tuple[View | None, EpochRecord]:
         """The view of an epoch that is about to be committed, or None, and the record with the note of it.
@@ -176,7 +176,7 @@ class Views:
         key = arrays, places, {i: s and s[0] for i, s in scalars.items()}, item.handler, item.custom_metadata
         known = self._known.get(name)
         if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
-            if reason := _inexpressible(arrays, self._max_chunks or MAX_CHUNKS):
+            if reason := _inexpressible(arrays, self._max_entries or MAX_ENTRIES):
                 return reason
             known = self._known[name] = _ItemView(key, record, name, item, arrays, scalars)
         unsupported = known.unsupported
@@ -219,7 +219,7 @@ def bases(items: Mapping[str, ItemRecord], files: Iterable[DataFile]) -> list[st
     """The folders of the databases that point into a node's data files, as a rule: see `link_in`."""
     named = {file.item for file in files if file.data_start}
     found = [(_base(name, item), item.arrays) for name, item in items.items() if name in named]
-    return [base for base, arrays in found if arrays is not None and not _inexpressible(arrays, MAX_CHUNKS)]
+    return [base for base, arrays in found if arrays is not None and not _inexpressible(arrays, MAX_ENTRIES)]
 
 
 def link_in(base: str, node: str) -> tuple[str, str]:
@@ -279,11 +279,15 @@ def _stand_in(content: Mapping[str, str]) -> bytes:
     return _json({"format": layout.FORMAT, **content})
 
 
-def _inexpressible(arrays: ArrayItem, max_chunks: int) -> str | None:
+def _inexpressible(arrays: ArrayItem, max_entries: int) -> str | None:
     """Why Orbax can be given nothing of an item, if so."""
-    chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
-    if chunks > max_chunks:
-        return f"{chunks} chunks, more than {max_chunks}; an export takes {MAX_EXPORT_CHUNKS}"
+    # at most, a value's metadata and its chunks
+    entries = sum(1 + (len(arrays.grids[leaf.grid].holders) if leaf.grid >= 0 else 1) for leaf in arrays.leaves)
+    if entries > max_entries:
+        instead = (
+            f"an export takes {ocdbt.MAX_ENTRIES:,}, and with `include` it writes whole arrays, of two entries each"
+        )
+        return f"its index would have {entries:,} entries, more than {max_entries:,}; {instead}"
     bare = arrays.is_bare and arrays.leaves[0].kind not in _TYPES.keys() | {"bool", "int", "float"}
     return f"Orbax has no form for a {arrays.leaves[0].kind} alone" if bare else None
 

@@ -29,7 +29,7 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.format.tree import DTYPES
-from epochckpt.orbax import view
+from epochckpt.orbax import ocdbt, view
 from epochckpt.storage import PosixStore
 from epochckpt.storage.posix import PosixWriter
 from tests.support import handler_jobs, stock_states
@@ -252,14 +252,14 @@ def test_items_with_too_many_chunks_for_an_epochs_view_can_be_exported(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the note in the epoch says."""
-    monkeypatch.setattr(view, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(view, "MAX_ENTRIES", 17)
     tree = {str(i): np.full(2, i) for i in range(9)}
     save(tmp_path / "run", tree)
     assert not (tmp_path / "run" / "5" / "default").exists()
     ec.export(tmp_path / "run", 5, tmp_path / "out")
     assert stock_states.differences(ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "5" / "default"), tree) == []
-    monkeypatch.setattr(view, "MAX_EXPORT_CHUNKS", 8)
-    with pytest.raises(UnsupportedError, match="default: 9 chunks, more than 8; "):
+    monkeypatch.setattr(ocdbt, "MAX_ENTRIES", 17)
+    with pytest.raises(UnsupportedError, match="default: its index would have 18 entries, more than 17; "):
         ec.export(tmp_path / "run", 5, tmp_path / "other")
 
 

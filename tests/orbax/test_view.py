@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 import epochckpt as ec
 from epochckpt.arrays.plan import plan_item
 from epochckpt.format.tree import DTYPES, flatten
-from epochckpt.orbax import linked_view
+from epochckpt.orbax import linked_view, ocdbt
 from epochckpt.orbax import view as orbax_sharding
 from epochckpt.orbax import view as orbax_view
 from tests.support import stock_states
@@ -307,7 +307,7 @@ def test_text_with_a_lone_surrogate_is_left_out(tmp_path: pathlib.Path) -> None:
 
 
 def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text alone, what differs per node, and more chunks than an index should hold: no folder, and a note."""
+    """A text alone, what differs per node, and more cells than an index should hold: no folder, and a note."""
     with ec.CheckpointManager(tmp_path) as manager:
         items = {"text": ocp.args.StandardSave("alone"), "many": ocp.args.StandardSave({str(i): i for i in range(9)})}
         manager.save(5, args=ocp.args.Composite(**items, own=ec.args.NodeSave({"position": 3})))
@@ -315,13 +315,29 @@ def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatc
         assert set(unsupported(tmp_path)) == {"text", "own"}
         assert not (tmp_path / "5" / "text").exists()
         assert not (tmp_path / "5" / "own").exists()
-        monkeypatch.setattr(orbax_view, "MAX_CHUNKS", 3)
+        monkeypatch.setattr(orbax_view, "MAX_ENTRIES", 3)
         items["many"] = ocp.args.StandardSave({str(i): jnp.ones(2) for i in range(9)})
         manager.save(6, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
         assert manager.verify(6).ok
     assert "more than 3" in json.loads((tmp_path / "6" / "epoch.json").read_bytes())["orbax_unsupported"]["many"]["*"]
     assert not (tmp_path / "6" / "many").exists()
+
+
+@pytest.mark.long
+def test_the_largest_index_that_tensorstore_reads(tmp_path: pathlib.Path) -> None:
+    """One entry more is too many for it."""
+    entries = {b"%d" % i: b"" for i in range(ocdbt.MAX_ENTRIES)} | {b"0": b"first"}
+    for _ in range(2):
+        folder = tmp_path / str(len(entries))
+        folder.mkdir()
+        for name, data in ocdbt.Index(entries).files({}, bytes(16), 0).items():
+            (folder / name).write_bytes(data)
+        entries[b"more"] = b""
+    fits, over = sorted(tmp_path.iterdir())
+    assert database(fits).read(b"0").result().value == b"first"
+    with pytest.raises(ValueError, match="arity"):
+        database(over).read(b"0").result()
 
 
 def test_links_of_nodes_to_items_without_a_view_do_not_stay(
