@@ -35,6 +35,7 @@ PROCESSES = flags.DEFINE_list("processes", ["2", "4"], "Numbers of processes.")
 MEGABYTES = flags.DEFINE_integer("megabytes", 200, "Size of the state, in arrays of 10 MB.")
 STORE = flags.DEFINE_list("store_megabytes_per_sec", ["0", "200"], "What the store gives at most; 0: what it can.")
 ROUNDS = flags.DEFINE_integer("rounds", 7, "Counted rounds, of both contestants in turns.")
+DIRECTORY = flags.DEFINE_string("directory", None, "Where to write; default: the system's temporary folder.")
 JSON = flags.DEFINE_string("json", None, "Writes the medians to this file.")
 
 WAYS = {"each reads all": False, "shared": True}
@@ -101,7 +102,7 @@ def main(_: list[str]) -> None:
     print(f"{MEGABYTES.value} MB, medians of {ROUNDS.value} rounds; bytes of the store as multiples of the state")
     for store in map(float, STORE.value):
         for processes in map(int, PROCESSES.value):
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory(dir=DIRECTORY.value) as folder:
                 args = {"megabytes": MEGABYTES.value, "store": store * 1e6, "rounds": ROUNDS.value}
                 place = "benchmarks.broadcast_restore:body"
                 jobs = run_worker(place, {"directory": folder, **args}, processes, timeout=1800)

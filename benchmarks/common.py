@@ -36,10 +36,9 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 Times = dict[str, float]
 
 
-def _sizes(case: str) -> dict[str, Sequence[int]]:
+def _sizes(case: str, d: int) -> dict[str, Sequence[int]]:
     """Shapes, as numbers of float32, of the parameters that a case repeats for `params`, `mu` and `nu`."""
     if case == "adam401":  # a transformer of 12 layers, 50 million parameters
-        d = 576
         layer = [d * d] * 4 + [4 * d * d] * 2 + [d] * 5
         return {f"layer_{i:02d}": layer for i in range(12)} | {"embedding": [4000 * d]}
     if case == "adam5001":
@@ -47,7 +46,7 @@ def _sizes(case: str) -> dict[str, Sequence[int]]:
     raise ValueError(f"no case {case!r}")
 
 
-def state_of(case: str) -> dict[str, Any]:
+def state_of(case: str, width: int = 576) -> dict[str, Any]:
     """Random float32 arrays on the default device: `COUNTxSIZE`, `adam401` (600 MB) or `adam5001` (60 MB)."""
     rng = np.random.default_rng(0)
 
@@ -56,7 +55,8 @@ def state_of(case: str) -> dict[str, Any]:
 
     if case.startswith("adam"):
         trees = [
-            {name: [array(n) for n in sizes] for name, sizes in _sizes(case).items()} for _ in ("params", "mu", "nu")
+            {name: [array(n) for n in sizes] for name, sizes in _sizes(case, width).items()}
+            for _ in ("params", "mu", "nu")
         ]
         state = {"params": trees[0], "mu": trees[1], "nu": trees[2], "count": array(1), "step": array(1)}
         return state | ({"key": array(2)} if case == "adam5001" else {})
@@ -176,16 +176,18 @@ def scratch() -> Iterator[pathlib.Path]:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def alternate(contestants: Mapping[str, Callable[[pathlib.Path], Times]], base: pathlib.Path) -> dict[str, Times]:
-    """Medians of the rounds of each contestant, which take turns, each in a new folder."""
+def alternate(
+    contestants: Mapping[str, Callable[[pathlib.Path], Times]], base: pathlib.Path, *, uncounted: int = 1
+) -> dict[str, Times]:
+    """Medians of the rounds of each contestant, which take turns, each in a new folder. The first are not counted."""
     measured: dict[str, list[Times]] = {name: [] for name in contestants}
-    for number in range(ROUNDS.value + 1):
+    for number in range(ROUNDS.value + uncounted):
         for name, play in contestants.items():
             folder = base / f"{number}_{name.replace(' ', '_')}"
             times = play(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.sync()
-            if number:
+            if number >= uncounted:
                 measured[name].append(times)
     return {name: {k: statistics.median(t[k] for t in all_) for k in all_[0]} for name, all_ in measured.items()}
 

@@ -4,6 +4,8 @@ Each figure is from a process of its own, in which one save has gone before. Ano
 reads it from /proc every millisecond. "save" is of arrays that stay, "save, donated" of arrays that the next step
 donates at once, "restore" includes the restored arrays. All are shown relative to the size of the state.
 
+Three rounds are enough: memory is not a matter of the machine's load.
+
     python benchmarks/memory.py --case=adam401 --rounds=3
 """
 
@@ -22,6 +24,7 @@ import orbax.checkpoint as ocp
 from absl import app, flags, logging
 
 CASE = flags.DEFINE_string("case", "adam401", "The state, as in save_restore.py.")
+WITHOUT = flags.DEFINE_list("without", [], "Contestants to leave out: orbax, orbax uncompressed.")
 CHILD = flags.DEFINE_list("child", None, "Contestant, what to measure, and the folder; used by this script.")
 
 _WATCH = """
@@ -88,8 +91,9 @@ def main(_: list[str]) -> None:
         return found
 
     with common.scratch() as base:
-        rounds = {name: lambda f, name=name: play(name, f) for name in common.managers()}
-        results = common.alternate(rounds, base)
+        names = [name for name in common.managers() if name not in WITHOUT.value]
+        rounds = {name: lambda f, name=name: play(name, f) for name in names}
+        results = common.alternate(rounds, base, uncounted=0)
     common.show(f"memory beyond what was there, {CASE.value}", results, scale=100, unit="% of the state")
     common.finish({CASE.value: results})
 

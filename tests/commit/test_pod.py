@@ -16,7 +16,7 @@ def test_no_node_has_more_to_do_in_a_job_of_more_nodes(tmp_path: pathlib.Path) -
     out = tmp_path / "pod.json"
     options = ["--nodes=4,40", "--leaves=100", f"--json={out}", f"--directory={tmp_path}"]
     subprocess.run([sys.executable, SCRIPT, *options], check=True, timeout=300)
-    four, forty = json.loads(out.read_text())["rows"]
+    four, forty = json.loads(out.read_text())["nodes"].values()
     for row in (four, forty):
         assert row["a save's"][0] == row["opening's messages"][0] == 2
         assert row["view"]

@@ -17,6 +17,7 @@ import common
 folder, given = sys.argv[2], ["--rounds=1", "--warm_up_gib=0", "--case=2x1KB"]
 scripts = {"save_restore": ["--cases=2x1KB,1x4B"], "beside_training": ["--steps=2"]}
 scripts["many_epochs"] = ["--saves=2", "--epochs=3"]
+scripts["beside_compilation"] = ["--width=8", "--layers=1", "--tokens=4"]
 for name, more in scripts.items():
     script = importlib.import_module(name)
     known = [each for each in given + more if each[2:].partition("=")[0] in flags.FLAGS]
@@ -27,13 +28,40 @@ for name, more in scripts.items():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_scripts_of_one_process_run(tmp_path: pathlib.Path) -> None:
-    """Each measures every contestant."""
+    """Each measures every contestant, under the names that the table of goals asks for."""
     command = [sys.executable, "-c", _ONE, str(FOLDER), str(tmp_path)]
-    done = subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=True, timeout=580, stdout=subprocess.PIPE, text=True)
     assert done.stdout.count("device limit") == 2
-    found = [tables(path) for path in tmp_path.glob("*.json")]
-    assert sorted(map(len, found)) == [2, 2, 2]
+    found = {path.stem: tables(path) for path in tmp_path.glob("*.json")}
+    assert {name: len(all_) for name, all_ in found.items()} == {
+        "save_restore": 2,
+        "beside_training": 2,
+        "many_epochs": 2,
+        "beside_compilation": 1,
+    }
+    for run, cases in {"large": ["100x10MB", "adam401"], "small": ["2000x1KB", "adam5001", "1x4B"]}.items():
+        (tmp_path / f"{run}.json").write_text(json.dumps(dict.fromkeys(cases, found["save_restore"][0])))
+    saves, opened = found["many_epochs"]
+    renamed = {"saves": saves, "open 2000": opened, "open 10000": opened}
+    (tmp_path / "many_epochs.json").write_text(json.dumps(renamed))
+    command = [sys.executable, str(FOLDER / "goals.py"), str(tmp_path)]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    rows = [line.split(" | ") for line in printed.splitlines()[2:]]
+    measured = {run for _, run, figures in rows if figures != "– |"}
+    assert measured == {"large", "small", "many_epochs", "beside_training", "beside_compilation"}
+
+
+def test_each_goal_has_a_run_and_each_run_a_script() -> None:
+    """What `goals.py` reads is what `all.py` writes."""
+    code = (
+        "import all, goals; print({run for _, run, _ in goals.GOALS} ^ {*all.RUNS}, *{a[0] for a in all.RUNS.values()})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd=FOLDER)
+    unmatched, *scripts = done.stdout.split()
+    assert unmatched == "set()"
+    assert all((FOLDER / f"{script}.py").exists() for script in scripts)
 
 
 @pytest.mark.long
