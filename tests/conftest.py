@@ -7,6 +7,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,6 +16,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "16")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+
+# An example may take as long as a busy machine makes it.
+slowly = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("busy", **slowly)
+hypothesis.settings.load_profile("busy")
 
 
 def pytest_configure() -> None:

@@ -52,7 +52,7 @@ def boxes(name: str) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
     return st.tuples(*axes)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_any_parts_are_read_with_few_requests(source: EpochReader, data: st.DataObject) -> None:
     """Each value is right, and no request reads more than it may."""
@@ -107,7 +107,7 @@ def test_a_whole_restore_is_one_request_for_as_much_as_it_may_read(source: Epoch
         np.testing.assert_array_equal(request.out, TREE[arrays.leaves[request.leaf].name])
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(st.data())
 def test_small_leaves_that_are_read_together_are_what_was_saved(data: st.DataObject) -> None:
     """Of any sizes and types, across blocks, files and packs, on one device or all, and any part of the tree."""

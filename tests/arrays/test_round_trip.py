@@ -454,7 +454,7 @@ _TREES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(tree=_TREES, block=st.sampled_from([4096, 2**23]), part=st.sampled_from([None, 1, 100]))
 def test_any_tree(tree: Any, block: int, part: int | None) -> None:
     """Random trees of random leaves come back exactly, whatever the block and part sizes."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from absl import flags as absl_flags
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import epochckpt as ec
@@ -296,7 +296,6 @@ def strategy(name: str) -> st.SearchStrategy[Any]:
 NEEDED = {rule.name: rule.other for rule in RULES if rule.needed}
 
 
-@settings(deadline=None)
 @given(values=st.fixed_dictionaries({}, optional={n: strategy(n) for n in SETTINGS if n != "read_only"}))
 def test_a_flagfile_means_the_same_settings(values: dict[str, Any]) -> None:
     """Any values of any settings, printed and read by absl as it reads a file; or refused, if no line can hold one."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import config_dict
 
@@ -206,21 +206,18 @@ def test_what_is_written_reads_back_equal(name: str) -> None:
     assert from_config(json.loads(json.dumps(dataclasses.asdict(settings)))) == settings
 
 
-@settings(deadline=None)
 @given(st.integers(1, MAX_INT))
 def test_any_number_of_bytes_is_written_exactly(value: int) -> None:
     kind = SETTINGS["host_memory_limit_bytes"].kind
     assert kind.parse(kind.serialize(value)) == value
 
 
-@settings(deadline=None)
 @given(st.floats(0, MAX_SECS))
 def test_any_duration_is_written_exactly(value: float) -> None:
     kind = SETTINGS["follow_timeout_secs"].kind
     assert kind.parse(kind.serialize(value)) == value
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(min_size=1).filter(lambda t: t == t.strip() and not set(t) & set("\r\n\0"))))
 def test_any_list_of_texts_is_written_exactly(value: list[str]) -> None:
     """With commas and quotes in them, too."""

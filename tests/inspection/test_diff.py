@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from orbax.checkpoint.args import Composite, JsonSave, StandardSave
@@ -383,7 +383,6 @@ PAIRS = st.integers(0, 40).flatmap(lambda n: st.tuples(*[hnp.arrays(np.float64, 
 
 
 @given(PAIRS, st.integers(1, 50))
-@settings(deadline=None)
 def test_changes_of_any_floats(pair: tuple[np.ndarray, np.ndarray], size: int) -> None:
     """Count, largest and norm of the change are right, also for NaN and infinities."""
     before, after = pair
@@ -404,7 +403,6 @@ def test_relative_changes() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)), max_size=20))
-@settings(deadline=None)
 def test_changes_of_64_bit_integers(pairs: list[tuple[int, int]]) -> None:
     """Differences do not wrap around, and a change by one of a large number is one."""
     before, after = (np.array([p[i] for p in pairs], np.int64) for i in (0, 1))

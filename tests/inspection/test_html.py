@@ -251,7 +251,7 @@ def skeleton(page: Page) -> list[tuple[str, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("name", VIEWS)
 # Without shrinking, which takes minutes for rows that deep; what is hostile is drawn from a list anyhow.
-@settings(deadline=None, max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data())
 def test_no_tag_and_no_attribute_comes_from_the_data(name: str, data: st.DataObject) -> None:
     """Hostile rows give the very elements and attributes that tame ones give; all are balanced, and none has an id."""
@@ -430,7 +430,7 @@ def test_a_tree_of_20000_leaves_is_bounded_and_every_leaf_is_counted(path: objec
     assert seen >= 20
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), max_size=60))
 def test_every_leaf_is_listed_when_there_are_few(paths: list[list[str]]) -> None:
     """Whatever the keys, equal ones included: no leaf gets lost in folders that were merged."""
@@ -461,7 +461,7 @@ def test_small_trees_are_open_and_large_ones_folded() -> None:
     assert (opened(16), opened(400)) == (4, 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda counts: math.prod(counts) > 1),
     st.integers(1, 12),

@@ -351,9 +351,7 @@ NAMES = st.sampled_from(
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(
-    max_examples=400, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(max_examples=400, suppress_health_check=list(hypothesis.HealthCheck))
 def test_no_record_makes_the_light_parse_say_something_else(records: list[bytes], data: st.DataObject) -> None:
     """Fields twice, in another order, hidden in items, with texts that look like fields: equal, or refused by both."""
     record = json.loads(data.draw(st.sampled_from(records)))
@@ -372,9 +370,7 @@ def test_no_record_makes_the_light_parse_say_something_else(records: list[bytes]
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(
-    max_examples=200, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(max_examples=200, suppress_health_check=list(hypothesis.HealthCheck))
 def test_garbled_text_is_refused_or_read_alike(records: list[bytes], data: st.DataObject) -> None:
     """Bytes removed, doubled or replaced, under a checksum that fits: refused with our errors, or the same record."""
     text = b"{" + data.draw(st.sampled_from(records))[37:]

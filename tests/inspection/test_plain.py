@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from epochckpt.inspection import plain, rows
@@ -174,7 +174,6 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-@settings(deadline=None)
 def test_whatever_users_attach_is_json(value: Any) -> None:
     """Any metadata and metrics in a row are strict JSON, and no entry of a mapping is lost."""
     row = dataclasses.replace(EPOCH, custom_metadata={"value": value}, metrics={"value": value})

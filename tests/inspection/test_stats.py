@@ -51,7 +51,7 @@ ARRAYS = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=60), eleme
 
 
 @given(ARRAYS, st.integers(1, 500))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_picture_has_the_means_of_equal_parts(array: np.ndarray, size: int) -> None:
     """Of all elements once, whatever the pieces; the last axis lies across, at most 24 parts down and 48 across."""
     matrix = array.reshape(-1, array.shape[-1]).astype(float)
@@ -113,7 +113,7 @@ def test_floats_of_any_bits(name: str) -> None:
     """NaN, infinities, subnormals, signed zeros and large values, in pieces of any size."""
 
     @given(floats(name), st.integers(1, 50))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def property_holds(array: np.ndarray, size: int) -> None:
         if name == "float64":  # squares of more are beyond float64
             array = np.where(np.isfinite(array) & (np.abs(array) > 1e150), 1.0, array)
@@ -127,7 +127,6 @@ def test_floats_of_any_bits(name: str) -> None:
     st.sampled_from([0.0, 1.0, 1e8, -1e15]),
     st.sampled_from([1e-100, 1e-8, 1.0, 1e100]),
 )
-@settings(deadline=None)
 def test_values_about_any_mean(array: np.ndarray, mean: float, scale: float) -> None:
     """A mean that is far larger than the deviation costs few digits."""
     check(array * scale + mean, 7)
@@ -144,7 +143,7 @@ def test_integers(name: str) -> None:
         st.lists(st.one_of(st.integers(low, high), st.integers(max(low, high - 5), high)), max_size=40),
         st.integers(1, 50),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def property_holds(values: list[int], size: int) -> None:
         array = np.array(values, np.int64 if low < 0 else np.uint64).astype(dtype)
         check(array, size) if dtype.kind in "iu" else check(array.astype(np.float64), size)
@@ -178,7 +177,6 @@ PARTS = st.one_of(st.complex_numbers(max_magnitude=1e150), st.sampled_from([comp
 
 
 @given(hnp.arrays(np.complex128, st.integers(0, 30), elements=PARTS), st.integers(1, 40))
-@settings(deadline=None)
 def test_complex_numbers_count_by_their_absolute_value(array: np.ndarray, size: int) -> None:
     """All is of the absolute values; what is not a number in one of its parts is NaN."""
     found = of(array, size)
@@ -253,7 +251,7 @@ def test_large_arrays_are_read_twice_and_small_ones_once(monkeypatch: pytest.Mon
 
 
 @given(st.integers(1, 400_000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_the_cut_into_pieces_does_not_matter(size: int) -> None:
     """A piece may be smaller or larger than what is computed at once."""
     array = np.random.default_rng(1).standard_normal(300_000)

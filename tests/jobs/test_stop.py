@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from etils import epath
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import epochckpt as ec
@@ -319,7 +319,6 @@ def expected_of(shape: Any, epoch: int) -> bool:
     return left or right if shape[0] == "|" else left and right
 
 
-@settings(deadline=None)
 @given(shape=SHAPES)
 def test_compositions_say_any_and_all_and_show_every_epoch_to_every_operand(shape: Any) -> None:
     """However they are nested, whatever the operands answer."""
@@ -357,7 +356,6 @@ MAKERS = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(makers=st.lists(MAKERS, min_size=1, max_size=3), values=st.lists(NUMBERS, max_size=10), data=st.data())
 def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(makers: Any, values: list[float], data: Any) -> None:
     """n epochs straight, or k, a round trip of the states through JSON into fresh objects, and n - k: the same."""
@@ -374,7 +372,6 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(makers: Any, values: l
     assert stop.save_states(pickle.loads(pickle.dumps(straight))) == stop.save_states(straight)
 
 
-@settings(deadline=None)
 @given(maker=MAKERS, values=st.lists(NUMBERS, max_size=5))
 def test_holds_changes_nothing(maker: Any, values: list[float]) -> None:
     """However often it is asked; after an epoch it answers as the look at that epoch did."""

@@ -219,8 +219,11 @@ def test_a_conflict_that_asks_to_try_again_is_none(cloud: Bucket, store: Store, 
     assert store.read("a", limit_bytes=1) == b"1"
 
 
-def test_every_repeated_request_is_an_event(cloud: Bucket, store: Store, quick: None) -> None:
+def test_every_repeated_request_is_an_event(
+    cloud: Bucket, store: Store, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of `jax.monitoring`: what was asked, and how the store refused."""
+    monkeypatch.setattr(_monitoring, "_DELIVER_SECS", 60.0)
     store.create("a", b"1")
     heard: list[Any] = []
 
