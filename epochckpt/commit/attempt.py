@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from epochckpt import _monitoring, _progress, _threads, _units
+from epochckpt import _collector, _monitoring, _progress, _threads, _units
 from epochckpt._threads import Deadline, Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.plan import ItemPlan
@@ -160,6 +160,11 @@ class Attempt:
     @property
     def plan(self) -> str:
         return self.snapshot.digest()
+
+    def receive(self, found: Mapping[int, Any]) -> None:
+        """On the primary: takes the reports of other processes, as JSON by process."""
+        with _collector.paused():  # those of a thousand nodes are many objects, which stay until the commit
+            self.reports.update({process: ProcessReport.from_wire(wire) for process, wire in found.items()})
 
     @property
     def node_reports(self) -> list[NodeReport]:

@@ -441,18 +441,15 @@ class Attempts:
         """Primary: waits for the report of every process; raises for processes that failed, differ, or are late."""
         key, missing = self._key("report", attempt), set(range(self.nodes.processes)) - attempt.reports.keys()
 
-        def receive(found: dict[int, Any]) -> None:
-            attempt.reports.update({process: ProcessReport.from_wire(wire) for process, wire in found.items()})
-
         # Processes that have reported before the primary asks are not late, whatever they were before.
         if missing:
-            receive({int(process): wire for process, wire in self._coordinator.get_all(key).items()})
+            attempt.receive({int(process): wire for process, wire in self._coordinator.get_all(key).items()})
             self._lags.heard(missing & attempt.reports.keys())
             missing -= attempt.reports.keys()
             self._give_time(attempt, self._lags.secs(missing))
         while missing and not any(report.error for report in attempt.reports.values()):
             found, missing = self._coordinator.gather(key, missing, attempt.deadline)
-            receive(found)
+            attempt.receive(found)
             self._lags.heard(found, attempt)
             if not attempt.deadline.passed():
                 break  # all there, or one with an error
