@@ -148,6 +148,7 @@ def parser(version: str) -> argparse.ArgumentParser:
                 "--metric", metavar="NAME", action="append", help="by this metric; more than one: show these alone"
             )
             best.add_argument("--mode", choices=("min", "max"), default="max", help="which value is best; default: max")
+        if run is not commands.repair:
             unit = "what to call a number; default: what the job that saved it counts"
             added.add_argument("--unit", choices=("epoch", "step"), help=unit)
         return added.add_argument

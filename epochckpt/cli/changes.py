@@ -16,6 +16,7 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import scan
 from epochckpt.inspection.blocks import Block, Column, Line, Span, Summary, Tone, problems, table
 from epochckpt.inspection.directory import Inspection
+from epochckpt.inspection.directory_views import noun, several
 from epochckpt.inspection.rows import DAMAGED, MIRROR, EpochRow
 from epochckpt.inspection.text import render
 from epochckpt.inspection.tiers import mirror_of
@@ -56,6 +57,7 @@ class Changes:
         remark: what else there is to say.
         mirror: the URL of its mirror.
         problems: why other epochs are left out.
+        unit: what their numbers are called: `epoch` or `step`.
     """
 
     directory: str
@@ -65,6 +67,7 @@ class Changes:
     remark: str = ""
     mirror: str | None = None
     problems: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    unit: str = "epoch"
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +83,7 @@ def rm(args: argparse.Namespace, output: Output) -> int:
     run = _directory(args)
     rows = {row.epoch: row for row in run.epochs()}
     asked = [rows.pop(epoch_of(run, epoch, output).epoch) for epoch in dict.fromkeys(args.epochs)]
-    left = f"the newest epoch is {max(rows)} then" if rows else "no epoch is left then"
+    left = f"the newest {run.unit} is {max(rows)} then" if rows else f"no {noun(run.unit)} is left then"
     found = _changes(args, run, asked, lambda row: "", left)
     if args.yes:
         gone = list[int]()
@@ -91,7 +94,7 @@ def rm(args: argparse.Namespace, output: Output) -> int:
                     gone.append(row.epoch)
         except Exception:
             if gone:
-                output.note(f"deleted before that: epoch {', '.join(map(str, gone))}")
+                output.note(f"deleted before that: {found.unit} {', '.join(map(str, gone))}")
             raise
         _check_mirror(run, output)
     return _answer(output, found, "delete")
@@ -106,9 +109,9 @@ def rollback(args: argparse.Namespace, output: Output) -> int:
     run = _directory(args)
     to = epoch_of(run, args.epoch, output)
     if (row := to.row).state == DAMAGED:
-        raise InvalidArgumentError(f"epoch {to.epoch} is damaged, so that no run can go on from it: {row.detail}")
+        raise InvalidArgumentError(f"{row.unit} {to.epoch} is damaged, so that no run can go on from it: {row.detail}")
     later = [row for row in run.epochs() if row.epoch > to.epoch]
-    left = f"the newest epoch is {to.epoch}{' then' if later else ' already'}"
+    left = f"the newest {run.unit} is {to.epoch}{' then' if later else ' already'}"
     found = _changes(args, run, later, lambda row: _in(run.directory, f"rolled-back-…/{row.folder}"), left)
     if args.yes and later:
         with _changing(args) as manager:
@@ -129,7 +132,8 @@ def cp(args: argparse.Namespace, output: Output) -> int:
     _destination(args, args.destination)
     whole = {"whole": not args.epochs, "take_over": args.take_over}
     copy = DirectoryCopy(run.commits, args.destination, sorted(chosen), options_of(args), **whole)
-    there = f"{_units.several(len(copy.present), 'epoch is', 'epochs are')} there already" if copy.present else ""
+    present = len(copy.present)
+    there = f"{several(present, run.unit)} {'is' if present == 1 else 'are'} there already" if present else ""
     left = [rows[epoch] for epoch in copy.epochs]
     found = _changes(args, run, left, lambda row: _in(copy.destination, copy.folder(row.epoch)), there)
     if args.yes and (left or copy.present):
@@ -154,6 +158,7 @@ def import_(args: argparse.Namespace, output: Output) -> int:
     asked = {name: getattr(args, name) for name in ("format", "item", "separator", "include", "exclude", "dtype")}
     options = dataclasses.replace(options_of(args), read_only=False)
     plan = plan_import(args.source, args.directory, epoch, **asked, rename=dict(args.rename) or None, options=options)
+    unit = args.unit or ("epoch" if commits is None else scan.unit_of(commits))
     if args.yes:
         plan.write(take_over=args.take_over)
     named = {name: getattr(plan, name) for name in ("source", "directory", "epoch", "item", "leaves", "nbytes")}
@@ -162,7 +167,7 @@ def import_(args: argparse.Namespace, output: Output) -> int:
 
     def view() -> Iterator[Block]:
         yield Line(Span(f"{plan.source} → {plan.directory}", Tone.STRONG, 2000), title=True)
-        what = f"import epoch {plan.epoch}", _units.several(len(plan.leaves), "leaf", "leaves")
+        what = f"import {unit} {plan.epoch}", _units.several(len(plan.leaves), "leaf", "leaves")
         yield Summary((*what, _units.nbytes(plan.nbytes), f"item {plan.item}"))
         yield table(
             shown,
@@ -230,13 +235,13 @@ def _changes(
     where = getattr(args, "destination", None)
     destination = None if where is None else open_store(where).root
     url = None if mirror is None else mirror.url
-    return Changes(run.directory, bool(args.yes), tuple(changes), destination, remark, url)
+    return Changes(run.directory, bool(args.yes), tuple(changes), destination, remark, url, unit=run.unit)
 
 
 def _answer(output: Output, found: Changes, verb: str) -> int:
     """Prints what a command does, or would do; returns the exit code."""
     title = found.directory + (f" → {found.destination}" if found.destination else "")
-    count = f"{verb} {_units.several(len(found.changes), 'epoch', 'epochs')}, {_units.nbytes(found.nbytes)}"
+    count = f"{verb} {several(len(found.changes), found.unit)}, {_units.nbytes(found.nbytes)}"
     mirror = f"its mirror {found.mirror} follows" if found.mirror and verb != "copy" else ""
 
     def shown(path: str) -> Span:  # below the title's directories
@@ -249,12 +254,12 @@ def _answer(output: Output, found: Changes, verb: str) -> int:
         yield Summary(tuple(filter(None, (count, found.remark, mirror))))
         yield table(
             found.changes,
-            (Column("epoch", 0, right=True), lambda change: str(change.epoch)),
+            (Column(found.unit, 0, right=True), lambda change: str(change.epoch)),
             (Column("bytes", 1, right=True), lambda change: _units.nbytes(change.nbytes)),
             (Column("from", 0, least=10), lambda change: shown(change.source)),
             (Column("to", 0, least=10), lambda change: shown(change.destination) if change.destination else "deleted"),
         )
-        yield from problems({f"epoch {epoch}": why for epoch, why in found.problems.items()})
+        yield from problems({f"{found.unit} {epoch}": why for epoch, why in found.problems.items()})
         if found.changes and not found.done:
             yield _UNCHANGED
 

@@ -59,8 +59,8 @@ def only_cpu() -> None:
 def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection:
     """The directory of a command, or another one that it names."""
     metric = args.metric[0] if args.metric and len(args.metric) == 1 else args.metric
-    unit = getattr(args, "unit", None)
-    return inspect(directory or args.directory, metric=metric, mode=args.mode, options=options_of(args), unit=unit)
+    asked = {"metric": metric, "mode": args.mode, "options": options_of(args), "unit": args.unit}
+    return inspect(directory or args.directory, **asked)
 
 
 def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspection:
@@ -96,6 +96,7 @@ def ls(args: argparse.Namespace, output: Output) -> int:
         output.rows(runs, lambda: render(views.of(runs)))
         return FOUND if any(row.state == DAMAGED for row in runs.runs) else OK
     seen = run.overview(args.limit or None, check=not args.no_check)
+    seen = dataclasses.replace(seen, unit=run.unit) if args.no_check else seen  # a bucket's rows do not tell it then
     output.rows(seen, lambda: render(views.overview(seen, hint="; --limit 0 shows all")))
     return FOUND if any(row.state == DAMAGED for row in seen.epochs) else OK
 
@@ -106,7 +107,7 @@ def du(args: argparse.Namespace, output: Output) -> int:
     Files with several names count once; symlinks are not followed. In a bucket it is one listing of all objects.
     """
     options = dataclasses.replace(options_of(args), todelete_subdir=args.todelete_subdir)
-    found = inspect(args.directory, options=options).du().usage
+    found = inspect(args.directory, options=options, unit=args.unit).du().usage
     output.rows(found, lambda: render(views.usage(found, args.limit or None, hint="; --limit 0 shows all")))
     return OK
 
@@ -117,7 +118,7 @@ def goodput(args: argparse.Namespace, output: Output) -> int:
     As recorded with each commit. `lost` is at least so much: a killed process records no end. `unknown` is the time
     from a run's newest commit to the next run.
     """
-    found = inspect(args.directory, options=options_of(args)).goodput().goodput
+    found = inspect(args.directory, options=options_of(args), unit=args.unit).goodput().goodput
     output.rows(found, lambda: render(views.goodput(found)))
     return OK
 
@@ -173,7 +174,9 @@ def diff(args: argparse.Namespace, output: Output) -> int:
     other = run if args.other is None else opened(args, args.other)
     one, two = epoch_of(run, args.before, output), epoch_of(other, args.after, output)
     asked: dict[str, Any] = {"directory": args.other, "item": args.item, "node": args.node}
-    with _progress.work(f"epochs {one.epoch} and {two.epoch}", one.plain_row().nbytes + two.plain_row().nbytes) as bar:
+    rows = one.plain_row(), two.plain_row()
+    what = " and ".join(f"{row.unit} {row.epoch}" for row in rows)
+    with _progress.work(what, sum(row.nbytes for row in rows)) as bar:
         asked["progress"] = bar.set
         found = run.diff(one.epoch, two.epoch, args.patterns or "*", **asked).diff
     shown = {"listed": args.limit or None, "unchanged": args.unchanged, "hint": "; --limit 0 lists all"}
@@ -187,21 +190,21 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     rows = [epoch_of(run, asked, output).plain_row() for asked in dict.fromkeys(args.epochs)] or run.epochs()
     sizes = {row.epoch: row.nbytes for row in rows}
     found: list[Verification] = []
-    unread = False
+    unread, unit = False, run.unit
     with _progress.work("verifying", sum(sizes.values())) as bar:
         for epoch, nbytes in sizes.items():
             try:
                 one = run[epoch].verify(bar.advance)
                 found.append(_repaired(run, one, output) if args.repair_view else one)
             except EpochNotFoundError:  # a live run deletes epochs
-                output.note(f"epoch {epoch} was deleted meanwhile")
+                output.note(f"{unit} {epoch} was deleted meanwhile")
             except (AccessError, StorageError) as error:  # which says nothing about the data
-                output.note(f"epoch {epoch}: {error}")
+                output.note(f"{unit} {epoch}: {error}")
                 unread = True
             except EpochCheckpointError as error:  # its record cannot be read
                 found.append(Verification(epoch, nbytes, (error,)))
     answer = {"directory": run.directory, "epochs": [_plain(one) for one in found]}
-    output.rows(answer, lambda: Group(*_verifications(found)))
+    output.rows(answer, lambda: Group(*_verifications(found, unit)))
     if unread:
         return UNREACHABLE
     if any(not one.ok for one in found):
@@ -218,9 +221,9 @@ def _repaired(run: Inspection, one: Verification, output: Output) -> Verificatio
     except EpochNotFoundError:
         raise
     except EpochCheckpointError as error:
-        output.note(f"epoch {one.epoch}: its Orbax view stays as it is: {error}")
+        output.note(f"{run.unit} {one.epoch}: its Orbax view stays as it is: {error}")
         return one
-    output.note(f"epoch {one.epoch}: made anew for stock Orbax: {', '.join(made)}")
+    output.note(f"{run.unit} {one.epoch}: made anew for stock Orbax: {', '.join(made)}")
     return dataclasses.replace(one, note="", view_damage=())
 
 
@@ -236,12 +239,12 @@ def _plain(one: Verification) -> dict[str, Any]:
     return {"epoch": one.epoch, "ok": one.ok, **rest}
 
 
-def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
-    width = max((len(str(one.epoch)) for one in found), default=1) + len("epoch ")
+def _verifications(found: Sequence[Verification], unit: str) -> Iterator[RenderableType]:
+    width = max((len(str(one.epoch)) for one in found), default=1) + len(f"{unit} ")
     for one in found:
         state = Text.assemble(("ok", GOOD) if one.ok else ("damaged", BAD))
         value = state.append(f"  {_units.nbytes(one.nbytes)}", "").append("  *" if one.note else "", FAINT)
-        yield Fact(Text(f"epoch {one.epoch}", HEAD), value, width)
+        yield Fact(Text(f"{unit} {one.epoch}", HEAD), value, width)
         yield from _places(one.damage, BAD)
         if one.view_damage:
             yield Text("  the Orbax view is damaged: stock Orbax may not read it (--repair-view)", WARN)
@@ -249,7 +252,7 @@ def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
     for note in dict.fromkeys(one.note for one in found if one.note):
         yield Fact(Text("*", FAINT), safe(note, FAINT, limit=600), 1)
     if not found:
-        yield Text("no epoch was verified", FAINT)
+        yield Text(f"no {directory_views.noun(unit)} was verified", FAINT)
 
 
 def _places(errors: Sequence[EpochCheckpointError], style: str) -> Iterator[RenderableType]:
@@ -273,7 +276,8 @@ def gc(args: argparse.Namespace, output: Output) -> int:
         with _progress.work("removing", found.nbytes) as bar:
             found = search(delete=True, progress=lambda row: bar.advance(row.nbytes))
     answer = {"deleted": bool(args.delete), **dataclasses.asdict(found), "nbytes": found.nbytes}
-    output.rows(answer, lambda: Group(*_garbage(found, args.delete)))
+    unit = args.unit or inspect(args.directory, options=options).unit
+    output.rows(answer, lambda: Group(*_garbage(found, args.delete, unit)))
     return UNREACHABLE if any(why.startswith(_FAILED) for why in found.kept.values()) else OK
 
 
@@ -289,7 +293,7 @@ def repair(args: argparse.Namespace, output: Output) -> int:
         if found.problem:
             yield safe(found.problem, WARN)
         if found.epochs or found.aside or found.problem:
-            epochs = ", ".join(map(str, found.epochs)) or "no epoch"
+            epochs = ", ".join(map(str, found.epochs)) or "nothing"
             yield Text(f"{'taken in' if args.yes else 'can be taken in (--yes does so)'}: {epochs}", HEAD)
             yield from (safe(f"  set aside: {folder}") for folder in found.aside)
         else:
@@ -301,11 +305,11 @@ def repair(args: argparse.Namespace, output: Output) -> int:
     return OK
 
 
-def _garbage(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
+def _garbage(found: Garbage, deleted: bool, unit: str) -> Iterator[RenderableType]:
     if found.rows:
         things = _units.several(len(found.rows), "thing", "things")
         yield Text(f"{'removed' if deleted else 'can be removed'}: {things}, {_units.nbytes(found.nbytes)}", HEAD)
-        yield render([directory_views.leftovers(found.rows)])
+        yield render([directory_views.leftovers(found.rows, unit)])
     else:
         yield Text("nothing was removed" if deleted else "nothing can be removed", HEAD)
     if found.kept:
@@ -329,12 +333,13 @@ def export(args: argparse.Namespace, output: Output) -> int:
     chosen = {"include": args.include, "exclude": args.exclude, "rename": dict(args.rename), "dtype": args.dtype}
     asked |= {**chosen, "framework": args.framework, "config": args.config, "options": options_of(args)}
     asked |= {"max_file_bytes": args.max_file_size} if args.max_file_size else {}
-    total = None if any(chosen.values()) else epoch.plain_row().nbytes
-    with _progress.work(f"exporting epoch {epoch.epoch}", total):
+    row = epoch.plain_row()
+    with _progress.work(f"exporting {row.unit} {epoch.epoch}", None if any(chosen.values()) else row.nbytes):
         done = exporting.export(args.directory, epoch.epoch, args.destination, args.format, **asked)
 
     def view() -> Iterator[RenderableType]:
-        yield Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", safe(done.path))
+        what = f"{row.unit} {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in "
+        yield Text.assemble(what, safe(done.path))
         if done.cast:
             yield Text(say_cast(done.cast, args.dtype))
         if done.unsupported:

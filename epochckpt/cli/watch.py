@@ -42,7 +42,7 @@ def watch(args: argparse.Namespace, output: Output) -> int:
     on_terminal = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
     live = Live(console=output.out, auto_refresh=False, transient=True)
     show = _drawn(live) if on_terminal else _lines(output)
-    newest, damaged = -1, False
+    newest, damaged, unit = -1, False, scan.unit_of(commits)
     limits = {"until": args.until, "timeout_secs": args.timeout, "interval_secs": args.interval}
     with live if on_terminal else contextlib.nullcontext():
         for event in watching.watch(commits, **limits, history=_HISTORY):
@@ -51,8 +51,9 @@ def watch(args: argparse.Namespace, output: Output) -> int:
             if args.json:
                 output.line(event)
             else:
-                unit = args.unit or (event.before or event.row).unit  # a save under way does not say it
-                row = dataclasses.replace(event.row, unit=unit)
+                # Neither a save under way says it, nor an epoch that is damaged.
+                unit = next((row.unit for row in (event.row, event.before) if row is not None and row.notes), unit)
+                row = dataclasses.replace(event.row, unit=args.unit or unit)
                 show(dataclasses.replace(event, row=row), _is_best(args, event))
     if args.until is None or newest < args.until:
         output.note(f"nothing was committed within {_units.secs(args.timeout)}")

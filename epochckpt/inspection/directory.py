@@ -104,6 +104,11 @@ class Inspection(Container):
         """Its path or URL, in full."""
         return scan.place(self.commits)
 
+    @property
+    def unit(self) -> str:
+        """What views call a number, `epoch` or `step`: see `inspect`."""
+        return self._unit or scan.unit_of(self.commits)
+
     def overview(self, limit: int | None = 100, *, check: bool = True) -> Overview:
         """The rows of the directory.
 
@@ -138,7 +143,7 @@ class Inspection(Container):
         Every file is met once: that is one listing in an object store, a request for a thousand objects.
         """
         todelete = self._options.todelete_subdir if self._options else None
-        return UsageView(usage.measure(self.commits, todelete))
+        return UsageView(dataclasses.replace(usage.measure(self.commits, todelete), unit=self.unit))
 
     def metrics(self) -> MetricsView:
         """The metrics of the whole run: a row per epoch, also of those that were deleted.
@@ -148,7 +153,7 @@ class Inspection(Container):
         """
         found = self.overview(None, check=False)
         rows = tuple(whole_run.rows_of(found))
-        return MetricsView(RunMetrics(found.directory, rows, found.asked, found.problems, found.unit))
+        return MetricsView(RunMetrics(found.directory, rows, found.asked, found.problems, self.unit))
 
     def goodput(self) -> GoodputView:
         """What the runs here have spent their time on: training, saves, restores, and what was lost with each kill.
@@ -156,7 +161,7 @@ class Inspection(Container):
         One row per run, from the newest epoch's record; `.goodput.total` is the sum of them. What no record tells is
         `unknown_secs`. Runs that never committed an epoch, and those of older versions, are not known.
         """
-        return GoodputView(goodput.measure(self.commits))
+        return GoodputView(dataclasses.replace(goodput.measure(self.commits), unit=self.unit))
 
     @property
     def latest(self) -> EpochInspection | None:
@@ -245,7 +250,10 @@ class Inspection(Container):
         """Plots of all its epochs."""
         from epochckpt.inspection.plots import Plots
 
-        return Plots(lambda: self.overview(None, check=False), lambda: self.goodput().goodput)
+        def look() -> Overview:
+            return dataclasses.replace(self.overview(None, check=False), unit=self.unit)
+
+        return Plots(look, lambda: self.goodput().goodput)
 
     def _epoch(self, number: int | None) -> EpochInspection | None:
         if number is None or not self.commits.store.renames:

@@ -87,7 +87,7 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     ]
     if found.hidden:
         size = f" ({_units.nbytes(found.hidden_nbytes)})" if found.hidden_nbytes else ""
-        count = _several(found.hidden, found.unit, "older ")
+        count = several(found.hidden, found.unit, "older ")
         view.append(faint(f"… {count}{size} {'is' if found.hidden == 1 else 'are'} not shown{hint}"))
     names = _metrics(found)
     view += _curves(found, names[:_COLUMNS])
@@ -99,18 +99,19 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     if found.leftovers:
         size = _units.nbytes(sum(row.nbytes for row in found.leftovers))
         count = _units.several(len(found.leftovers), "thing", "things")
-        heading = f"Also here, and part of no {_noun(found.unit)}: {count}, {size}"
-        view.append(kinds.Section(Span(heading, Tone.STRONG), (leftovers(found.leftovers),), open=False))
+        heading = f"Also here, and part of no {noun(found.unit)}: {count}, {size}"
+        view.append(kinds.Section(Span(heading, Tone.STRONG), (leftovers(found.leftovers, found.unit),), open=False))
     return view
 
 
-def _noun(unit: str) -> str:
+def noun(unit: str) -> str:
     """What there are several of: an epoch, or the checkpoint of a step."""
     return "checkpoint" if unit == "step" else unit
 
 
-def _several(count: int, unit: str, kind: str = "") -> str:
-    return _units.several(count, f"{kind}{_noun(unit)}", f"{kind}{_noun(unit)}s")
+def several(count: int, unit: str, kind: str = "") -> str:
+    """How many there are: `3 older epochs`, `1 checkpoint`."""
+    return _units.several(count, f"{kind}{noun(unit)}", f"{kind}{noun(unit)}s")
 
 
 def _host(found: rows.Overview | rows.Usage) -> Iterator[Span]:
@@ -122,7 +123,7 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
     epochs = [row for row in found.epochs if row.state in (rows.COMMITTED, rows.DAMAGED)]
     count = len(epochs) + found.hidden
     size = _units.nbytes(sum(row.nbytes for row in epochs) + found.hidden_nbytes)
-    yield f"{_several(count, found.unit)}, {size}" if count else f"no {_noun(found.unit)}s"
+    yield f"{several(count, found.unit)}, {size}" if count else f"no {noun(found.unit)}s"
     states = collections.Counter(row.state for row in found.epochs)
     for state in (rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED):
         if states[state]:
@@ -140,13 +141,13 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
             value = figure(rows.flat(row.metrics).get(found.metric))
             yield Span(f"{BEST} best {row.epoch} by {found.mode} {name}: {value}", Tone.GOOD)
         if not best:
-            yield Span(f"no {_noun(found.unit)} has the metric {name}", Tone.WARN)
+            yield Span(f"no {noun(found.unit)} has the metric {name}", Tone.WARN)
         if found.better is not None:
             value = _units.number(dict(found.history[found.metric])[found.better])
             yield Span(f"{found.better} was better ({value}), and was deleted", Tone.WARN)
     yield from usual.words()
     if unchecked := sum(row.state == rows.COMMITTED and not row.checked for row in found.epochs):
-        yield Span(f"files of {_several(unchecked, found.unit)} not looked at", Tone.FAINT)
+        yield Span(f"files of {several(unchecked, found.unit)} not looked at", Tone.FAINT)
 
 
 def _metrics(found: rows.Overview) -> list[str]:
@@ -173,7 +174,7 @@ def _curves(found: rows.Overview, names: Sequence[str]) -> list[Block]:
         (Column("least", 2), lambda each: at(min(each[1], key=lambda point: (point[1], -point[0])))),
         (Column("greatest", 2), lambda each: at(max(each[1], key=lambda point: (point[1], point[0])))),
     )
-    said = f"{_several(len(gone), found.unit, 'deleted ')} {'is' if len(gone) == 1 else 'are'} part of the curves"
+    said = f"{several(len(gone), found.unit, 'deleted ')} {'is' if len(gone) == 1 else 'are'} part of the curves"
     return [made, *([faint(said)] if gone else [])] if curves else []
 
 
@@ -211,17 +212,24 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         points = row.history.get(metric, ())
         return Cell(drawing=_curve(points)) if len(points) > 1 else Cell()
 
+    units = list(dict.fromkeys(row.unit for row in found.runs)) or ["epoch"]
     made = table(
         found.runs,
         (Column("run", 0, least=20), lambda row: Span(row.name, Tone.STRONG)),
         (Column("", 0), lambda row: Span(BEST if row.name == winner else "", Tone.GOOD)),
         (Column("state", 0), lambda row: Cell(Span(row.state, tones.get(row.state, Tone.LIVE)), tip=row.detail)),
-        (Column("latest", 1, right=True, tip="epoch"), lambda row: "" if row.latest is None else str(row.latest)),
+        (
+            Column("latest", 1, right=True, tip=" or ".join(units)),
+            lambda row: "" if row.latest is None else str(row.latest),
+        ),
         (Column("age", 2, right=True), lambda row: Span(age(row), Tone.FAINT)),
-        (Column(_text.shown(metric, _NAME), 1, right=True, tip="of the latest epoch"), newest),
+        (
+            Column(_text.shown(metric, _NAME), 1, right=True, tip=f"of the latest {' or '.join(map(noun, units))}"),
+            newest,
+        ),
         (Column("best", 1, right=True), best),
         (Column("curve", 1, least=8), curve),
-        (Column("epochs", 4, right=True), lambda row: _units.count(row.epochs)),
+        (Column(" or ".join(f"{noun(unit)}s" for unit in units), 4, right=True), lambda row: _units.count(row.epochs)),
         (Column("bytes", 5, right=True), lambda row: _units.nbytes(row.nbytes)),
         (Column("why", 3, least=16), lambda row: Span(row.detail, Tone.FAINT)),
     )
@@ -328,7 +336,7 @@ def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.
     return made._replace(recent=_RECENT)
 
 
-def leftovers(found: Sequence[rows.LeftoverRow]) -> kinds.Table:
+def leftovers(found: Sequence[rows.LeftoverRow], unit: str) -> kinds.Table:
     """A table of the leftovers of a directory."""
     return table(
         found,
@@ -336,7 +344,7 @@ def leftovers(found: Sequence[rows.LeftoverRow]) -> kinds.Table:
         (Column("bytes", 1, right=True), lambda row: _units.nbytes(row.nbytes)),
         (Column("idle for", 2, right=True), lambda row: secs(row.age_secs)),
         (Column("path", 0, least=24), lambda row: row.path),
-        (Column("epochs", 3, least=8), lambda row: Span(", ".join(map(str, row.epochs[:20])), limit=40)),
+        (Column(f"{unit}s", 3, least=8), lambda row: Span(", ".join(map(str, row.epochs[:20])), limit=40)),
         (Column("detail", 4, least=20), lambda row: Span(row.detail, Tone.FAINT)),
     )
 
@@ -364,7 +372,7 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
     others = [row for row in found.rows if row.kind != rows.COMMITTED]
     shown = table(
         [*epochs[hidden:], *others[:_USED]],
-        (Column("epoch", 0, right=True), lambda row: ", ".join(map(str, row.epochs[:5]))),
+        (Column(found.unit, 0, right=True), lambda row: ", ".join(map(str, row.epochs[:5]))),
         (Column("kind", 1), lambda row: _kind(row.kind)),
         (Column("bytes", 0, right=True), lambda row: _units.nbytes(row.nbytes)),
         (Column("share", 2, right=True), lambda row: kinds.share(row.nbytes, found.nbytes)),
@@ -374,7 +382,7 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
     )
     below: list[Block] = []
     if hidden:
-        what = _units.several(hidden, "older epoch is", "older epochs are")
+        what = f"{several(hidden, found.unit, 'older ')} {'is' if hidden == 1 else 'are'}"
         size = _units.nbytes(sum(row.nbytes for row in epochs[:hidden]))
         below.append(faint(f"… {what} not shown ({size}){hint}"))
     if more := len(others) - _USED:
@@ -387,7 +395,7 @@ def goodput(found: rows.Goodput) -> list[Block]:
     view: list[Block] = [Line(Span(found.directory, Tone.STRONG, 1000), title=True)]
     total = found.total
     if total is None:
-        return [*view, faint("no epoch here tells of a run"), *kinds.problems(found.problems)]
+        return [*view, faint(f"no {noun(found.unit)} here tells of a run"), *kinds.problems(found.problems)]
     runs, kills = _units.several(len(found.runs), "run", "runs"), _units.several(found.kills, "kill", "kills")
     kept = Span(f"{kinds.percent(total.goodput)} of {_units.secs(total.secs)} trained and kept", Tone.GOOD)
     each = [*found.runs, total] if len(found.runs) > 1 else found.runs
@@ -397,7 +405,7 @@ def goodput(found: rows.Goodput) -> list[Block]:
         (Column("began", 2), lambda row: _units.when(row.began_ns) if row is not total else "all"),
         (Column("end", 1), lambda row: _end(row, row is each[len(found.runs) - 1]) if row is not total else ""),
         (Column("saves", 4, right=True), lambda row: _units.count(row.saves)),
-        (Column("epoch", 3, right=True, tip="the newest"), lambda row: str(row.epoch) if row.saves else ""),
+        (Column(found.unit, 3, right=True, tip="the newest"), lambda row: str(row.epoch) if row.saves else ""),
         (Column("trained", 0, right=True), lambda row: _units.secs(row.trained_secs)),
         (Column("blocked", 0, right=True, tip="by saves"), lambda row: _units.secs(row.blocked_secs)),
         (Column("restoring", 1, right=True), lambda row: _units.secs(row.restoring_secs)),

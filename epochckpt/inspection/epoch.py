@@ -220,7 +220,8 @@ class EpochInspection(Container):
         row = scan.find(self._commits, self.epoch)
         if row is None:
             raise self._gone()
-        return row if self._unit is None else dataclasses.replace(row, unit=self._unit)
+        unit = self._unit or (scan.unit_of(self._commits) if row.state == DAMAGED else row.unit)
+        return dataclasses.replace(row, unit=unit)
 
     def _gone(self) -> EpochDeletedError:
         return EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")

@@ -35,7 +35,7 @@ TREE_COLUMNS = (
     Column("shape", 2, least=26, tip="or value"),  # room for trillions of elements
     Column("on devices", 3, tip="how the dimensions are cut over the axes of the mesh", missed=True),
     Column("bytes", 4, right=True),
-    Column("share", 5, right=True, tip="of the bytes of the epoch"),
+    Column("share", 5, right=True, tip="of the bytes of the checkpoint"),
     Column("parts", 6, least=18, tip="into how many parts each dimension is cut, and on how many nodes these lie"),
 )
 

@@ -208,6 +208,7 @@ class Usage:
     rows: tuple[UsageRow, ...]  # by kind, epochs ascending
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
     host: str = ""  # as in `Overview`
+    unit: str = "epoch"  # as in `Overview`
 
     @property
     def nbytes(self) -> int:
@@ -270,6 +271,7 @@ class Goodput:
     directory: str  # path or URL
     runs: tuple[RunRow, ...]  # oldest first; those that began to save; the newest hundred are recorded
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
+    unit: str = "epoch"  # as in `Overview`
 
     @property
     def kills(self) -> int:

@@ -157,6 +157,16 @@ def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> Ep
         return EpochRow(epoch, DAMAGED, detail=errors.say(error), folder=folder)
 
 
+def unit_of(commits: Commits) -> str:
+    """What the job counts that saved the newest three epochs: `epoch` or `step`; `epoch` if they do not tell."""
+    with contextlib.suppress(errors.EpochCheckpointError, OSError):  # whoever reads on is told
+        epochs = commits.entries() if in_bucket(commits) else commits.list_epochs()
+        newest = sorted(epochs)[:-4:-1]  # several: one may be damaged, or no runner's
+        rows = (read(commits, commits.folder(epoch), epoch) for epoch in newest)
+        return next((row.unit for row in rows if isinstance(row, EpochRow) and row.notes), "epoch")
+    return "epoch"
+
+
 def _says_nothing(commits: Commits, error: Exception) -> bool:
     """Whether an error of an object store is about the store, and not about what lies there."""
     return not commits.store.renames and isinstance(error, errors.StorageError | errors.AccessError)

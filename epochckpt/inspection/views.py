@@ -158,7 +158,7 @@ def _orbax(found: rows.EpochDetail) -> Iterator[Fact]:
     title = "stock Orbax"
     if found.unsupported is None:
         if found.row.writer != "orbax":
-            yield title, Span("cannot read this epoch as it lies here", Tone.FAINT)
+            yield title, Span("cannot read it as it lies here", Tone.FAINT)
     elif not found.unsupported:
         yield title, Span("can read all of it", Tone.FAINT)
     for name, reasons in (found.unsupported or {}).items():

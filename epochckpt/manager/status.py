@@ -11,7 +11,7 @@ from epochckpt.errors import DamagedError, EpochCheckpointError, kept
 from epochckpt.format import checksums, paths
 from epochckpt.storage import Store
 
-NO_VIEW = "the Orbax view is not there, as in a copy that left it out: stock Orbax cannot read the epoch, epochckpt can"
+NO_VIEW = "the Orbax view is not there, as in a copy that left it out: stock Orbax cannot read it, epochckpt can"
 
 
 @dataclasses.dataclass(frozen=True)

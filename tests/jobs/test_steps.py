@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import re
 import signal
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors import numpy
 
 import epochckpt as ec
 from epochckpt.cli.main import main
-from epochckpt.errors import InvalidArgumentError
+from epochckpt.errors import EpochCheckpointError, InvalidArgumentError
+from tests.support.taps import fail_writes
 
 
 def make_job(until: int, every: int = 10, **tasks: Any) -> ec.Job:
@@ -36,7 +42,7 @@ def make_job(until: int, every: int = 10, **tasks: Any) -> ec.Job:
     return job
 
 
-def run(directory: pathlib.Path, job: ec.Job, **arguments: Any) -> tuple[ec.JobRunner, list[int]]:
+def run(directory: pathlib.Path | str, job: ec.Job, **arguments: Any) -> tuple[ec.JobRunner, list[int]]:
     with ec.CheckpointManager(directory) as manager:
         runner = ec.JobRunner(job, manager, **arguments)
         runner.train(session := ec.LocalSession())
@@ -140,6 +146,21 @@ def test_a_dropped_epoch_after_one_that_was_not_to_be_saved(tmp_path: pathlib.Pa
     assert (result.epoch, result.last_committed_epoch, result.unsaved, result.exit_code) == (2, 0, "", 75)
 
 
+def make_heavy_job(until: int) -> ec.Job:
+    """Another blob of it is an array of a file's own."""
+    job = make_job(until)
+    job.init(lambda ws: ws.update(w=jnp.ones(50_000)))
+    return job
+
+
+def damage(folder: pathlib.Path) -> None:
+    next(folder.rglob("*.safetensors")).write_bytes(b"")
+
+
+EPOCH = re.compile(r"\bepochs?\b(?!\.json)")
+NUMBERED = re.compile(r"\bepochs? \d")
+
+
 def test_views_speak_of_steps(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of what a job that counts steps has saved, and of anything else where they are told to."""
     run(tmp_path / "a", make_job(until=30))
@@ -150,13 +171,124 @@ def test_views_speak_of_steps(tmp_path: pathlib.Path, capsys: pytest.CaptureFixt
         seen = ec.inspect(tmp_path / directory, unit=unit)
         first, second = [row.epoch for row in seen.epochs()][-2:]
         shown = [seen.to_text(200), seen.latest.to_text(200), seen.diff(first, second).to_text(200), seen.to_html()]
-        shown.append(seen.metrics().to_text(200))
-        for command in (["ls"], ["show"], ["watch", "--timeout", "0s"]):
+        shown += [seen.metrics().to_text(200), seen.du().to_text(200), seen.goodput().to_text(200)]
+        for command in (["ls"], ["ls", "--no-check"], ["show"], ["du"], ["goodput"], ["watch", "--timeout", "0s"]):
             main([*command, str(tmp_path / directory), *arguments])
             shown.append(capsys.readouterr().out)
         for text in shown:
-            assert "epoch" not in text.replace("epochckpt", "").replace(str(tmp_path), "")
+            assert not EPOCH.search(text), text
             assert "step" in text
     assert "2 epochs" in ec.inspect(tmp_path / "b").to_text(200)
     with pytest.raises(InvalidArgumentError, match="unit 'batch' is not known"):
         ec.inspect(tmp_path / "a", unit="batch")
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+def test_commands_speak_of_steps(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], bucket: bool) -> None:
+    """Each command, of what a job that counts steps has saved, on disk and in a bucket; errors name a checkpoint."""
+    source = f"memory://{uuid.uuid4().hex}" if bucket else str(tmp_path / "run")
+    copy, file = tmp_path / "copy", tmp_path / "weights.safetensors"
+    run(source, make_heavy_job(until=50))
+    numpy.save_file({"w": np.ones(3)}, file)
+    if not bucket:
+        damage(tmp_path / "run" / "50")
+    capsys.readouterr()
+
+    commands: list[tuple[list[object], str]] = [
+        (["ls", source, "--no-check"], "step"),
+        (["show", source, 30], "step 30"),
+        (["stat", source, 30], ""),
+        (["diff", source, 20, 30], "step 20 → 30"),
+        (["verify", source], "step 30"),
+        (["verify", source, "--repair-view"], "step 30"),
+        (["watch", source, "--timeout", "0s"], "step 30 present"),
+        (["du", source], "step"),
+        (["goodput", source], "step"),
+        (["gc", source], "can be removed"),
+        (["export", source, 30, tmp_path / "out", "--format", "orbax"], "step 30 as orbax"),
+        (["import", file, source], "import step 51"),
+        (["import", file, tmp_path / "new", "--unit", "step"], "import step 0"),
+        (["cp", source, copy, 0, 10, 20, "--yes"], "copy 3 checkpoints"),
+        (["cp", source, copy], "3 checkpoints are there already"),
+        (["rollback", copy, 10], "the newest step is 10 then"),
+        (["rollback", copy, 10, "--yes"], "set aside 1 checkpoint,"),
+        (["ls", copy], "step"),
+        (["gc", copy, "--rolled-back", "--older-than", "11min"], "stays"),
+        (["rm", copy, 0], "the newest step is 10 then"),
+        (["rm", copy, 0, 10, "--yes"], "no checkpoint is left then"),
+        (["show", source, 7], "no checkpoint 7; near: 0, 10"),
+        (["rollback", source, 7], "no checkpoint 7"),
+        (["import", file, source, "--epoch", 30], "checkpoint 30 exists"),
+    ]
+    if bucket:
+        commands += [(["repair", source], "nothing is to be repaired")]
+    else:  # what is damaged
+        commands += [(["show", source, 50], "step 50"), (["rollback", source, 50], "step 50 is damaged")]
+    wrong = list[tuple[list[object], str]]()
+    for command, expected in commands:
+        main(list(map(str, command)))
+        said = "".join(capsys.readouterr())
+        assert expected in said, command
+        wrong += [(command, line) for line in said.splitlines() if EPOCH.search(line)]
+    assert not wrong
+
+
+def test_log_and_errors_speak_of_steps_and_checkpoints(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through saves, retention, a restore, a damaged checkpoint, saves and tasks that fail, and going back."""
+    caplog.set_level(logging.INFO, "absl")
+    errors: list[BaseException] = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises(EpochCheckpointError) as caught:
+            call()
+        errors.append(caught.value)
+
+    def fail(ws: ec.Workspace) -> None:
+        raise ZeroDivisionError(ws.epoch)
+
+    other = ocp.args.Composite(w=ocp.args.StandardSave(jnp.zeros(50_000)))
+    options = ocp.CheckpointManagerOptions(max_to_keep=3)
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        runner, session = ec.JobRunner(make_heavy_job(until=60), manager), ec.LocalSession()
+        runner.train(session)
+        runner.save_checkpoints(60, session)
+        runner.load_blobs_from_checkpoints(["steps"], 60, session)
+        tap = fail_writes(manager)
+        runner.save_checkpoints(80, session)
+        manager.save(90, args=other, force=True)
+        refused(manager.wait_until_finished)
+        tap.remove()
+        for wrong in (
+            lambda: manager.restore(7),
+            lambda: manager.save(60, args=other, force=True),
+            lambda: manager.restore(60, args=ocp.args.Composite(w=ocp.args.StandardRestore({"a": jnp.ones(3)}))),
+            lambda: manager.restore_leaves(60, ["nothing"]),
+            lambda: manager.rollback_to(7),
+        ):
+            refused(wrong)
+    for add in (lambda job: job.epoch(fail), lambda job: job.stop_when(ec.stop.nan("x")), lambda job: job.setup(fail)):
+        add(job := make_heavy_job(until=90))
+        refused(lambda job=job: run(tmp_path, job))
+    damaged = max(saved_in(tmp_path))
+    damage(tmp_path / str(damaged))
+    runner, _ = run(tmp_path, make_heavy_job(until=90))
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.rollback_to(80)
+        manager.delete(80)
+
+    said = [record.getMessage() for record in caplog.records]
+    for part in (
+        "checkpoint 60 committed to",
+        "checkpoint 0 of",
+        "checkpoint 60 restored from",
+        f"checkpoint {damaged} is damaged",
+        "step 80 could not be saved: ",
+    ):
+        assert any(part in text for text in said), (part, [t for t in said if "could not" in t])
+    texts = [text for error in errors for text in [str(error), *getattr(error, "__notes__", ())]]
+    assert any("checkpoint 90 was not committed" in text for text in texts), texts
+    assert any("failed in step 70: ZeroDivisionError" in text for text in texts), texts
+    assert any("stop condition nan('x'), step 70: there is no metric 'x'" in text for text in texts), texts
+    assert not [text for text in [*said, *texts] if NUMBERED.search(text)]

@@ -1,5 +1,6 @@
-"""The habits that a machine can check: short modules, no sleeps, no bare TODO, types that ship."""
+"""The habits that a machine can check: short modules, no sleeps, no bare TODO, types that ship, words that fit."""
 
+import ast
 import io
 import pathlib
 import re
@@ -18,6 +19,7 @@ ABANDONED = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 TEST_IMPORT = re.compile(
     r"^\s*(?:from tests(?:\.\w+)*\.test_\w+ import|from tests\.\w+ import test_|import tests\..*test_)"
 )
+NUMBERED = re.compile(r"(?<!FROM )\bepochs? (?:\0|%[a-z.]|\d)", re.IGNORECASE)  # in a text whose values are `\0`
 REASONED = re.compile(r"\bTODO\([\w.@-]+\): \S+ \S+")
 
 
@@ -95,6 +97,36 @@ def test_the_wheel_ships_the_types_and_the_license(tmp_path: pathlib.Path) -> No
     assert "epochckpt/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert not any(name.startswith("tests/") for name in names)
+
+
+def numbered_epochs(source: str) -> list[int]:
+    """Lines with a text, no docstring, that puts a number behind the word epoch."""
+    tree, found = ast.parse(source), list[int]()
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            texts |= {id(part) for part in node.values}
+            text = "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        else:
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in texts else None
+        if isinstance(text, str) and NUMBERED.search(text):
+            found.append(node.lineno)
+    return found
+
+
+def test_no_text_calls_a_number_an_epoch() -> None:
+    """It may be one of steps: what knows the unit says it, and all else says `checkpoint 60000`."""
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in python_files("epochckpt")
+        if (lines := numbered_epochs(path.read_text(encoding="utf-8")))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("line", ['f"no epoch {7}"', '"epochs %s are gone"', 'f"{1}" "the epoch " f"{2}: {3}"'])
+def test_a_numbered_epoch_is_found(line: str) -> None:
+    assert numbered_epochs(f'"""Epoch 5."""\nx = {line}\n') == [2]
 
 
 @pytest.mark.parametrize("line", ["time." + "sleep(1)", "from time " + "import monotonic, sleep"])
