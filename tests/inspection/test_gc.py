@@ -25,6 +25,7 @@ from epochckpt.inspection import gc, leftovers, scan
 from epochckpt.inspection.rows import LeftoverRow
 from epochckpt.storage import PosixStore, Store, open_store
 from tests.support.killed import KilledJob
+from tests.support.taps import eventually
 
 Save = ocp.args.StandardSave
 TMP = ".orbax-checkpoint-tmp"
@@ -312,6 +313,7 @@ def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch:
                 manager.save(epoch, args=Save({"x": np.arange(2000) + epoch}))
                 manager.wait_until_finished()
             manager.rollback_to(28)
+            assert eventually(lambda: bool(removed or failures))
         finally:
             done.set()
             thread.join(60)
