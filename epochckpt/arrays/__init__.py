@@ -5,8 +5,8 @@ Nothing here decides whether an epoch exists: see `epochckpt.commit`.
 """
 
 from epochckpt.arrays.node_files import NodeFile, Pack
+from epochckpt.arrays.planner import Planner
 from epochckpt.arrays.reader import EpochReader, Request
-from epochckpt.arrays.snapshot import Planner
 from epochckpt.arrays.targets import Shardings, TreeMetadata
 
 __all__ = ["EpochReader", "NodeFile", "Pack", "Planner", "Request", "Shardings", "TreeMetadata"]

@@ -141,6 +141,18 @@ def named(args: Any) -> dict[str, Any]:
     return dict(args.items()) if options.is_multi(args) else {paths.DEFAULT_ITEM: args}
 
 
+def with_targets(args: Any, restored: Any) -> dict[str, Any]:
+    """The trees among what a restore with `args` has returned that were restored into a target, by item."""
+    asked = {} if args is None else named(args)
+    found = dict(restored.items()) if options.is_multi(args) else {paths.DEFAULT_ITEM: restored}
+    return {name: found[name] for name, arg in asked.items() if name in found and _has_target(arg)}
+
+
+def _has_target(args: Any) -> bool:
+    kinds = ocp.args.StandardRestore | ocp.args.PyTreeRestore | ocp.args.ArrayRestore | own.RenamedRestore
+    return isinstance(args, kinds) and args.item is not None
+
+
 def asked_for(args: Any, names: Iterable[str], default_item: bool) -> tuple[dict[str, Any], bool]:
     """The argument of each item to restore, and whether the one unnamed item is returned by itself."""
     return (dict.fromkeys(names), default_item) if args is None else (named(args), not options.is_multi(args))

@@ -7,9 +7,10 @@ import bisect
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,12 +102,8 @@ class ItemPlan:
     def copied(self) -> list[tuple[int, CellSource]]:
         """The sources of the runs that are copied, each with its leaf if that is copied as it is, else with -1."""
         found = [source for run in self.runs if run.copied for source in self.sources[run.first : run.last]]
-
-        def plain(source: CellSource) -> bool:  # NumPy's own types alone have buffers in Python's sense
-            kind, dtype = self.item.leaves[source.leaf][2:4]
-            return source.alone and source.cut is None and kind == "jax" and dtype is not None and dtype.isbuiltin == 1
-
-        return [(source.leaf if plain(source) else -1, source) for source in found]
+        plain = self.item.each(_is_plain, bool).tolist()
+        return [(s.leaf if s.alone and s.cut is None and plain[s.leaf] else -1, s) for s in found]
 
     @functools.cached_property
     def small_bytes(self) -> int:
@@ -120,7 +117,7 @@ class ItemPlan:
     @functools.cached_property
     def values(self) -> list[int]:
         """The leaves that are recorded as values."""
-        return [i for i, leaf in enumerate(self.item.leaves) if leaf.kind in tree_lib.VALUE_KINDS]
+        return np.flatnonzero(self.item.each(lambda leaf: leaf.kind in tree_lib.VALUE_KINDS, bool)).tolist()
 
     def files(self, block_bytes: int) -> list[FilePlan]:
         """The parts of this node's data file, with checksums of blocks of this size."""
@@ -137,6 +134,10 @@ class ItemPlan:
             self._files[block_bytes] = found
         return self._files[block_bytes]
 
+    def complete(self, block_bytes: int) -> None:
+        """Computes now what saves are going to ask for; block_bytes: see `files`."""
+        _ = self.staged, self.copied, self.small_bytes, self.values, self.nbytes, self.digest, self.files(block_bytes)
+
     @functools.cached_property
     def _files(self) -> dict[int, list[FilePlan]]:
         return {}
@@ -149,7 +150,7 @@ class ItemPlan:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of all leaves, on all nodes together."""
-        return sum(leaf.nbytes for leaf in self.item.leaves)
+        return int(self.item.each(lambda leaf: leaf.nbytes).sum())
 
     @functools.cached_property
     def figures(self) -> list[tuple[str, float]]:
@@ -157,6 +158,11 @@ class ItemPlan:
         copied = [_is_copied(row, self.item.meshes) for row in self.item.shardings]
         leaves = (leaf for leaf in self.item.leaves if leaf.sharding >= 0)
         return events.sizes_of_arrays((leaf.nbytes, copied[leaf.sharding]) for leaf in leaves)
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    """Whether an array has a buffer in Python's sense: only those of NumPy's own types do."""
+    return leaf.kind == "jax" and leaf.dtype is not None and leaf.dtype.isbuiltin == 1
 
 
 def _is_copied(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) -> bool:
@@ -168,8 +174,11 @@ def _is_copied(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) -> b
     return any(size > 1 for axis, size in zip(mesh["axes"], mesh["shape"], strict=True) if axis not in cut)
 
 
-def key(leaves: Sequence[Any], treedef: Any) -> Any:
-    """What a plan depends on, cheap to make and to compare: structure, types, shapes, dtypes and shardings."""
+def key(leaves: Sequence[Any], treedef: Any) -> tuple[Any, list[Any]]:
+    """What a plan depends on, cheap to make and to compare: structure, and of each leaf type, shape, dtype, sharding.
+
+    It holds no array. What it says of a leaf is the leaf's form.
+    """
     return treedef, [_form(leaf) if _is_array(type(leaf)) else _leaf_key(leaf) for leaf in leaves]
 
 
@@ -200,9 +209,67 @@ def refuse_traced(name: str, tree: Any) -> None:
         )
 
 
+class Form(NamedTuple):
+    """What the leaves of one form have in common, without their values."""
+
+    kind: str
+    dtype: np.dtype[Any] | None = None  # of the stored bytes
+    shape: tuple[int, ...] = ()  # of the stored array
+    of_leaf: tuple[int, ...] = ()  # of the leaf: typed keys are stored with more dimensions
+    sharding: Any = None  # of a jax array
+    held: tuple[Any, ...] = ()  # devices of its shards that are here, in their order
+    impl: str | None = None
+
+
+class Forms(NamedTuple):
+    """The leaves of a tree, as a plan needs them."""
+
+    found: list[Form]
+    first: list[int]  # the first leaf of each
+    of: list[int]  # which of them each leaf has
+
+
+def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], tuple[str, str]]) -> Forms:
+    """The forms of leaves, given what `key` says of each; refuses a form that cannot be saved.
+
+    `where` gives the item and the name of a leaf, for the error.
+    """
+    numbers = collections.defaultdict[Any, int](itertools.count().__next__)
+    of = [*map(numbers.__getitem__, keys)]
+    first = np.unique(of, return_index=True)[1].tolist()
+    return Forms([_form_of(leaves[i], *where(i)) for i in first], first, of)
+
+
+def _form_of(value: Any, item: str, name: str) -> Form:
+    kind = tree_lib.leaf_kind(value)
+    if kind is None:
+        raise InvalidArgumentError(
+            f"item {item!r}, leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be "
+            "saved; expected a jax or NumPy array, a Python number, str, bytes or None"
+        )
+    if kind not in ARRAY_KINDS:
+        return Form(kind)
+    if kind in ("longstr", "longbytes"):
+        raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        return Form(kind, np.dtype(np.uint8), (len(raw),))
+    shape = of_leaf = tuple(value.shape)
+    dtype, impl, sharding, held = value.dtype, None, None, ()
+    if kind == "prng":
+        impl = str(jax.random.key_impl(value))
+        inner = jax.eval_shape(jax.random.key_data, value)
+        shape, dtype = tuple(inner.shape), inner.dtype
+    if kind in ("jax", "prng"):
+        if value.is_deleted():
+            raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
+        sharding, held = value.sharding, tuple(shard.device for shard in value.addressable_shards)
+    stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
+    return Form(kind, stored, shape, of_leaf, sharding, held, impl)
+
+
 def plan_item(
     name: str,
-    pairs: Sequence[tuple[tree_lib.KeyPath, Any]],
+    paths: Sequence[tree_lib.KeyPath],
+    forms: Forms,
     *,
     node: int,
     node_of_process: Mapping[int, int],
@@ -212,7 +279,7 @@ def plan_item(
     per_node: bool = False,
     local_disks: bool = False,
 ) -> ItemPlan:
-    """Plans one item from its (key path, leaf) pairs in flattening order; refuses a leaf that cannot be saved, by name.
+    """Plans one item from the paths and forms of its leaves; refuses a leaf that cannot be saved, by name.
 
     A replicated array larger than `replica_split_bytes` is split between several of its holders; `part_bytes` bounds a
     data file, and with `cut` what is larger is cut by rows. With `per_node`, no other process may hold a part of the
@@ -220,25 +287,23 @@ def plan_item(
     """
     cell_bytes = part_bytes if cut and part_bytes else math.inf
     builder = _Builder(name, node_of_process, replica_split_bytes, cell_bytes, per_node)
-    for path, value in pairs:
-        builder.add(path, value)
-    item, values = builder.finish(), [value for _, value in pairs]
+    item = builder.item(paths, forms)
 
     def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], also: ItemPlan | None = None) -> ItemPlan:
-        found = list(_sources(builder, item, values, cells))
-        taken = collections.Counter((s.leaf, s.shard) for s in found if s.cut is not None and s.shard >= 0)
-        shards = {(leaf, _): _shard_bytes(item.leaves[leaf], values[leaf]) for leaf, _ in taken}
-        # Of most of a shard all is copied: one copy, of which the pieces are views.
-        whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
-        sources = tuple(s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in found)
-        copied = sum(item.cell_bytes(s.leaf) for s in sources if s.shard < 0)
-        return ItemPlan(item, cells, sources, tuple(item.part_ends(cells, part_bytes)), copied, also)
+        sources = tuple(_sources(builder, item, forms, cells))
+        taken = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
+        if taken:  # Of most of a shard all is copied: one copy, of which the pieces are views.
+            shards = {k: _shard_bytes(forms.found[forms.of[k[0]]]) for k in taken}
+            whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
+            sources = tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
+        host = ~item.each(lambda leaf: leaf.is_global, bool)[cells[0]]
+        return ItemPlan(item, cells, sources, tuple(item.part_ends(cells, part_bytes)), int(cells[2][host].sum()), also)
 
     return planned(item.owned(node), planned(item.also(node)) if local_disks and not per_node else None)
 
 
 class _Builder:
-    """Collects the leaves of one item, and the rows of its tables."""
+    """Makes one item, and the rows of its tables."""
 
     def __init__(
         self,
@@ -250,9 +315,6 @@ class _Builder:
     ):
         self.name, self.node_of_process = name, node_of_process
         self.replica_split_bytes, self.cell_bytes, self.per_node = replica_split_bytes, cell_bytes, per_node
-        self.leaves: list[Leaf] = []
-        self.names: set[str] = set()
-        self.forms: dict[Any, tuple[Any, ...]] = {}  # what leaves have in common, by sharding, dtype and shape
         self.grids: dict[Grid, int] = {}
         self.equal: dict[Grid, Grid] = {}  # one of each: to compare two takes long in a large job
         self.cut: dict[Any, Grid] = {}  # by another grid, and the cells along each axis
@@ -262,80 +324,61 @@ class _Builder:
         self.cells: dict[int, Grid] = {}  # by the id of a layout
         self.nodes: dict[int, np.ndarray] = {}  # by the id of its devices
 
-    def add(self, path: tree_lib.KeyPath, value: Any) -> None:
-        name = tree_lib.leaf_name(path)
-        if name in self.names:
-            raise InvalidArgumentError(f"item {self.name!r}: two leaves have the name {name!r}")
-        self.names.add(name)
-        form = None
-        if isinstance(value, jax.Array):
-            if value.is_deleted():
-                raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
-            form = value.sharding, value.dtype, value.shape
-            if (known := self.forms.get(form)) is not None:
-                self.leaves.append(Leaf._make((path, name, *known)))
-                return
-        kind = tree_lib.leaf_kind(value)
-        if kind is None:
-            raise InvalidArgumentError(
-                f"item {self.name!r}, leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be "
-                "saved; expected a jax or NumPy array, a Python number, str, bytes or None"
-            )
-        if kind not in ARRAY_KINDS:
-            self.leaves.append(Leaf(path, name, kind))
-            return
-        # Shape and dtype of the stored bytes, and how the sharding cuts them.
-        impl = None
-        if kind in ("jax", "prng"):
-            shape, dtype = tuple(value.shape), value.dtype
-            if kind == "prng":
-                impl = str(jax.random.key_impl(value))
-                inner = jax.eval_shape(jax.random.key_data, value)
-                shape, dtype = tuple(inner.shape), inner.dtype
-            grid = self._sharding_cells(name, value)
-            sharding = -1  # a kind that the tables cannot express
-            if isinstance(value.sharding, NamedSharding | SingleDeviceSharding):
-                sharding = self.shardings.setdefault(value.sharding, len(self.shardings))
-        else:
-            if kind in ("longstr", "longbytes"):
-                raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-                shape, dtype = (len(raw),), np.dtype(np.uint8)
-            else:
-                shape, dtype = value.shape, value.dtype
-            grid, sharding = self._one(Grid((), ((0,),))), -1
-        stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
-        if math.prod(shape) == 0:  # nothing to cut: one cell without bytes
-            grid = self._one(Grid((), (tuple(sorted({n for h in set(grid.holders) for n in h})),)))
-        row = self.grids.setdefault(self._split(shape, stored.itemsize, grid), len(self.grids))
-        self.leaves.append(Leaf(path, name, kind, stored, shape, row, 0, sharding, impl))
-        if form is not None:
-            self.forms[form] = self.leaves[-1][2:]
+    def item(self, paths: Sequence[tree_lib.KeyPath], forms: Forms) -> ArrayItem:
+        """The item; its leaves differ in path, name and rotation, and few of them in more."""
+        names = [tree_lib.leaf_name(path) for path in paths]
+        if len({*names}) != len(names):
+            twice = next(name for name, count in collections.Counter(names).items() if count > 1)
+            raise InvalidArgumentError(f"item {self.name!r}: two leaves have the name {twice!r}")
+        tails = [self._leaf(names[i], form)[2:] for i, form in zip(forms.first, forms.found, strict=True)]
+        leaves = [Leaf._make((path, name, *tails[n])) for path, name, n in zip(paths, names, forms.of, strict=True)]
+        for i, rotation in self._rotations(leaves, forms):
+            leaves[i] = leaves[i]._replace(rotation=rotation)
+        shardings = tuple(map(self._sharding_row, self.shardings))
+        meshes = tuple(map(_mesh_row, self.meshes))
+        return ArrayItem(self.name, tuple(leaves), tuple(self.grids), shardings, meshes)
 
-    def finish(self) -> ArrayItem:
-        """Gives each leaf its rotation: the leaves of a grid row take turns, largest first, which balances the load."""
+    def _leaf(self, name: str, form: Form) -> Leaf:
+        """A leaf of a form, without its path."""
+        if form.dtype is None:
+            return Leaf((), name, form.kind)
+        sharding = -1
+        if form.sharding is None:
+            grid = self._one(Grid((), ((0,),)))
+        else:
+            grid = self._sharding_cells(name, form)
+            if isinstance(form.sharding, NamedSharding | SingleDeviceSharding):  # the tables express no other kind
+                sharding = self.shardings.setdefault(form.sharding, len(self.shardings))
+        if math.prod(form.shape) == 0:  # nothing to cut: one cell without bytes
+            grid = self._one(Grid((), (tuple(sorted({n for h in set(grid.holders) for n in h})),)))
+        row = self.grids.setdefault(self._split(form.shape, form.dtype.itemsize, grid), len(self.grids))
+        return Leaf((), name, form.kind, form.dtype, form.shape, row, 0, sharding, form.impl)
+
+    def _rotations(self, leaves: Sequence[Leaf], forms: Forms) -> Iterator[tuple[int, int]]:
+        """Gives leaves a rotation: those of a grid row take turns, largest first, which balances the load."""
         turns = [0] * len(self.grids)
-        grids = list(self.grids)
-        cells = sum(len(grids[leaf.grid].holders) for leaf in self.leaves if leaf.grid >= 0)
+        grids, firsts = list(self.grids), [leaves[i] for i in forms.first]
+        counts = np.bincount(forms.of, minlength=len(firsts)).tolist()
+        cells = sum(n * len(grids[a.grid].holders) for n, a in zip(counts, firsts, strict=True) if a.grid >= 0)
         if cells > MAX_ITEM_CELLS:
-            problem = f"item {self.name!r}: its {len(self.leaves)} leaves lie on devices in {cells} parts"
+            problem = f"item {self.name!r}: its {len(leaves)} leaves lie on devices in {cells} parts"
             raise InvalidArgumentError(f"{problem}; an item has at most {MAX_ITEM_CELLS}. Save it as several items")
         steps, widths = [_turn(grid) for grid in grids], [grid.width[1] for grid in grids]
-        turning = [i for i, leaf in enumerate(self.leaves) if leaf.grid >= 0 and widths[leaf.grid] > 1]
-        for i in sorted(turning, key=lambda i: (-self.leaves[i].nbytes, i)):
-            leaf = self.leaves[i]
-            width = widths[leaf.grid] if leaf.nbytes >= _SMALL_BYTES else min(widths[leaf.grid], _FEW_HOLDERS)
-            if turns[leaf.grid] % width:
-                self.leaves[i] = leaf._replace(rotation=turns[leaf.grid] % width)
-            turns[leaf.grid] += steps[leaf.grid]
-        shardings = tuple(map(self._sharding_row, self.shardings))
-        return ArrayItem(self.name, tuple(self.leaves), tuple(grids), shardings, tuple(map(_mesh_row, self.meshes)))
+        sizes = [leaf.nbytes if leaf.grid >= 0 and widths[leaf.grid] > 1 else -1 for leaf in firsts]
+        turning = [i for i, n in enumerate(forms.of) if sizes[n] >= 0] if max(sizes, default=-1) >= 0 else []
+        for i in sorted(turning, key=lambda i: -sizes[forms.of[i]]):
+            row = leaves[i].grid
+            width = widths[row] if sizes[forms.of[i]] >= _SMALL_BYTES else min(widths[row], _FEW_HOLDERS)
+            if turns[row] % width:
+                yield i, turns[row] % width
+            turns[row] += steps[row]
 
-    def layout(self, value: jax.Array) -> "_Layout":
+    def layout(self, form: Form) -> "_Layout":
         """How an array's sharding cuts it; cached, as far as it does not depend on the shape."""
-        sharding: Any = value.sharding
-        known = (sharding, value.ndim if isinstance(sharding, NamedSharding) else value.shape)
+        shape = form.of_leaf
+        known = (form.sharding, len(shape) if isinstance(form.sharding, NamedSharding) else shape)
         if (found := self.layouts.get(known)) is None:
-            found = self.layouts[known] = _layout(sharding, tuple(value.shape))
+            found = self.layouts[known] = _layout(form.sharding, shape)
         return found
 
     def nodes_of(self, layout: "_Layout") -> np.ndarray:
@@ -348,9 +391,9 @@ class _Builder:
     def _one(self, grid: Grid) -> Grid:
         return self.equal.setdefault(grid, grid)
 
-    def _sharding_cells(self, name: str, value: jax.Array) -> Grid:
+    def _sharding_cells(self, name: str, form: Form) -> Grid:
         """The grid of an array's sharding, with the nodes that hold each cell; cached by sharding."""
-        layout = self.layout(value)
+        layout = self.layout(form)
         grid = self.cells.get(id(layout))
         if grid is None:
             counts, devices, cells = layout
@@ -373,9 +416,9 @@ class _Builder:
             while counts and counts[-1] == 1:
                 counts = counts[:-1]
             grid = self.cells[id(layout)] = self._one(Grid(counts, holders))
-        uneven = [d for d, c in zip(value.shape, grid.counts, strict=False) if d % c]
+        uneven = [d for d, c in zip(form.of_leaf, grid.counts, strict=False) if d % c]
         if uneven:
-            problem = f"leaf {name!r} of shape {value.shape} is sharded unevenly as {value.sharding}"
+            problem = f"leaf {name!r} of shape {form.of_leaf} is sharded unevenly as {form.sharding}"
             raise InvalidArgumentError(problem)
         return grid
 
@@ -427,9 +470,11 @@ def _pieces(rows: int, wanted: int, most: int) -> int:
     return next(enough, 0) or next((k for k in range(min(rows, wanted, most), 1, -1) if rows % k == 0), 1)
 
 
-def _shard_bytes(leaf: Leaf, value: jax.Array) -> int:
+def _shard_bytes(form: Form) -> int:
     """Bytes of each shard of a leaf, on one device."""
-    return leaf.nbytes * math.prod(value.sharding.shard_shape(value.shape)) // math.prod(value.shape)
+    assert form.dtype is not None, "it has bytes"
+    nbytes, of_leaf = math.prod(form.shape) * form.dtype.itemsize, form.of_leaf
+    return nbytes * math.prod(form.sharding.shard_shape(of_leaf)) // math.prod(of_leaf)
 
 
 def _mesh_row(mesh: Any) -> dict[str, Any]:
@@ -499,38 +544,44 @@ def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 def _sources(
-    builder: "_Builder", item: ArrayItem, values: Sequence[Any], owned: tuple[np.ndarray, np.ndarray, np.ndarray]
+    builder: "_Builder", item: ArrayItem, forms: Forms, cells: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> Iterator[CellSource]:
     """Where this node finds each cell that it writes."""
-    shards: dict[int, tuple[dict[int, int], bool, bool]] = {}
-    places: dict[int, dict[Any, int]] = {}
-    layouts: dict[Any, _Layout] = {}
-    for leaf, cell in zip(owned[0].tolist(), owned[1].tolist(), strict=True):
-        info, value = item.leaves[leaf], values[leaf]
-        if not info.is_global:
-            yield CellSource(leaf, -1, None if item.is_whole(leaf) else slices(item.cell_box(leaf, cell)))
+    places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
+    whole: dict[int, tuple[Any, ...]] = {}  # by form, of those of which a leaf is one cell: the source but for the leaf
+    shards: dict[int, tuple[_Layout, dict[int, int], bool]] = {}  # by form: which shard is which cell
+    for leaf, cell in zip(cells[0].tolist(), cells[1].tolist(), strict=True):
+        number = forms.of[leaf]
+        if (rest := whole.get(number)) is not None:
+            yield CellSource._make((leaf, *rest))
             continue
-        form = (info.sharding if info.sharding >= 0 else value.sharding, info.kind, info.shape)
-        if (layout := layouts.get(form)) is None:
-            layout = layouts[form] = builder.layout(value)
-        if id(layout) not in shards:
-            held, local = [shard.device for shard in value.addressable_shards], dict[int, int]()
-            if (place := places.get(id(layout.devices))) is None:
-                place = places[id(layout.devices)] = {device: i for i, device in enumerate(layout.devices.flat)}
-            for k, device in enumerate(held):
-                local.setdefault(int(layout.cells[place[device]]), k)
-            shards[id(layout)] = local, {device.platform for device in held} != HOST, layout.devices.size == 1
-        (local, staged, alone), counts = shards[id(layout)], layout.counts
+        form = forms.found[number]
+        if form.sharding is None:
+            source = CellSource(leaf, -1, None if item.is_whole(leaf) else slices(item.cell_box(leaf, cell)))
+        else:
+            if number not in shards:
+                layout, local = builder.layout(form), dict[int, int]()
+                if (place := places.get(id(layout.devices))) is None:
+                    place = places[id(layout.devices)] = {device: i for i, device in enumerate(layout.devices.flat)}
+                for k, device in enumerate(form.held):
+                    local.setdefault(int(layout.cells[place[device]]), k)
+                shards[number] = layout, local, {device.platform for device in form.held} != HOST
+            layout, local, staged = shards[number]
+            alone, counts = layout.devices.size == 1, layout.counts
+            if item.is_whole(leaf):
+                source = CellSource(leaf, next(iter(local.values())), None, staged, alone)  # maybe without elements
+            else:
+                # The shard is a cell of the sharding's grid, and this cell all of it or, of a split leaf, a piece.
+                counts += (1,) * (len(form.shape) - len(counts))  # typed keys have the dimensions of their data, too
+                box = item.cell_box(leaf, cell)
+                outer = tuple(d // c for d, c in zip(form.shape, counts, strict=True))
+                at = [start // side for (start, _), side in zip(box, outer, strict=True)]
+                parent = int(np.ravel_multi_index(at, counts))
+                cut = None if outer == item.cell_shape(leaf) else slices(box, cell_box(parent, counts, outer))
+                source = CellSource(leaf, local[parent], cut, staged, alone)
         if item.is_whole(leaf):
-            yield CellSource(leaf, next(iter(local.values())), None, staged, alone)  # maybe without elements
-            continue
-        # The shard is a cell of the sharding's grid, and this cell all of it or, of a split leaf, a piece.
-        counts += (1,) * (len(info.shape) - len(counts))  # typed keys have the dimensions of their data in addition
-        box = item.cell_box(leaf, cell)
-        outer = tuple(d // c for d, c in zip(info.shape, counts, strict=True))
-        parent = int(np.ravel_multi_index([start // side for (start, _), side in zip(box, outer, strict=True)], counts))
-        cut = None if outer == item.cell_shape(leaf) else slices(box, cell_box(parent, counts, outer))
-        yield CellSource(leaf, local[parent], cut, staged, alone)
+            whole[number] = source[1:]
+        yield source
 
 
 def boxes_of_devices(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:

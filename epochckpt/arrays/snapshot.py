@@ -1,7 +1,6 @@
-"""From the arguments of `save()` to a snapshot: the plan, and the copies that training can no longer change.
+"""From the plan of a save to a snapshot: the copies that training can no longer change.
 
-`Planner.plan` finds or makes a `SavePlan`, and `SavePlan.snapshot` a `Snapshot`, on the training thread. After that
-training may change, or donate, everything:
+`SavePlan.snapshot` takes a `Snapshot`, on the training thread. After that training may change, or donate, everything:
 
 - small cells that lie in host memory: copied together, with a few calls for all of them.
 - other jax arrays on CPU: zero-copy views of the owned shards (a view keeps a donated buffer alive). They leave a
@@ -27,18 +26,16 @@ from jax.sharding import SingleDeviceSharding
 from epochckpt import _collector
 from epochckpt._threads import Deadline
 from epochckpt.arrays import plan as plan_lib
-from epochckpt.arrays.items import SaveItem, of_hosted
+from epochckpt.arrays.items import SaveItem
 from epochckpt.arrays.plan import CellSource, ItemPlan
 from epochckpt.arrays.transfers import Arriving, Cell, Copies, Staging
 from epochckpt.errors import InvalidArgumentError, SaveError, say
-from epochckpt.format import ItemRecord, Nodes, checksums
+from epochckpt.format import ItemRecord, checksums
 from epochckpt.format import tree as tree_lib
-from epochckpt.options import StorageOptions
 from epochckpt.orbax import HandlerSave
 from epochckpt.storage import mmap as memory_map
 
 _SAMPLES = 16  # each is a miss of the processor's cache, and the training thread waits for it
-_PLANS = 256  # kept plans; a job has as many as it has items, or twice that
 
 
 class SavedTree(NamedTuple):
@@ -161,81 +158,6 @@ class SavePlan:
             raise
         files = {(item.name, item.file[0]): item.file[1] for item in self.items if item.file and self.primary}
         return Snapshot(trees, also, items, own, files, running, self.digest, self.copied_bytes)
-
-
-class Planner:
-    """Plans saves of one manager, and keeps the plans; `part_bytes` and `cut` are those of `plan_item`.
-
-    `writers` is how many threads write what is planned.
-    """
-
-    def __init__(
-        self, nodes: Nodes, options: StorageOptions, part_bytes: int | None, *, writers: int, cut: bool = False
-    ):
-        self._nodes, self._options, self._part_bytes, self._cut = nodes, options, part_bytes, cut
-        self._staging = Staging(options, writers)
-        self._plans: list[tuple[Any, ItemPlan]] = []  # by key, the newest first; replaced, never changed
-
-    def plan(self, items: Sequence[SaveItem]) -> SavePlan:
-        """Plans a save; raises InvalidArgumentError for what cannot be saved."""
-        trees: list[SavedTree] = []
-        for item in items:
-            trees_of: dict[int, Any] = {}
-            if item.kind == "arrays":
-                trees_of = {self._nodes.hosted[0]: item.tree}
-            elif item.kind == "node":
-                advice = "NodeSave({node name: pytree}, by_node=True)"
-                trees_of = of_hosted(item.name, item.tree, item.by_node, self._nodes, advice)
-            for node, tree in trees_of.items():
-                try:
-                    leaves, treedef = tree_lib.flatten_leaves(tree)
-                except (ValueError, TypeError) as error:
-                    problem = f"item {item.name!r} is not a pytree that can be saved: {error}"
-                    raise InvalidArgumentError(problem) from error
-                trees.append(SavedTree(self._plan(item, tree, leaves, treedef), node, leaves))
-        shared = {item.name for item in items if item.kind == "arrays"}
-        alike = {tree.plan.item.name: tree.plan for tree in trees if tree.plan.item.name in shared}
-        others = sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared)
-
-        def digest() -> str:
-            digests = {name: plan.digest for name, plan in alike.items()}
-            agreed = {"nodes": self._nodes.rows, "others": others, "items": digests}
-            return checksums.digest(json.dumps(agreed, separators=(",", ":")).encode())
-
-        return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0, self._staging)
-
-    def _plan(self, item: SaveItem, tree: Any, leaves: Sequence[Any], treedef: Any) -> ItemPlan:
-        """The plan of a tree, as a rule that of the save before."""
-        try:
-            key = item.name, item.kind, *plan_lib.key(leaves, treedef)
-        except AttributeError:  # a traced array has no sharding
-            plan_lib.refuse_traced(item.name, tree)
-            raise
-        plans = self._plans
-        try:
-            found = next((each for each in plans if each[0] == key), None)
-        except ValueError:  # the tree has static data, such as arrays, that cannot be compared
-            return self._new_plan(item, tree)
-        if found is None:
-            with _collector.paused():
-                found = key, self._new_plan(item, tree)
-        if not plans or plans[0] is not found:
-            self._plans = [found, *(each for each in plans if each is not found)][:_PLANS]
-        return found[1]
-
-    def _new_plan(self, item: SaveItem, tree: Any) -> ItemPlan:
-        per_node = item.kind == "node"
-        return plan_lib.plan_item(
-            item.name,
-            tree_lib.flatten(tree)[0],
-            node=0 if per_node else self._nodes.hosted[0],
-            node_of_process={self._nodes.id_of(self._nodes.process): 0} if per_node else self._nodes.writers,
-            replica_split_bytes=self._options.replica_split_bytes,
-            part_bytes=self._part_bytes,
-            cut=self._cut,
-            per_node=per_node,
-            local_disks=self._options.local_disks and self._nodes.processes > 1,
-        )
 
 
 @dataclasses.dataclass(slots=True)

@@ -12,8 +12,10 @@ A job whose hosts have local disks (`StorageOptions.local_disks`) needs more on 
 another node owns (`ArrayItem.also`), in files that are laid out alike.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -220,8 +222,22 @@ class ArrayItem:
         return {name: i for i, name in enumerate(self.public_names)} | self.by_name
 
     @functools.cached_property
-    def _file_order(self) -> list[int]:
-        return self.in_file_order(i for i, leaf in enumerate(self.leaves) if leaf.kind in ARRAY_KINDS)
+    def _forms(self) -> tuple[list[int], list[int]]:
+        """Of every leaf a number, which leaves share that differ in path and name only; and the first leaf of each."""
+        numbers = collections.defaultdict[Any, int](itertools.count().__next__)
+        of = [numbers[leaf[2:]] for leaf in self.leaves]
+        return of, np.unique(of, return_index=True)[1].tolist()
+
+    def each(self, of: Callable[[Leaf], Any], dtype: type = np.int64) -> np.ndarray:
+        """What a function gives for every leaf; it does not depend on path and name, and is called a few times."""
+        numbers, firsts = self._forms
+        return np.array([of(self.leaves[i]) for i in firsts], dtype)[numbers]
+
+    @functools.cached_property
+    def _file_order(self) -> np.ndarray:
+        """The leaves with bytes, as they follow each other in the files of one node."""
+        found = np.flatnonzero(self.each(lambda leaf: leaf.kind in ARRAY_KINDS, bool))
+        return found[np.argsort(-self.each(_itemsize)[found], kind="stable")]
 
     def in_file_order(self, leaves: Iterable[int]) -> list[int]:
         """Leaves, given in ascending order, as they follow each other in the files of one node."""
@@ -286,19 +302,19 @@ class ArrayItem:
 
     def owned(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(leaf, cell, bytes) of every cell that `node` writes, in file order."""
-        return self._listed(lambda i, info: self.grids[info.grid].owned(info.rotation, node))
+        return self._listed(self._file_order, lambda info: self.grids[info.grid].owned(info.rotation, node))
 
     def also(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The same of every cell with bytes that `node` holds and another node writes, but for those `carried`."""
 
-        def held(i: int, info: Leaf) -> list[int]:
-            if info.nbytes == 0 or i in self.carried:
+        def held(info: Leaf) -> list[int]:
+            if info.nbytes == 0:
                 return []
             if not info.is_global:  # every process has it
-                return [] if self.owner(i, 0) == node else [0]
+                return [] if self.grids[info.grid].owned(info.rotation, node) else [0]
             return self.grids[info.grid].owned(info.rotation, node, others=True)
 
-        return self._listed(held)
+        return self._listed(self._file_order[~np.isin(self._file_order, [*self.carried])], held)
 
     @functools.cached_property
     def carried(self) -> frozenset[int]:
@@ -307,24 +323,27 @@ class ArrayItem:
         Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.carried`).
         """
         found, left = set[int](), _CARRIED_ITEM
-        for i in self._file_order:
+        for i in self._file_order.tolist():
             size = self.leaves[i].nbytes
             if not self.leaves[i].is_global and 0 < size <= min(left, _CARRIED_LEAF):
                 found.add(i)
                 left -= size
         return frozenset(found)
 
-    def _listed(self, chosen: Callable[[int, Leaf], list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(leaf, cell, bytes) of the chosen cells of each leaf, in file order."""
-        leaves: list[int] = []
-        cells: list[int] = []
-        sizes: list[int] = []
-        for i in self._file_order:
-            mine = chosen(i, self.leaves[i])
-            leaves += [i] * len(mine)
-            cells += mine
-            sizes += [self.cell_bytes(i)] * len(mine)
-        return np.array(leaves, np.int64), np.array(cells, np.int64), np.array(sizes, np.int64)
+    def _listed(
+        self, leaves: np.ndarray, chosen: Callable[[Leaf], list[int]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(leaf, cell, bytes) of the chosen cells of each of some leaves, in this order."""
+        of, firsts = self._forms
+        cells = [chosen(self.leaves[i]) if self.leaves[i].grid >= 0 else [] for i in firsts]
+        counts = np.array([*map(len, cells)], np.int64)
+        begins = np.cumsum(counts) - counts  # of each form in all of them, one after the other
+        forms = np.array(of, np.int64)[leaves]
+        each, number = counts[forms], np.repeat(forms, counts[forms])
+        within = np.arange(len(number)) - np.repeat(np.cumsum(each) - each, each)
+        sizes = np.array([self.cell_bytes(i) if found else 0 for i, found in zip(firsts, cells, strict=True)], np.int64)
+        every = np.array([*itertools.chain.from_iterable(cells)], np.int64)
+        return np.repeat(leaves, each), every[begins[number] + within], sizes[number]
 
     def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[Part]:
         """The parts of a node's cells that end after the given numbers of cells."""
@@ -341,13 +360,14 @@ class ArrayItem:
         leaves, _, sizes = owned
         if not len(leaves):
             return []
-        infos = [self.leaves[leaf] for leaf in leaves.tolist()]
-        extras = [safetensors.header_bytes_bound(len(i.name) + 2 + 42 * len(i.shape), len(i.shape)) for i in infos]
-        if sum(extras) <= safetensors.MAX_HEADER_BYTES and (part_bytes is None or sizes.sum() <= part_bytes):
+        names = np.array([len(leaf.name) for leaf in self.leaves], np.int64)
+        bounds = self.each(lambda leaf: safetensors.header_bytes_bound(2 + 42 * len(leaf.shape), len(leaf.shape)))
+        extras = (names + bounds)[leaves]
+        if extras.sum() <= safetensors.MAX_HEADER_BYTES and (part_bytes is None or sizes.sum() <= part_bytes):
             return [len(leaves)]
         ends: list[int] = []
         data = head = 0
-        for i, (extra, size) in enumerate(zip(extras, sizes.tolist(), strict=True)):
+        for i, (extra, size) in enumerate(zip(extras.tolist(), sizes.tolist(), strict=True)):
             full = part_bytes is not None and data + size > part_bytes
             if i > (ends[-1] if ends else 0) and (full or head + extra > safetensors.MAX_HEADER_BYTES):
                 ends.append(i)

@@ -529,6 +529,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         def restore(reader: CheckpointReader) -> Any:
             value, self._multi = reader.restore(args), multi
+            if not (self._options.read_only or self._forked):
+                self._planner.plan_ahead(args, value)
             return value
 
         return readers, restore

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, plan_item
+from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, forms_of, key, plan_item
 from epochckpt.errors import FormatError
 from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry, NodeRecord, grid
 from epochckpt.format.grid import blocks
@@ -138,13 +138,14 @@ def plan_on(
     local_disks: bool = False,
     part_bytes: int | None = None,
 ) -> ItemPlan:
-    pairs = []
-    for name, shape, dtype, sharding in state:
-        value: Any = np.zeros(shape, dtype) if sharding is None else FakeArray(shape, dtype, sharding, node)
-        pairs.append(((("k", name),), value))
+    leaves: list[Any] = [
+        np.zeros(shape, dtype) if sharding is None else FakeArray(shape, dtype, sharding, node)
+        for _, shape, dtype, sharding in state
+    ]
     return plan_item(
         "default",
-        pairs,
+        [(("k", name),) for name, *_ in state],
+        forms_of(key(leaves, None)[1], leaves, lambda leaf: ("default", state[leaf][0])),
         node=node,
         node_of_process={i: i for i in range(nodes)},
         replica_split_bytes=replica_split_bytes,

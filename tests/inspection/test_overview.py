@@ -25,7 +25,7 @@ import pytest
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt.arrays import snapshot
+from epochckpt.arrays import planner
 from epochckpt.commit.protocol import Rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
 from epochckpt.format import checksums, parsing
@@ -755,13 +755,13 @@ def test_without_permission_and_without_a_backend(run: pathlib.Path, tmp_path: p
 def test_a_save_begins_when_it_is_called(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its duration has the time in it that it held the training thread."""
     planned: list[int] = []
-    prepare = snapshot.Planner.plan
+    prepare = planner.Planner.plan
 
     def prepared(*args: Any) -> Any:
         planned.append(time.time_ns())
         return prepare(*args)
 
-    monkeypatch.setattr(snapshot.Planner, "plan", prepared)
+    monkeypatch.setattr(planner.Planner, "plan", prepared)
     with ec.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": np.zeros(3)}))
     (row,) = scan.look(tmp_path).epochs

@@ -20,8 +20,8 @@ import tensorstore as ts
 from safetensors.numpy import load_file
 
 import epochckpt as ec
-from epochckpt.arrays.plan import plan_item
-from epochckpt.format.tree import DTYPES, flatten
+from epochckpt.arrays import plan
+from epochckpt.format.tree import DTYPES
 from epochckpt.orbax import linked_view, ocdbt
 from epochckpt.orbax import view as orbax_sharding
 from epochckpt.orbax import view as orbax_view
@@ -498,9 +498,16 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
     """Orbax's own metadata class writes the same text, key for key."""
     array = stock_states.place(np.ones((4, 4), np.float32), "x", "y")
 
-    pairs, _ = flatten({"a": array, "b": jax.device_put(1.0, jax.devices()[2])})
-    item = plan_item(
-        "default", pairs, node=0, node_of_process={0: 0}, replica_split_bytes=1 << 20, part_bytes=None
+    leaves = [array, jax.device_put(1.0, jax.devices()[2])]
+    forms = plan.forms_of(plan.key(leaves, None)[1], leaves, lambda leaf: ("default", str(leaf)))
+    item = plan.plan_item(
+        "default",
+        [(("k", "a"),), (("k", "b"),)],
+        forms,
+        node=0,
+        node_of_process={0: 0},
+        replica_split_bytes=1 << 20,
+        part_bytes=None,
     ).item
     found = [json.loads(str(orbax_sharding.sharding_text(item, row))) for row in item.shardings]
     named = ocp.metadata.NamedShardingMetadata.from_jax_sharding(array.sharding).to_serialized_string()

@@ -1,0 +1,158 @@
+"""From the arguments of `save()` to its plan: the `Planner` of a manager, which makes each plan once.
+
+A plan is made on the training thread by the first save of a tree. What was restored into a target is a tree that will
+be saved: it is planned in the background, as soon as it is there, and its first save finds the plan.
+"""
+
+import collections
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from epochckpt import _collector, _threads
+from epochckpt._threads import Deadline, Future
+from epochckpt.arrays import plan as plan_lib
+from epochckpt.arrays.items import SaveItem, of_hosted, with_targets
+from epochckpt.arrays.plan import Forms, ItemPlan
+from epochckpt.arrays.snapshot import SavedTree, SavePlan
+from epochckpt.arrays.transfers import Staging
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.format import KeyPath, Nodes, checksums
+from epochckpt.format import tree as tree_lib
+from epochckpt.options import StorageOptions
+
+_PLANS = 256  # kept plans; a job has as many as it has items, or twice that
+_AHEAD = 16  # plans that were made, or are being made, before they are asked for
+_PATIENCE_SECS = 1.0  # then a save makes the plan itself; one takes some hundredths of that
+
+Key = tuple[str, str, Any, list[Any]]
+"""Name and kind of an item, and `plan.key` of its tree."""
+
+
+class Planner:
+    """Plans saves of one manager, and keeps the plans; `part_bytes` and `cut` are those of `plan_item`.
+
+    `writers` is how many threads write what is planned.
+    """
+
+    def __init__(
+        self, nodes: Nodes, options: StorageOptions, part_bytes: int | None, *, writers: int, cut: bool = False
+    ):
+        self._nodes, self._options, self._part_bytes, self._cut = nodes, options, part_bytes, cut
+        self._staging = Staging(options, writers)
+        self._plans: list[tuple[Key, ItemPlan]] = []  # the newest first; replaced, never changed
+        self._ahead = collections.deque[tuple[Key, Future[ItemPlan]]](maxlen=_AHEAD)
+
+    def plan(self, items: Sequence[SaveItem]) -> SavePlan:
+        """Plans a save; raises InvalidArgumentError for what cannot be saved."""
+        trees: list[SavedTree] = []
+        for item in items:
+            trees_of: dict[int, Any] = {}
+            if item.kind == "arrays":
+                trees_of = {self._nodes.hosted[0]: item.tree}
+            elif item.kind == "node":
+                advice = "NodeSave({node name: pytree}, by_node=True)"
+                trees_of = of_hosted(item.name, item.tree, item.by_node, self._nodes, advice)
+            for node, tree in trees_of.items():
+                try:
+                    leaves, treedef = tree_lib.flatten_leaves(tree)
+                except (ValueError, TypeError) as error:
+                    problem = f"item {item.name!r} is not a pytree that can be saved: {error}"
+                    raise InvalidArgumentError(problem) from error
+                trees.append(SavedTree(self._plan(item, tree, leaves, treedef), node, leaves))
+        shared = {item.name for item in items if item.kind == "arrays"}
+        alike = {tree.plan.item.name: tree.plan for tree in trees if tree.plan.item.name in shared}
+        others = sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared)
+
+        def digest() -> str:
+            digests = {name: plan.digest for name, plan in alike.items()}
+            agreed = {"nodes": self._nodes.rows, "others": others, "items": digests}
+            return checksums.digest(json.dumps(agreed, separators=(",", ":")).encode())
+
+        return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0, self._staging)
+
+    def plan_ahead(self, args: Any, restored: Any) -> None:
+        """Plans, in the background, saves of what `args` has restored into targets; talks to no other process."""
+        for name, tree in with_targets(args, restored).items():
+            with contextlib.suppress(Exception):  # its save, if there will be one, says what is wrong with it
+                self._begin(name, *tree_lib.flatten_leaves(tree))
+
+    def _begin(self, name: str, leaves: Sequence[Any], treedef: Any) -> None:
+        key = name, "arrays", *plan_lib.key(leaves, treedef)
+        if any(known == key for known, _ in [*self._plans, *self._ahead]):
+            return
+        # What the thread works on has no array: the caller may delete, or donate, what it has restored.
+        forms = plan_lib.forms_of(key[-1], leaves, lambda leaf: (name, str(leaf)))
+
+        def plan() -> ItemPlan:
+            with _collector.paused():
+                pairs, _ = tree_lib.flatten(tree_lib.unflatten(treedef, range(len(forms.of))))
+                found = self._new_plan(key, [path for path, _ in pairs], forms)
+                found.complete(self._options.block_bytes)
+                return found
+
+        _threads.drain_at_exit(self)
+        self._ahead.append((key, _threads.start(plan)))
+
+    def _drain_at_exit(self) -> Callable[[], None]:
+        """See `_threads`: a thread in the middle of jax's calls would abort the interpreter as it ends."""
+        deadline, ahead = Deadline(_PATIENCE_SECS), [future for _, future in self._ahead]
+
+        def wait() -> None:
+            for future in ahead:
+                future.wait(deadline.left())
+
+        return wait
+
+    def _after_fork(self) -> None:
+        self._ahead.clear()
+
+    def _plan(self, item: SaveItem, tree: Any, leaves: Sequence[Any], treedef: Any) -> ItemPlan:
+        """The plan of a tree, as a rule that of the save before."""
+        try:
+            key = item.name, item.kind, *plan_lib.key(leaves, treedef)
+        except AttributeError:  # a traced array has no sharding
+            plan_lib.refuse_traced(item.name, tree)
+            raise
+        plans = self._plans
+        try:
+            found = next((each for each in plans if each[0] == key), None)
+            made = self._made_ahead(key) if found is None else None
+        except ValueError:  # the tree has static data, such as arrays, that cannot be compared
+            return self._plan_now(key, tree, leaves)
+        if found is None:
+            found = key, made or self._plan_now(key, tree, leaves)
+        if not plans or plans[0] is not found:
+            self._plans = [found, *(each for each in plans if each is not found)][:_PLANS]
+        return found[1]
+
+    def _made_ahead(self, key: Key) -> ItemPlan | None:
+        """The plan that was begun when such a tree was restored, as soon as it is made; None if there is none."""
+        future = next((future for known, future in list(self._ahead) if known == key), None)
+        if future is not None and future.wait(_PATIENCE_SECS):
+            with contextlib.suppress(Exception):  # planned now, it is raised with the names of leaves
+                return future.result()
+        return None
+
+    def _plan_now(self, key: Key, tree: Any, leaves: Sequence[Any]) -> ItemPlan:
+        with _collector.paused():
+            paths = [path for path, _ in tree_lib.flatten(tree)[0]]
+            forms = plan_lib.forms_of(key[-1], leaves, lambda leaf: (key[0], tree_lib.leaf_name(paths[leaf])))
+            return self._new_plan(key, paths, forms)
+
+    def _new_plan(self, key: Key, paths: Sequence[KeyPath], forms: Forms) -> ItemPlan:
+        per_node = key[1] == "node"
+        return plan_lib.plan_item(
+            key[0],
+            paths,
+            forms,
+            node=0 if per_node else self._nodes.hosted[0],
+            node_of_process={self._nodes.id_of(self._nodes.process): 0} if per_node else self._nodes.writers,
+            replica_split_bytes=self._options.replica_split_bytes,
+            part_bytes=self._part_bytes,
+            cut=self._cut,
+            per_node=per_node,
+            local_disks=self._options.local_disks and self._nodes.processes > 1,
+        )
