@@ -144,8 +144,8 @@ class Forwarder:
         self.noted = None
         self.tracker = TRACKERS[name](folder / name, self.known["run"])
 
-    def send(self, rows):
-        """Sends what is new in these rows."""
+    def send(self, rows, unit):
+        """Sends what is new in these rows, whose numbers count epochs or steps."""
         replaced = [row.epoch for row in rows if self.sent.get(row.epoch, [row.committed_ns])[0] != row.committed_ns]
         if replaced:  # the run was rolled back, and these were trained anew
             self.tracker.go_back_to(min(replaced))
@@ -157,7 +157,7 @@ class Forwarder:
                 if new:
                     self.tracker.send(row.epoch, (row.committed_ns or time.time_ns()) / 1e9, new)
                     names.extend(new)
-                    print(f"{self.name}: epoch {row.epoch}  {', '.join(new)}", flush=True)
+                    print(f"{self.name}: {unit} {row.epoch}  {', '.join(new)}", flush=True)
         finally:  # also when this program is asked to end, or a tracker refuses something
             self.tracker.flush()
             if self.sent != self.noted:
@@ -183,9 +183,10 @@ def main(_):
     forwarders = []
 
     def look():
-        rows = ec.inspect(directory).metrics().rows
+        run = ec.inspect(directory)
+        rows, unit = run.metrics().rows, run.unit
         for forwarder in forwarders:
-            forwarder.send(rows)
+            forwarder.send(rows, unit)
 
     try:
         for name in wanted:
