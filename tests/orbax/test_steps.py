@@ -685,7 +685,7 @@ def test_a_half_written_step_is_skipped_loudly_and_says_what_to_do(
         assert manager.status(2).state == ("damaged" if shallow else "committed")
         with pytest.raises(errors.DamagedError) as caught:
             manager.restore(2, args=Restore(tree_of(0)))
-        for text in (says, "if nobody needs it, delete(2)", "older checkpoint", "whole copy", "Stock Orbax"):
+        for text in (says, "if nobody needs it, delete(2)", "restore an older one", "whole copy", "Stock Orbax"):
             assert text in str(caught.value)
         verified = manager.verify(2)
         assert not verified.ok
