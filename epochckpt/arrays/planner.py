@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from epochckpt import _collector, _threads
 from epochckpt._threads import Deadline, Future
@@ -27,8 +27,24 @@ _PLANS = 256  # kept plans; a job has as many as it has items, or twice that
 _AHEAD = 16  # plans that were made, or are being made, before they are asked for
 _PATIENCE_SECS = 1.0  # then a save makes the plan itself; one takes some hundredths of that
 
-Key = tuple[str, str, Any, list[Any]]
-"""Name and kind of an item, and `plan.key` of its tree."""
+
+class Key(NamedTuple):
+    """Name and kind of an item, and `plan.key` of its tree."""
+
+    item: str
+    kind: str
+    treedef: Any
+    leaves: list[Any]
+
+
+class _Planned:
+    """What a plan was made for."""
+
+    def __init__(self, key: Key):
+        self._key, self._types = key, tree_lib.key_types(key.treedef)
+
+    def is_of(self, key: Key) -> bool:
+        return self._key == key and (not self._types or self._types == tree_lib.key_types(key.treedef))
 
 
 class Planner:
@@ -42,8 +58,8 @@ class Planner:
     ):
         self._nodes, self._options, self._part_bytes, self._cut = nodes, options, part_bytes, cut
         self._staging = Staging(options, writers)
-        self._plans: list[tuple[Key, ItemPlan]] = []  # the newest first; replaced, never changed
-        self._ahead = collections.deque[tuple[Key, Future[ItemPlan]]](maxlen=_AHEAD)
+        self._plans: list[tuple[_Planned, ItemPlan]] = []  # the newest first; replaced, never changed
+        self._ahead = collections.deque[tuple[_Planned, Future[ItemPlan]]](maxlen=_AHEAD)
 
     def plan(self, items: Sequence[SaveItem]) -> SavePlan:
         """Plans a save; raises InvalidArgumentError for what cannot be saved."""
@@ -77,24 +93,25 @@ class Planner:
         """Plans, in the background, saves of what `args` has restored into targets; talks to no other process."""
         for name, tree in with_targets(args, restored).items():
             with contextlib.suppress(Exception):  # its save, if there will be one, says what is wrong with it
-                self._begin(name, *tree_lib.flatten_leaves(tree))
+                self._begin(name, tree, *tree_lib.flatten_leaves(tree))
 
-    def _begin(self, name: str, leaves: Sequence[Any], treedef: Any) -> None:
-        key = name, "arrays", *plan_lib.key(leaves, treedef)
-        if any(known == key for known, _ in [*self._plans, *self._ahead]):
+    def _begin(self, name: str, tree: Any, leaves: Sequence[Any], treedef: Any) -> None:
+        key = Key(name, "arrays", *plan_lib.key(leaves, treedef))
+        if any(known.is_of(key) for known, _ in [*self._plans, *self._ahead]):
             return
-        # What the thread works on has no array: the caller may delete, or donate, what it has restored.
-        forms = plan_lib.forms_of(key[-1], leaves, lambda leaf: (name, str(leaf)))
+        # The thread gets no array, because the caller may delete, or donate, what it has restored; and it calls no
+        # node of the tree, whose code may be slow. Paths are of the tree itself: a node may name its children by them.
+        paths = [path for path, _ in tree_lib.flatten(tree)[0]]
+        forms = plan_lib.forms_of(key.leaves, leaves, lambda leaf: (name, tree_lib.leaf_name(paths[leaf])))
 
         def plan() -> ItemPlan:
             with _collector.paused():
-                pairs, _ = tree_lib.flatten(tree_lib.unflatten(treedef, range(len(forms.of))))
-                found = self._new_plan(key, [path for path, _ in pairs], forms)
+                found = self._new_plan(key, paths, forms)
                 found.complete(self._options.block_bytes)
                 return found
 
         _threads.drain_at_exit(self)
-        self._ahead.append((key, _threads.start(plan)))
+        self._ahead.append((_Planned(key), _threads.start(plan)))
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """See `_threads`: a thread in the middle of jax's calls would abort the interpreter as it ends."""
@@ -112,25 +129,25 @@ class Planner:
     def _plan(self, item: SaveItem, tree: Any, leaves: Sequence[Any], treedef: Any) -> ItemPlan:
         """The plan of a tree, as a rule that of the save before."""
         try:
-            key = item.name, item.kind, *plan_lib.key(leaves, treedef)
+            key = Key(item.name, item.kind, *plan_lib.key(leaves, treedef))
         except AttributeError:  # a traced array has no sharding
             plan_lib.refuse_traced(item.name, tree)
             raise
         plans = self._plans
         try:
-            found = next((each for each in plans if each[0] == key), None)
+            found = next((each for each in plans if each[0].is_of(key)), None)
             made = self._made_ahead(key) if found is None else None
         except ValueError:  # the tree has static data, such as arrays, that cannot be compared
             return self._plan_now(key, tree, leaves)
         if found is None:
-            found = key, made or self._plan_now(key, tree, leaves)
+            found = _Planned(key), made or self._plan_now(key, tree, leaves)
         if not plans or plans[0] is not found:
             self._plans = [found, *(each for each in plans if each is not found)][:_PLANS]
         return found[1]
 
     def _made_ahead(self, key: Key) -> ItemPlan | None:
         """The plan that was begun when such a tree was restored, as soon as it is made; None if there is none."""
-        future = next((future for known, future in list(self._ahead) if known == key), None)
+        future = next((future for known, future in list(self._ahead) if known.is_of(key)), None)
         if future is not None and future.wait(_PATIENCE_SECS):
             with contextlib.suppress(Exception):  # planned now, it is raised with the names of leaves
                 return future.result()
@@ -139,13 +156,13 @@ class Planner:
     def _plan_now(self, key: Key, tree: Any, leaves: Sequence[Any]) -> ItemPlan:
         with _collector.paused():
             paths = [path for path, _ in tree_lib.flatten(tree)[0]]
-            forms = plan_lib.forms_of(key[-1], leaves, lambda leaf: (key[0], tree_lib.leaf_name(paths[leaf])))
+            forms = plan_lib.forms_of(key.leaves, leaves, lambda leaf: (key.item, tree_lib.leaf_name(paths[leaf])))
             return self._new_plan(key, paths, forms)
 
     def _new_plan(self, key: Key, paths: Sequence[KeyPath], forms: Forms) -> ItemPlan:
-        per_node = key[1] == "node"
+        per_node = key.kind == "node"
         return plan_lib.plan_item(
-            key[0],
+            key.item,
             paths,
             forms,
             node=0 if per_node else self._nodes.hosted[0],

@@ -5,6 +5,7 @@ dataclass), `f` flattened index (a custom node without keys). A leaf's *name* is
 are percent-escaped, so that `{"a/b": x}` and `{"a": {"b": x}}`, and the keys `1` and `"1"`, have different names.
 """
 
+import collections
 import functools
 import math
 import re
@@ -109,6 +110,19 @@ def flatten(tree: Any) -> tuple[list[tuple[KeyPath, Any]], Any]:
 def flatten_leaves(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of `flatten` and the treedef, without paths: cheap enough for the training thread."""
     return jax.tree_util.tree_flatten(tree, is_leaf=_is_empty)
+
+
+def key_types(treedef: Any) -> list[type]:
+    """The types of dict keys that are no str, in their order: equal treedefs may differ in them, since `1 == True`."""
+    found, left = list[type](), [treedef]
+    while left:
+        node = left.pop()
+        if (data := node.node_data()) is not None:
+            if issubclass(data[0], dict):
+                keys = data[1][1] if issubclass(data[0], collections.defaultdict) else data[1]
+                found += [type(key) for key in keys if type(key) is not str]
+            left += node.children()
+    return found
 
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:

@@ -154,6 +154,52 @@ def test_a_plan_holds_no_array(tmp_path: pathlib.Path, planned: Planned) -> None
             manager.save(1, args=ocp.args.StandardSave(state))
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class ByContent:
+    """A node that orders its children by what they are, and does not mind what it is made of."""
+
+    def __init__(self, **children: Any):
+        self.children = children
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[str, ...]]:
+        names = sorted(self.children, reverse=not all(hasattr(c, "shape") for c in self.children.values()))
+        return [(jax.tree_util.GetAttrKey(name), self.children[name]) for name in names], tuple(names)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], children: Any) -> "ByContent":
+        return cls(**dict(zip(names, children, strict=True)))
+
+
+def test_leaves_have_the_names_that_their_node_gives_them(tmp_path: pathlib.Path) -> None:
+    """A plan made ahead has the names of the tree itself, not those of one with other leaves."""
+    first = ByContent(a=np.zeros(3), b=np.ones(3))
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave(first))
+    with ec.CheckpointManager(tmp_path) as manager:
+        state = manager.restore(0, args=ocp.args.StandardRestore(first))
+        manager._planner._ahead[0][1].result()
+        manager.save(1, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        found = manager.restore(1, args=ocp.args.StandardRestore(first)).children
+    assert (found["a"].tolist(), found["b"].tolist()) == ([0] * 3, [1] * 3)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_keys_that_compare_equal_are_two_trees(tmp_path: pathlib.Path, restored: bool) -> None:
+    """`1 == True`: a tree does not take the names of one that was saved, or restored, before."""
+    trees = [{1: np.zeros(2), 2: np.ones(2)}, {True: np.zeros(2), 2: np.ones(2)}]
+    manager = ec.CheckpointManager(tmp_path)
+    manager.save(0, args=ocp.args.StandardSave(trees[0]))
+    if restored:
+        manager.close()
+        manager = ec.CheckpointManager(tmp_path)
+        manager.restore(0, args=ocp.args.StandardRestore(trees[0]))
+    with manager:
+        manager.save(1, args=ocp.args.StandardSave(trees[1]))
+        manager.wait_until_finished()
+        assert [*map(type, manager.restore(1, args=ocp.args.StandardRestore()))] == [bool, int]
+
+
 @pytest.mark.parametrize("how", ["read only", "no target"])
 def test_nothing_is_planned_that_will_not_be_saved(tmp_path: pathlib.Path, planned: Planned, how: str) -> None:
     options = ocp.CheckpointManagerOptions(read_only=how == "read only")
