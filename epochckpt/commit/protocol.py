@@ -263,16 +263,16 @@ class Commits(abc.ABC):
         hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else self.ignored
         folders: dict[int, str] = {}
         foreign: dict[int, str] = {}
-        for entry in entries:
-            epoch = self.names.parse(entry.name)
-            if epoch is None:
-                continue
+        named = [(epoch, entry) for entry in entries if (epoch := self.names.parse(entry.name)) is not None]
+        records = {entry.name: f"{entry.name}/{paths.EPOCH_RECORD}" for _, entry in named if entry.is_folder}
+        found = self.store.existing(records.values())
+        for epoch, entry in named:
             if not entry.is_folder:
                 where = f"{self.store.root}/{entry.name}"
                 if self.store.renames and where not in _ignored:
                     _ignored.add(where)
                     logging.warning("%s is a symlink or a file, not a folder: not followed, and no epoch", where)
-            elif self.store.exists(paths.join(entry.name, paths.EPOCH_RECORD)) or self._is_orbax(entry.name):
+            elif records[entry.name] in found or self._is_orbax(entry.name):
                 if epoch not in folders or entry.name == self.names.build(epoch):
                     folders[epoch] = entry.name
             elif epoch not in hidden:  # a deletion of ours moves a folder away before anything in it is removed

@@ -177,6 +177,10 @@ class Store(ABC):
     def exists(self, path: str) -> bool:
         """Whether there is a file or folder of this name."""
 
+    def existing(self, paths: Iterable[str]) -> set[str]:
+        """Those of many names of which there is a file or folder; an error is that of the first which has one."""
+        return {path for path in paths if self.exists(path)}
+
     def size(self, path: str) -> int:
         """Length of a file in bytes; FileNotFoundError if there is none."""
         with self.open_reader(path) as reader:

@@ -197,6 +197,27 @@ def test_a_symlink_inside_the_root_is_read(tmp_path: pathlib.Path) -> None:
     assert store.list("") == listed
 
 
+@pytest.mark.parametrize("kind", ["posix", "memory"])
+def test_many_names_are_looked_for_at_once(tmp_path: pathlib.Path, kind: str) -> None:
+    """Files, folders and what links lead to exist, one that leads nowhere does not; in no directory nothing does."""
+    store = open_store(tmp_path / "root" if kind == "posix" else f"memory://{uuid.uuid4().hex}/")
+    assert store.existing(["a", "folder/b"]) == set()
+    store.make_root()
+    store.make_folder("folder")
+    for name in ("a", "folder/b"):
+        store.create(name, b"x")
+    found = {"a", "folder", "folder/b"}
+    if kind == "posix":
+        (tmp_path / "root" / "good").symlink_to("folder/b")
+        (tmp_path / "root" / "bad").symlink_to("nowhere")
+        (tmp_path / "root" / "round").symlink_to("round")
+        found |= {"good", "round"}
+    asked = {*found, "bad", "a/b", "folder/c", "other/b"}
+    assert store.existing(asked) == found == {name for name in asked if store.exists(name)}
+    with pytest.raises(ValueError, match="malformed path"):
+        store.existing(["a", "../a"])
+
+
 def test_a_write_does_not_go_through_a_symlink(posix: Store) -> None:
     """A dangling link takes a name like any file does."""
     (pathlib.Path(posix.root) / "link").symlink_to("elsewhere")
