@@ -158,7 +158,8 @@ class Claim:
                     return self._taken
                 self._write_root_files()
                 claim = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}
-            except BaseException:
+            except BaseException as error:
+                self.note(error)  # before another save may try: it would take over from the run that was the later one
                 self._commits.incarnation = ""  # the next try is a new incarnation, which sweeps this one
                 raise
             return self._adopt(claim)
@@ -173,7 +174,8 @@ class Claim:
             else:
                 try:
                     epochs = self._hosts.join(claim["incarnation"], self._write_root_files, wait_secs)
-                except BaseException:
+                except BaseException as error:
+                    self.note(error)
                     self._commits.incarnation, self._taken = "", None
                     raise
                 claim = {**claim, "epochs": epochs}

@@ -406,6 +406,28 @@ def test_of_two_runs_that_claim_at_the_same_moment_the_later_one_wins(tmp_path: 
     assert sum(error is not None for error in outcomes) > number // 2
 
 
+def test_a_run_whose_claim_came_too_late_does_not_claim_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two runs that begin at the same moment one goes on: the saves that the other has begun do not take over."""
+    newer, older = ec.CheckpointManager(tmp_path), ec.CheckpointManager(tmp_path)
+    create = older._store.create
+
+    def overtaken(path: str, data: bytes) -> None:
+        monkeypatch.undo()
+        commit(newer, 1)
+        create(path, data)
+
+    monkeypatch.setattr(older._store, "create", overtaken)
+    for epoch in (5, 6):
+        with pytest.raises(errors.FencedError):
+            older._claim.take(epoch)
+    commit(newer, 2)
+    newer.close()
+    older.close()
+    assert newer.all_steps() == [1, 2]
+
+
 def test_a_claim_sweeps_nothing_that_no_run_of_this_directory_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an object store: runs named by numbers one folder deeper, models, and ids that only look like attempts."""
     start, started = _threads.start, []
