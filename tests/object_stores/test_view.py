@@ -1,9 +1,8 @@
 """The Orbax view in a bucket, and stock Orbax as its reader."""
 
 import threading
-import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from epochckpt.storage import open_store
 from tests.support import stock_buckets
 from tests.support.object_servers import Bucket, Fault, Request, bucket
 from tests.support.processes import run_worker
+from tests.support.taps import eventually
 
 Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions
 MARKER = "commit_success.txt"
@@ -64,16 +64,6 @@ def whole(url: str, epoch: int) -> None:
         assert found.ok
         assert (found.view_damage, found.note) == ((), "")
         assert object_view.is_complete(manager._store, str(epoch))
-
-
-def eventually(look: Callable[[], bool]) -> bool:
-    """Whether something that happens in the background happens."""
-    deadline, pause = time.monotonic() + WAIT_SECS, threading.Event()
-    while not look():
-        if time.monotonic() > deadline:
-            return False
-        pause.wait(0.01)
-    return True
 
 
 def in_view(url: str, epoch: int) -> set[str]:

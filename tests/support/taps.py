@@ -12,7 +12,7 @@ from typing import Any
 
 import epochckpt as ec
 
-WAIT_SECS = 30.0
+WAIT_SECS = 60.0
 
 
 def eventually(look: Callable[[], bool]) -> bool:
