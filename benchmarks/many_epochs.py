@@ -3,7 +3,7 @@
 "a save" is one of `--saves` saves of 1 MB in a row, each begun as soon as `save()` lets it; stock Orbax makes only
 `--orbax_saves`, since its time for one does not fall with their number. A directory is opened when `latest_step()` has
 answered, by stock Orbax in at most 3 rounds. Its directory is made of links to the files of one of its epochs.
-"listing" is `os.listdir` alone.
+"listing" is `os.listdir` alone. ext4 is slow for minutes where thousands of files were deleted: see README.md.
 
     python benchmarks/many_epochs.py --saves=1000 --epochs=2000,10000
 """

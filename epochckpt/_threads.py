@@ -193,6 +193,7 @@ class Lane:
     def __init__(self) -> None:
         self._jobs: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
         self._busy = threading.Lock()  # its holder runs the jobs; no thread waits for it
+        self._coming: Once | None = None  # claimed by the thread that was started last, when it begins
         _lanes.add(self)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
@@ -204,11 +205,16 @@ class Lane:
     def wake(self) -> bool:
         """Starts a thread for the queued jobs, also after an interrupted `submit`; returns whether there are any."""
         queued = bool(self._jobs)
-        if queued and not self._busy.locked():
-            start(self._drain)  # ends at once if another thread is faster
+        # A thread that has not begun will find the job. An interrupt between the next lines makes one thread too many,
+        # which ends at once.
+        if queued and not self._busy.locked() and (self._coming is None or self._coming.claimed):
+            coming = Once()
+            start(lambda: self._drain(coming))
+            self._coming = coming
         return queued
 
-    def _drain(self) -> None:
+    def _drain(self, coming: Once) -> None:
+        coming.claim()
         while self._jobs and self._busy.acquire(blocking=False):
             try:
                 while self._jobs:
@@ -221,7 +227,7 @@ class Lane:
     def forget(self) -> None:
         """Drops the jobs in a forked child: they are the parent's."""
         self._jobs.clear()
-        self._busy = threading.Lock()
+        self._busy, self._coming = threading.Lock(), None
 
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()

@@ -24,13 +24,16 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
 class Json(str):
     """Text of JSON."""
 
 
 def dumps(value: Any) -> Json:
     """A value as JSON; ValueError for what JSON has no number for."""
-    return Json(json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False))
+    return Json(_ENCODER.encode(value))
 
 
 def dumps_fields(fields: Mapping[str, Any]) -> Json:

@@ -94,6 +94,7 @@ class PosixStore(Store):
 
     def __init__(self, directory: str | os.PathLike[str], *, folder_mode: int | None = None, direct_io: bool = True):
         self.root, self._folder_mode, self._direct = os.path.abspath(directory), folder_mode, direct_io
+        self._prefix = os.path.join(self.root, "")
 
     def exists(self, path: str) -> bool:
         """One stat(2). A link that leads to itself exists, too."""
@@ -106,9 +107,18 @@ class PosixStore(Store):
         except (FileNotFoundError, NotADirectoryError):
             return set()
         try:
-            return {path for path in paths if self._leads_somewhere(path, check_path, root)}
+            return {path for path in paths if self._is_there(check_path(path), root)}
         finally:
             os.close(root)
+
+    def _is_there(self, path: str, root: int) -> bool:
+        try:
+            os.stat(path, dir_fd=root)  # of thousands of names nearly all are answered
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return self._leads_somewhere(path, check_path, root)
 
     def _leads_somewhere(self, path: str, place: Callable[[str], str], folder: int | None = None) -> bool:
         try:
@@ -296,16 +306,30 @@ class PosixStore(Store):
     def _name(self, path: str) -> str:
         """The full path as the user writes it."""
         check_path(path)
-        return os.path.join(self.root, path) if path else self.root
+        return self._prefix + path if path else self.root
 
     def _target(self, path: str) -> str:
-        """The full path with symlinks resolved, which must lie in the root."""
+        """The full path, which must lie in the root; symlinks below the root are resolved."""
         name = self._name(path)
+        if not patiently(name, lambda: self._leads_through_link(path)):
+            return name
         root, target = patiently(name, lambda: (_resolved(self.root), _resolved(name)))
         if target != root and not target.startswith(os.path.join(root, "")):
             problem = f"a symlink leads out of the root {self.root}, to {target}: refused"
             raise PermissionError(errno.EACCES, problem, name)
         return target
+
+    def _leads_through_link(self, path: str) -> bool:
+        """Whether a component below the root is a symlink: one lstat(2) each, a tenth of what `realpath` costs."""
+        end = 0 if path else -1
+        try:
+            while end >= 0:
+                end = path.find("/", end + 1)
+                if stat.S_ISLNK(os.lstat(self._prefix + (path if end < 0 else path[:end])).st_mode):
+                    return True
+        except (FileNotFoundError, NotADirectoryError):  # what does not exist is no link
+            pass
+        return False
 
     def _place(self, path: str) -> str:
         """The full path of an entry to make or move: its folder must lie in the root; the entry is not followed."""

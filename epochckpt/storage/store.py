@@ -37,6 +37,7 @@ T = TypeVar("T")
 _PIECE_BYTES = 4 * 2**20
 _MAX_PUT_BYTES = 256 * 2**20  # of a file that `put` replaces
 _PAUSES_SECS = (0.05, 0.2, 0.75)  # before storage is asked again
+_NO_NAMES = frozenset(("", ".", ".."))  # what no component of a path may be
 
 
 @dataclass(frozen=True)
@@ -420,7 +421,7 @@ def check_path(path: str, *, root_allowed: bool = True) -> str:
         if root_allowed:
             return path
         raise ValueError("path '' is the root itself; expected a name below it")
-    if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+    if "\0" in path or not _NO_NAMES.isdisjoint(path.split("/")):
         raise ValueError(
             f"malformed path {path!r}: expected a relative one such as 'a/b', "
             "without NUL and without empty, '.' or '..' components"
