@@ -131,8 +131,10 @@ class History:
     def reset(self, survey: Survey, known: Collection[int] | None = None) -> None:
         """Starts anew from a look at storage; what is not `known`, as of its beginning, was committed meanwhile."""
         self.damaged, self.run.earlier = survey.damaged, survey.runs
-        found = {e: EpochInfo(e, self._load) for e in sorted(survey.epochs)}  # any may have been replaced
-        self._committed = found | {e: i for e, i in self._committed.items() if known is not None and e not in known}
+        found = {e: EpochInfo(e, self._load) for e in survey.epochs}  # any may have been replaced
+        self._committed.update(found)
+        for epoch in self._committed.keys() - found.keys() if known is None else {*known} - found.keys():
+            self._committed.pop(epoch, None)
         self.remote = frozenset(survey.remote)
         self.forget_failed()
         self.attach(survey.attached)
@@ -140,11 +142,13 @@ class History:
 
     def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
         """Replaces the committed epochs by those on storage, and in the mirror; returns the new and the lost ones."""
-        before, now = self._committed, sorted({*epochs, *self.remote})
-        self._committed = {e: before.get(e) or EpochInfo(e, self._load) for e in now}
-        gone = [e for e in before if e not in now]
+        before, now = list(self._committed), {*epochs, *self.remote}
+        new, gone = sorted(now.difference(before)), [e for e in before if e not in now]
+        self._committed.update({e: EpochInfo(e, self._load) for e in new})
+        for epoch in gone:
+            self._committed.pop(epoch, None)
         self._gone.update(dict.fromkeys(gone))
-        return [e for e in now if e not in before], gone
+        return new, gone
 
     def forget_gone(self) -> None:
         """What others have deleted may be requested again; all processes call it at the same point of training."""

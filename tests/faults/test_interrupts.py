@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,18 @@ def save_now(m: ec.CheckpointManager, step: int) -> None:
     m.wait_until_finished()
 
 
+def test_a_burst_of_jobs_starts_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread that is started too many costs a save two switches; a job after the thread's end starts the next."""
+    started: list[Callable[[], None]] = []
+    monkeypatch.setattr(_threads, "start", started.append)
+    lane = _threads.Lane()
+    for _ in range(2):
+        futures = [lane.submit(functools.partial(int, number)) for number in range(5)]
+        assert len(started) == 1
+        started.pop()()
+        assert [future.result(0) for future in futures] == [*range(5)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("opcodes", EVERY)
@@ -66,6 +79,15 @@ def test_ctrl_c_anywhere_in_save_leaves_a_manager_that_saves(m: ec.CheckpointMan
         if not interrupted:
             break
     assert place > 100
+
+
+def test_what_a_signal_handler_saves_during_reload_is_known(m: ec.CheckpointManager) -> None:
+    assert save(m, 0)
+    for place in itertools.count(1):
+        if not interrupt([retention], place, m.reload, lambda: save_now(m, place)):  # noqa: B023
+            break
+        assert place in m.all_steps(), f"interrupted at place {place}"
+    assert place > 10
 
 
 @pytest.mark.long
