@@ -264,8 +264,7 @@ class ArrayFile(NodeFile):
         moves: dict[int, list[_Move]] = collections.defaultdict(list)  # by block
         runs: dict[int, list[tuple[int, list[Copy]]]] = collections.defaultdict(list)
         for pack in packs:
-            for start, end, out in self._stretches(pack):
-                self._move(start, end, out, moves)
+            self._move_pack(pack, moves)
         cells = np.array(sorted(wanted), dtype=np.int64)
         firsts = np.searchsorted(self._ends, self.offsets[cells], side="right").tolist()
         lasts = np.searchsorted(self._ends, self.offsets[cells + 1], side="left").tolist()
@@ -283,16 +282,25 @@ class ArrayFile(NodeFile):
         spans = self._spans(sorted(moves.keys() | runs.keys()))
         return tasks + [functools.partial(self._deliver, blocks, moves, runs) for blocks in spans]
 
-    def _stretches(self, pack: Pack) -> Iterator[_Move]:
-        """The leaves of a pack that lie in this file; those that follow each other here and there are one."""
+    def _move_pack(self, pack: Pack, moves: dict[int, list[_Move]]) -> None:
+        """Moves the leaves of a pack that lie in this file; those that follow each other here and there as one."""
         cells = self.cell_of[pack.leaves]
         here = cells >= 0
         begins, ends, places = self.offsets[cells[here]], self.offsets[cells[here] + 1], pack.starts[here]
         apart = np.flatnonzero((begins[1:] != ends[:-1]) | (np.diff(places) != np.diff(begins))) + 1
+        firsts, lasts = np.concatenate([[0], apart]), np.concatenate([apart, [len(begins)]]) - 1
+        begins, ends, places = begins[firsts], ends[lasts], places[firsts]
+        blocks = np.searchsorted(self._ends, begins, side="right")
+        single = blocks == np.searchsorted(self._ends, ends, side="left")
         out = pack.out.data
-        for first, last in zip([0, *apart.tolist()], [*apart.tolist(), len(begins)], strict=True):
-            start, end, at = int(begins[first]), int(ends[last - 1]), int(places[first])
-            yield start, end, out[at : at + end - start]
+        for start, end, at, block, in_one in zip(
+            *(a.tolist() for a in (begins, ends, places, blocks, single)), strict=True
+        ):
+            piece = out[at : at + end - start]
+            if in_one:
+                moves[block].append((start, end, piece))
+            else:
+                self._move(start, end, piece, moves)
 
     @functools.cached_property
     def cell_of(self) -> np.ndarray:

@@ -26,6 +26,7 @@ from epochckpt.format.tree import ARRAY_KINDS, EMPTY_KINDS
 Sources = Callable[[Sequence[Leaf], Sequence[KeyPath]], Mapping[str, int]]
 """Maps an epoch's leaves and a target's paths to leaf numbers by name of the target's leaf; a new leaf has none."""
 
+_ARRAYS = jax.ShapeDtypeStruct, jax.Array  # a tuple: `|` would make a union at each call
 _TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
 
 
@@ -165,14 +166,16 @@ class Matcher:
 
     def _form(self, leaf: Leaf, target: Any, args: Any) -> Any:
         """What the request of an array depends on, which is the same for most; None for what is looked at alone."""
-        if leaf.kind != "jax" or not isinstance(target, jax.ShapeDtypeStruct | jax.Array):
+        if leaf.kind != "jax" or not isinstance(target, _ARRAYS):
             return None
         asked = None
         if args is not None:
-            shapes = args.__dict__.get("global_shape"), args.__dict__.get("shape")
-            if type(args) is not ocp.ArrayRestoreArgs or args.mesh is not None or any(type(s) is list for s in shapes):
+            if type(args) is not ocp.ArrayRestoreArgs or args.mesh is not None:
                 return None
-            asked = args.restore_type, args.dtype, self._id(args.sharding), *shapes, args.strict
+            shapes = args.global_shape, args.shape
+            if type(shapes[0]) is list or type(shapes[1]) is list:
+                return None
+            asked = args.restore_type, args.dtype, self._id(args.sharding), shapes, args.strict
         at = self._id(getattr(target, "sharding", None))
         return leaf.dtype, leaf.shape, leaf.sharding, target.dtype, target.shape, at, asked
 

@@ -161,8 +161,6 @@ def key_path(path: Sequence[Any]) -> KeyPath:
 
 def _segment(kind: str, key: Any) -> str:
     if isinstance(key, str):
-        if key.isascii() and key.isidentifier():  # most keys
-            return key
         text = quote(key, safe=_SAFE, errors="surrogatepass") or "%"
         if kind == "k" and _INT_LIKE.match(text):
             return f"%{ord(text[0]):02X}{text[1:]}"
@@ -176,7 +174,7 @@ def leaf_name(path: KeyPath) -> str:
     """A leaf's name: its path as text, unique in its tree. A tree of a single leaf has the name `value`."""
     if not path:
         return "value"
-    name = "/".join([_segment(kind, key) for kind, key in path])
+    name = "/".join([k if type(k) is str and k.isascii() and k.isidentifier() else _segment(of, k) for of, k in path])
     return "%5F" + name[1:] if name == "__metadata__" else name  # safetensors reserves that name
 
 

@@ -6,6 +6,7 @@ Fields about what is not done here, or not on the training thread (`get_old_step
 
 import dataclasses
 import datetime
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -121,7 +122,8 @@ def _nbytes(value: Any) -> int:
     """Bytes of the arrays of an item, or of a Composite of items."""
     items = value.items() if isinstance(value, ocp.args.Composite) else [("", value)]
     leaves = jax.tree.leaves([item for _, item in items])
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray))]
+    return sum([math.prod(array.shape) * array.dtype.itemsize for array in arrays])  # `nbytes` of jax takes 1 µs
 
 
 def _wall(moment: float) -> float:

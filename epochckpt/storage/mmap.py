@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 _HUGE_BYTES = 2**21
+_SLAB_BYTES = 16 * _HUGE_BYTES
 
 
 class Mapped(np.memmap[Any, Any]):
@@ -42,6 +43,33 @@ def anonymous(nbytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE, memory.tell(), huge)
     return memory
+
+
+class Slabs:
+    """Memory without a file for arrays that live equally long: up to 16 MiB they share maps, which the last one frees.
+
+    An array in memory of its own lies partly beside huge pages: 82,000 small ones were touched when 400 arrays, 600 MB,
+    were restored, which took as long as all the rest.
+    """
+
+    def __init__(self, alignment: int):
+        self._alignment = alignment
+        self._slab, self._used = np.empty(0, np.uint8), 0
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """So many bytes, aligned."""
+        if nbytes > _SLAB_BYTES // 2:
+            return _bytes(nbytes)
+        start = -(-self._used // self._alignment) * self._alignment
+        if start + nbytes > len(self._slab):
+            self._slab, start = _bytes(_SLAB_BYTES), 0
+        self._used = start + nbytes
+        return self._slab[start : self._used]
+
+
+def _bytes(nbytes: int) -> np.ndarray:
+    memory = anonymous(nbytes)
+    return np.frombuffer(memory, np.uint8, nbytes, memory.tell())
 
 
 class Assembled:
