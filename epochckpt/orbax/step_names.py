@@ -58,7 +58,10 @@ class StepNames:
         if not found:
             return None
         epoch = int(found[1])
-        return epoch if any(f.build_name(epoch) == name for f in self._readable) else None
+        for known in self._readable:
+            if known.build_name(epoch) == name:
+                return epoch
+        return None
 
 
 def is_single(names: set[str]) -> bool:
