@@ -137,6 +137,12 @@ def write_raw(memory: np.ndarray, path: pathlib.Path, direct: bool) -> None:
         os.close(each)
 
 
+def sync_folder(folder: pathlib.Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
 def read_raw(path: pathlib.Path, memory: np.ndarray) -> None:
     """A file into memory whose pages are there, by two threads."""
     fd = os.open(path, os.O_RDONLY)

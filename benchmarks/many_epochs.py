@@ -1,9 +1,12 @@
 """Many small epochs: saves in a row, and how long it takes to open a directory of thousands.
 
 "a save" is one of `--saves` saves of 1 MB in a row, each begun as soon as `save()` lets it; stock Orbax makes only
-`--orbax_saves`, since its time for one does not fall with their number. A directory is opened when `latest_step()` has
-answered, by stock Orbax in at most 3 rounds. Its directory is made of links to the files of one of its epochs.
-"listing" is `os.listdir` alone. ext4 is slow for minutes where thousands of files were deleted: see README.md.
+`--orbax_saves`, since its time for one does not fall with their number. "one file" is the limit: each is one file of
+that size, made durable and then renamed, durable as well.
+
+A directory is opened when `latest_step()` has answered, by stock Orbax in at most 3 rounds. Its directory is made of
+links to the files of one of its epochs. "listing" is `os.listdir` alone, "records" also asks whether each folder has a
+record. ext4 is slow for minutes where thousands of files were deleted: see README.md.
 
     python benchmarks/many_epochs.py --saves=1000 --epochs=2000,10000
 """
@@ -42,12 +45,20 @@ def saves_in_a_row(base: pathlib.Path) -> dict[str, common.Times]:
             manager.wait_until_finished()
             found[name] = {"a save": (time.perf_counter() - began) / count}
         shutil.rmtree(base / name)
+    memory, folder = common.aligned(common.nbytes_of(state)), base / "files"
+    folder.mkdir()
+    began = time.perf_counter()
+    for number in range(SAVES.value):
+        common.write_raw(memory, folder / "new", direct=False)
+        (folder / "new").rename(folder / str(number))
+        common.sync_folder(folder)
+    found["one file"] = {"a save": (time.perf_counter() - began) / SAVES.value}
     return found
 
 
 def opening(base: pathlib.Path, count: int) -> dict[str, common.Times]:
     opens = makers()
-    state, times = common.state_of("1x4B"), {name: list[float]() for name in [*opens, "listing"]}
+    state, times = common.state_of("1x4B"), {name: list[float]() for name in [*opens, "listing", "records"]}
     for name, make in opens.items():
         with make(base / name) as manager:
             for epoch in range(count if name == "epochckpt" else 1):
@@ -59,14 +70,17 @@ def opening(base: pathlib.Path, count: int) -> dict[str, common.Times]:
             if name == "orbax" and len(found) == 3:
                 continue
             began = time.perf_counter()
-            if name == "listing":
-                assert len(os.listdir(base / "epochckpt")) >= count
-            else:
+            if name in opens:
                 manager = opens[name](base / name)
                 assert manager.latest_step() == count - 1
+            else:
+                names = os.listdir(base / "epochckpt")
+                assert len(names) >= count
+                if name == "records":
+                    assert sum(os.path.exists(f"{base}/epochckpt/{each}/epoch.json") for each in names) == count
             if number:
                 found.append(time.perf_counter() - began)
-            if name != "listing":
+            if name in opens:
                 manager.close()
     return {name: {"open": statistics.median(found)} for name, found in times.items()}
 

@@ -1,16 +1,19 @@
 """Jobs of 1, 2, 4 and 8 processes on this machine, with as many bytes per process: blocked, and committed.
 
 The processes form a `jax.distributed` job and save arrays that are split between them. "blocked" is that of the slowest
-process, "committed" the time until `wait_until_finished` returned there. All processes share this machine's cores and
-disk, so that only "blocked" can stay flat.
+process, "processor" the time of a core that its training thread took meanwhile, and "committed" the time until
+`wait_until_finished` returned there. All processes share this machine's cores and disk, so that only "processor" can
+stay flat; "disk" is the limit: every process writes as many bytes from memory to a file, by two threads, durable.
 
     python benchmarks/processes.py --sizes=1,2,4,8
 """
 
+import functools
 import json
 import pathlib
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -39,16 +42,30 @@ def child(place: dict[str, Any]) -> None:
     }
     makers = {name: make for name, make in common.managers().items() if name != "orbax uncompressed"}
     opened = {name: make(pathlib.Path(place["folder"]) / name) for name, make in makers.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in opened}
+    memory = common.aligned(sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // place["processes"])
+    raw = pathlib.Path(place["folder"]) / f"raw_{place['process']}"
+
+    def write(_: int) -> tuple[float, ...]:
+        began = time.perf_counter()
+        common.write_raw(memory, raw, direct=True)
+        return 0, 0, time.perf_counter() - began
+
+    def save(manager: Any, epoch: int) -> tuple[float, ...]:
+        processor, began = time.thread_time(), time.perf_counter()
+        manager.save(epoch, args=ocp.args.PyTreeSave(state))
+        blocked, processor = time.perf_counter() - began, time.thread_time() - processor
+        manager.wait_until_finished()
+        return blocked, processor, time.perf_counter() - began
+
+    plays: dict[str, Callable[[int], tuple[float, ...]]] = {n: functools.partial(save, m) for n, m in opened.items()}
+    plays["disk"] = write
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in plays}
     for epoch in range(place["rounds"] + 1):
-        for name, manager in opened.items():
+        for name, play in plays.items():
             multihost_utils.sync_global_devices("save")
-            began = time.perf_counter()
-            manager.save(epoch, args=ocp.args.PyTreeSave(state))
-            blocked = time.perf_counter() - began
-            manager.wait_until_finished()
+            took = play(epoch)
             if epoch:
-                times[name].append((blocked, time.perf_counter() - began))
+                times[name].append(took)
     for manager in opened.values():
         manager.close()
     medians = {name: [statistics.median(column) for column in zip(*t, strict=True)] for name, t in times.items()}
@@ -63,8 +80,10 @@ def main(_: list[str]) -> None:
         with common.scratch() as base:
             given = {"folder": str(base), "rounds": common.ROUNDS.value}
             found = common.start_job(__file__, count, **given, leaves=LEAVES.value, leaf_kb=LEAF_KB.value)
-        slowest = {name: [max(each[name][k] for each in found) for k in (0, 1)] for name in found[0]}
-        results[str(count)] = {n: {"blocked": b, "committed": c} for n, (b, c) in slowest.items()}
+        columns = ("blocked", "processor", "committed")
+        slowest = {n: {c: max(each[n][k] for each in found) for k, c in enumerate(columns)} for n in found[0]}
+        slowest["disk"] = {"committed": slowest["disk"]["committed"]}
+        results[str(count)] = slowest
         common.show(f"{count} processes, {LEAVES.value} x {LEAF_KB.value} KB each", results[str(count)])
     common.finish(results)
 
