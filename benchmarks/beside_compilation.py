@@ -85,6 +85,7 @@ def main(_: list[str]) -> None:
 
         def timed(call: Callable[[], Any]) -> common.Times:
             common.empty_cache(base)
+            common.warm_up(4 * nbytes)
             began = time.perf_counter()
             found = call()
             took = time.perf_counter() - began

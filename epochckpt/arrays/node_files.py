@@ -52,7 +52,7 @@ class Epoch(Protocol):
 
 
 class Pack(NamedTuple):
-    """Small leaves of one item that are one cell each, and the memory that they are read into together."""
+    """Leaves of one item that are one cell each, and the memory that they are read into together."""
 
     item: str
     node: int  # that wrote them

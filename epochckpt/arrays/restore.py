@@ -1,7 +1,6 @@
 """Restores an item: matches the target (`targets`), reads the bytes (`reader`), and places arrays on devices."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -170,10 +169,10 @@ class _Assembly:
         self.reader, self.name, self.item = reader, name, item
         self.sharing, self.memory_limit_bytes = sharing, memory_limit_bytes
         self.reads: list[Request] = []
-        self.boxes: dict[Any, tuple[list[tuple[Box, None]], bool]] = {}  # see `_boxes`
-        self.whole: set[int] = set()  # leaves that are read together, see `_packs`
+        self.boxes: dict[Any, tuple[list[tuple[Box, None]], bool, bool]] = {}  # see `_boxes`
+        self.whole: dict[int, bool] = {}  # leaves that are read together, see `_packs`: whether their memory is kept
         self.packed: dict[int, np.ndarray] = {}  # these
-        self.memory = Slabs(_ALIGNMENT)
+        self.memory: dict[bool, Slabs] = {}  # for buffers that become arrays, and for those that are free soon
         self.rows: list[Mismatch] = []
 
     def run(self, requests: Sequence[LeafRequest]) -> list[Any]:
@@ -220,7 +219,8 @@ class _Assembly:
         return sum(math.prod(box_shape(box + whole(shape[len(box) :]))) for box in boxes) * itemsize
 
     def _run(self, requests: Sequence[LeafRequest]) -> list[Any]:
-        self.reads, self.whole, self.packed, self.memory = [], set(), {}, Slabs(_ALIGNMENT)
+        self.reads, self.whole, self.packed = [], {}, {}
+        self.memory = {kept: Slabs(_ALIGNMENT) for kept in (True, False)}
         with _collector.paused():
             buffers = [self._plan(request) for request in requests]
             packs = self._packs()
@@ -236,8 +236,9 @@ class _Assembly:
 
     def _place(self, requests: Sequence[LeafRequest], buffers: Sequence[Any]) -> list[Any]:
         """The values of the requests, from the buffers that their bytes were read into."""
-        hosts = map(self._hosts, requests, buffers)
-        return [self._finish(request, host) for request, host in zip(requests, [*hosts], strict=True)]
+        hosts = [*map(self._hosts, requests, buffers)]
+        with jax.transfer_guard_host_to_device("allow"):  # a restore is asked for
+            return [self._finish(request, host) for request, host in zip(requests, hosts, strict=True)]
 
     def _hosts(self, request: LeafRequest, boxes: Any) -> Any:
         """The buffers of a jax array by box, cast; those of another leaf as they are."""
@@ -257,18 +258,21 @@ class _Assembly:
         leaf = self.item.leaves[request.leaf]
         if request.form != "jax":
             box = whole(leaf.shape if request.shape is None else request.shape)
-            return self._buffer(request.leaf, box, shared=False)
+            return self._buffer(request.leaf, box)
         form = id(request.sharding), request.shape, leaf[2:]
         if (known := self.boxes.get(form)) is None:
             known = self.boxes[form] = self._boxes(request, leaf)
-        boxes, packed = known
-        if packed:
-            self.whole.add(request.leaf)
-            return boxes
-        return [(box, self._buffer(request.leaf, box, shared=True)) for box, _ in boxes]
+        boxes, packed, kept = known
+        kept = kept and (request.dtype is None or not self._casts(request))
+        if not packed:
+            return [(box, self._buffer(request.leaf, box, self.memory[kept])) for box, _ in boxes]
+        if leaf.nbytes >= _ALIGN_FROM:
+            self.reader.check_files(self.name, request.leaf, boxes[0][0])  # before memory is allocated
+        self.whole[request.leaf] = kept
+        return boxes
 
-    def _boxes(self, request: LeafRequest, leaf: Leaf) -> tuple[list[tuple[Box, None]], bool]:
-        """The boxes of a leaf that devices need; and whether it is whole, and can be packed."""
+    def _boxes(self, request: LeafRequest, leaf: Leaf) -> tuple[list[tuple[Box, None]], bool, bool]:
+        """The boxes of a leaf that devices need; whether it can be packed; whether arrays there keep host memory."""
         shape = leaf.shape if request.shape is None else request.shape
         boxes: dict[Box, None] = {}
         if request.sharding is None or isinstance(request.sharding, SingleDeviceSharding):
@@ -283,33 +287,38 @@ class _Assembly:
             and leaf.grid >= 0
             and len(self.item.grids[leaf.grid].holders) == 1
         )
-        if one_cell and [*boxes] == [whole(shape)] and 0 < leaf.nbytes < _PACKED_BELOW:
-            return [*boxes.items()], True
-        return [*boxes.items()], False
+        devices = jax.local_devices() if request.sharding is None else request.sharding.device_set
+        packed = one_cell and [*boxes] == [whole(shape)] and 0 < leaf.nbytes < _PACKED_BELOW
+        return [*boxes.items()], packed, next(iter(devices)).platform == "cpu"
 
     def _packs(self) -> list[Pack]:
-        """Gives whole leaves their memory, aligned, and in the order of their files, so that reads need no copy."""
-        by_node: dict[int, list[int]] = {}
+        """Gives whole leaves their memory, aligned, and in the order of their files, so that most reads need no copy.
+
+        Those whose memory is free once they are on their devices, or cast, are apart.
+        """
+        groups: dict[tuple[int, bool], list[int]] = {}
         for leaf in self.item.in_file_order(sorted(self.whole)):
-            by_node.setdefault(self.item.owner(leaf, 0), []).append(leaf)
+            groups.setdefault((self.item.owner(leaf, 0), self.whole[leaf]), []).append(leaf)
         packs = []
-        for node, leaves in by_node.items():
+        for (node, kept), leaves in groups.items():
             sizes = np.array([self.item.leaves[i].nbytes for i in leaves], np.int64)
             ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
-            starts, of = np.concatenate([[0], ends[:-1]]), ends // _PACK_BYTES
-            for first, last in itertools.pairwise([0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(leaves)]):
+            starts, first = np.concatenate([[0], ends[:-1]]), 0
+            while first < len(leaves):
+                last = max(int(np.searchsorted(ends, starts[first] + _PACK_BYTES, "right")), first + 1)
                 numbers, at = leaves[first:last], starts[first:last] - starts[first]
-                out = self.memory.take(int(ends[last - 1] - starts[first]))
+                out = self.memory[kept].take(int(ends[last - 1] - starts[first]))
                 packs.append(Pack(self.name, node, np.array(numbers), at, sizes[first:last], out))
                 for leaf, start in zip(numbers, at.tolist(), strict=True):
                     info = self.item.leaves[leaf]
                     self.packed[leaf] = np.ndarray(info.shape, info.dtype, out, start)
+                first = last
         return packs
 
-    def _buffer(self, leaf: int, box: Box, *, shared: bool) -> np.ndarray:
+    def _buffer(self, leaf: int, box: Box, memory: Slabs | None = None) -> np.ndarray:
         """A buffer that a box of a leaf is read into; zeros where the box reaches beyond the leaf.
 
-        If `shared`, its memory is aligned, so that jax can use it without a copy, and may be a part of a map.
+        With `memory` it is a part of that, if it is not small, and aligned, so that jax can use it without a copy.
         """
         info = self.item.leaves[leaf]
         assert info.dtype is not None
@@ -319,10 +328,10 @@ class _Assembly:
             self.reader.check_files(self.name, leaf, inside)  # before memory is allocated
         if inside == box:
             shape = box_shape(box)
-            if not shared or (nbytes := math.prod(shape) * info.dtype.itemsize) < _ALIGN_FROM:
+            if memory is None or (nbytes := math.prod(shape) * info.dtype.itemsize) < _ALIGN_FROM:
                 out = part = np.empty(shape, info.dtype)
             else:
-                out = part = self.memory.take(nbytes).view(info.dtype).reshape(shape)
+                out = part = memory.take(nbytes).view(info.dtype).reshape(shape)
         else:
             out = np.zeros(box_shape(box), info.dtype)
             part = out[tuple(slice(0, n) for n in box_shape(inside))]
@@ -431,6 +440,9 @@ def _on_devices(leaf: Leaf, request: LeafRequest, hosts: dict[Box, np.ndarray]) 
     dtype = request.dtype or leaf.dtype
     if not hosts:  # no device of this process has a part; JAX would ask for one of replicated arrays
         data = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+    elif isinstance(sharding, SingleDeviceSharding) and sharding.memory_kind not in (None, "device"):
+        (host,) = hosts.values()
+        data = jax.device_put(host, sharding)  # whose type, unlike that of the call below, names the memory
     elif len(hosts) == 1:
         (host,) = hosts.values()
         data = jax.make_array_from_callback(shape, sharding, lambda index: host, dtype=dtype)

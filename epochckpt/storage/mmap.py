@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -32,21 +33,29 @@ def anonymous(nbytes: int) -> mmap.mmap:
     """Memory without a file, for so many bytes from where the map stands, which is aligned to pages.
 
     It consists of huge pages as far as the system gives them: the first touch of small ones takes longer than all that
-    is done with them in a save.
+    is done with them in a save. MemoryError if the system does not give it.
     """
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # else a forked child shares it
     huge = (nbytes + _HUGE_BYTES // 2) // _HUGE_BYTES * _HUGE_BYTES
     if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mmap.mmap(-1, max(nbytes, 1), private)
-    memory = mmap.mmap(-1, max(nbytes, huge) + _HUGE_BYTES, private)
+        return _map(max(nbytes, 1))
+    memory = _map(max(nbytes, huge) + _HUGE_BYTES)
     memory.seek(-_address(np.frombuffer(memory, np.uint8)) % _HUGE_BYTES)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE, memory.tell(), huge)
     return memory
 
 
+def _map(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else a forked child shares it
+    except OSError as error:
+        if error.errno == errno.ENOMEM:  # an OSError would be read as one of storage
+            raise MemoryError(f"{nbytes} bytes of memory: {error}") from error
+        raise
+
+
 class Slabs:
-    """Memory without a file for arrays that live equally long: up to 16 MiB they share maps, which the last one frees.
+    """Memory without a file for arrays that live equally long. Small ones share maps; a map goes with its last array.
 
     An array in memory of its own lies partly beside huge pages: 82,000 small ones were touched when 400 arrays, 600 MB,
     were restored, which took as long as all the rest.
@@ -57,12 +66,12 @@ class Slabs:
         self._slab, self._used = np.empty(0, np.uint8), 0
 
     def take(self, nbytes: int) -> np.ndarray:
-        """So many bytes, aligned."""
+        """So many bytes, aligned; MemoryError if the system does not give them."""
         if nbytes > _SLAB_BYTES // 2:
             return _bytes(nbytes)
         start = -(-self._used // self._alignment) * self._alignment
         if start + nbytes > len(self._slab):
-            self._slab, start = _bytes(_SLAB_BYTES), 0
+            self._slab, start = _bytes(max(nbytes, min(2 * len(self._slab), _SLAB_BYTES))), 0
         self._used = start + nbytes
         return self._slab[start : self._used]
 

@@ -90,27 +90,63 @@ def test_small_leaves_are_read_once(tmp_path: pathlib.Path, monkeypatch: pytest.
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
-def test_restored_arrays_share_memory_and_give_it_back(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole leaves lie as in their file, in few maps, which go with the last array; nothing else holds them."""
-    allocate, maps = mmap._bytes, list[weakref.ref[Any]]()
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, weakref.ref[Any]]]:
+    """The maps that a restore makes: the bytes of each, and itself as long as it lives."""
+    allocate, made = mmap._bytes, list[tuple[int, weakref.ref[Any]]]()
 
     def noted(nbytes: int) -> np.ndarray:
         out = allocate(nbytes)
-        maps.append(weakref.ref(out.base))
+        made.append((nbytes, weakref.ref(out.base)))
         return out
 
     monkeypatch.setattr(mmap, "_bytes", noted)
-    state = {f"w{i:02}": jnp.arange(2**18, dtype=jnp.float32) + i for i in range(40)}
+    return made
+
+
+def alive(maps: list[tuple[int, weakref.ref[Any]]]) -> int:
+    gc.collect()
+    return sum(nbytes for nbytes, each in maps if each() is not None)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_restored_arrays_share_memory_and_give_it_back(
+    tmp_path: pathlib.Path, maps: list[tuple[int, weakref.ref[Any]]], rows: bool
+) -> None:
+    """Whole leaves, and rows of them on several devices, lie in few maps; each goes with the last array in it."""
+    place = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(jax.devices()[:4], ("x",)), jax.sharding.PartitionSpec("x" if rows else None)
+    )
+    state = {f"w{i:02}": jax.device_put(np.full(2**18, i, np.float32), place) for i in range(40)}
     with ec.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
         found = jax.block_until_ready(manager.restore(0))
     jax.tree.map(np.testing.assert_array_equal, found, state)
-    assert len(maps) == 2  # 40 MiB
-    one = found.pop("w00")
+    made = [nbytes for nbytes, _ in maps]
+    assert made == ([2**18 << k for k in range(8)] if rows else [32 * 2**20, 8 * 2**20])
+    one = found.pop("w39")
     found.clear()
-    gc.collect()
-    assert sum(each() is not None for each in maps) <= 1, "the other one is free"
+    assert alive(maps) == made[-1]
     del one
-    gc.collect()
-    assert not any(each() for each in maps)
+    assert alive(maps) == 0
+
+
+def test_what_is_cast_holds_no_memory(tmp_path: pathlib.Path, maps: list[tuple[int, weakref.ref[Any]]]) -> None:
+    """The bytes of leaves that were cast are free, also if leaves beside them in the file were not cast."""
+    state = {f"w{i:02}": jnp.arange(2**18, dtype=jnp.float32) + i for i in range(12)}
+    kept = ("w03", "w08")
+    target = {n: jax.ShapeDtypeStruct(x.shape, np.float32 if n in kept else jnp.bfloat16) for n, x in state.items()}
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        found = jax.block_until_ready(manager.restore(0, args=ocp.args.StandardRestore(target)))
+    for name, array in state.items():
+        np.testing.assert_array_equal(found[name], array.astype(target[name].dtype))
+    assert alive(maps) == len(kept) * 2**20
+
+
+def test_memory_that_the_system_does_not_give() -> None:
+    """It is no OSError, which would be one of storage."""
+    with pytest.raises(MemoryError, match="bytes of memory"):
+        mmap.Slabs(64).take(2**60)
