@@ -6,8 +6,8 @@ arrays, so that a change of the machine's speed affects all of them. Medians and
 - "blocked" is how long `save()` kept the training thread, "save" the time until `wait_until_finished` returned (ours:
   everything is fsynced), for the first save and for the next one: a job saves the same tree again and again;
 - "cpu" is the processor time of that next save, in all threads, with that of the kernel on their behalf;
-- "restore" is the time until every array is ready. All files are in the page cache before, for each contestant; before
-  "cold" none is;
+- "restore" is the time until every array is ready, of the second of two in a row. All files are in the page cache
+  before, for each contestant; before "cold" none is;
 - "torch DCP" takes part where torch is installed: `async_save` of the same values in tensors, by two threads, without
   fsync, and `load` into new tensors, without checksums;
 - the limit of a save is the better of two ways to write as many bytes from memory to one file: direct I/O, and plain
@@ -94,7 +94,7 @@ def contestant_round(
         times["cpu"] = time.process_time() - cpu
     for column, prepare in (("restore", common.fill_cache), ("cold", common.empty_cache)):
         prepare(folder)
-        if column == "restore":  # of two in a row the second counts: it finds memory that the machine has (`warm_up`)
+        if column == "restore":  # the one that counts finds memory that the machine has, see `warm_up`
             opened.restore(1)
         gc.collect()
         began = time.perf_counter()
