@@ -172,7 +172,6 @@ class _Assembly:
         self.boxes: dict[Any, tuple[list[tuple[Box, None]], bool, bool]] = {}  # see `_boxes`
         self.whole: dict[int, bool] = {}  # leaves that are read together, see `_packs`: whether their memory is kept
         self.packed: dict[int, np.ndarray] = {}  # these
-        self.memory: dict[bool, Slabs] = {}  # for buffers that become arrays, and for those that are free soon
         self.rows: list[Mismatch] = []
 
     def run(self, requests: Sequence[LeafRequest]) -> list[Any]:
@@ -220,7 +219,6 @@ class _Assembly:
 
     def _run(self, requests: Sequence[LeafRequest]) -> list[Any]:
         self.reads, self.whole, self.packed = [], {}, {}
-        self.memory = {kept: Slabs(_ALIGNMENT) for kept in (True, False)}
         with _collector.paused():
             buffers = [self._plan(request) for request in requests]
             packs = self._packs()
@@ -265,7 +263,7 @@ class _Assembly:
         boxes, packed, kept = known
         kept = kept and (request.dtype is None or not self._casts(request))
         if not packed:
-            return [(box, self._buffer(request.leaf, box, self.memory[kept])) for box, _ in boxes]
+            return [(box, self._buffer(request.leaf, box)) for box, _ in boxes]
         if leaf.nbytes >= _ALIGN_FROM:
             self.reader.check_files(self.name, request.leaf, boxes[0][0])  # before memory is allocated
         self.whole[request.leaf] = kept
@@ -296,6 +294,7 @@ class _Assembly:
 
         Those whose memory is free once they are on their devices, or cast, are apart.
         """
+        memory = {kept: Slabs(_ALIGNMENT) for kept in (True, False)}
         groups: dict[tuple[int, bool], list[int]] = {}
         for leaf in self.item.in_file_order(sorted(self.whole)):
             groups.setdefault((self.item.owner(leaf, 0), self.whole[leaf]), []).append(leaf)
@@ -307,7 +306,7 @@ class _Assembly:
             while first < len(leaves):
                 last = max(int(np.searchsorted(ends, starts[first] + _PACK_BYTES, "right")), first + 1)
                 numbers, at = leaves[first:last], starts[first:last] - starts[first]
-                out = self.memory[kept].take(int(ends[last - 1] - starts[first]))
+                out = memory[kept].take(int(ends[last - 1] - starts[first]))
                 packs.append(Pack(self.name, node, np.array(numbers), at, sizes[first:last], out))
                 for leaf, start in zip(numbers, at.tolist(), strict=True):
                     info = self.item.leaves[leaf]
@@ -315,11 +314,8 @@ class _Assembly:
                 first = last
         return packs
 
-    def _buffer(self, leaf: int, box: Box, memory: Slabs | None = None) -> np.ndarray:
-        """A buffer that a box of a leaf is read into; zeros where the box reaches beyond the leaf.
-
-        With `memory` it is a part of that, if it is not small, and aligned, so that jax can use it without a copy.
-        """
+    def _buffer(self, leaf: int, box: Box) -> np.ndarray:
+        """A buffer that a box of a leaf is read into; zeros where the box reaches beyond the leaf."""
         info = self.item.leaves[leaf]
         assert info.dtype is not None
         inside = tuple([(min(a, n), min(b, n)) for (a, b), n in zip(box, info.shape, strict=True)])
@@ -327,11 +323,7 @@ class _Assembly:
         if read:
             self.reader.check_files(self.name, leaf, inside)  # before memory is allocated
         if inside == box:
-            shape = box_shape(box)
-            if memory is None or (nbytes := math.prod(shape) * info.dtype.itemsize) < _ALIGN_FROM:
-                out = part = np.empty(shape, info.dtype)
-            else:
-                out = part = memory.take(nbytes).view(info.dtype).reshape(shape)
+            out = part = _empty(box_shape(box), info.dtype)
         else:
             out = np.zeros(box_shape(box), info.dtype)
             part = out[tuple(slice(0, n) for n in box_shape(inside))]
@@ -453,3 +445,13 @@ def _on_devices(leaf: Leaf, request: LeafRequest, hosts: dict[Box, np.ndarray]) 
 
         data = jax.make_array_from_callback(shape, sharding, host_of, dtype=dtype)
     return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """An uninitialised C-contiguous array, aligned so that jax can use its memory without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _ALIGN_FROM:
+        return np.empty(shape, dtype)
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
