@@ -33,10 +33,10 @@ from epochckpt.arrays.reader import Request
 from epochckpt.arrays.targets import LeafRequest, logical_shape
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochCheckpointError, InvalidArgumentError
 from epochckpt.format import ArrayItem, Box, EpochRecord, checksums, grid
+from epochckpt.storage.mmap import JAX_ALIGNMENT, aligned
 
 CHUNK_BYTES = 64 * 2**20  # the most that a process receives with one collective
 _PIECE_BYTES = 4 * 2**20  # the default of `StorageOptions.block_bytes`: most cuts between pieces lie between blocks
-_ALIGNMENT = 64  # of pieces and buffers, so that neither NumPy nor JAX has to copy them
 _SLACK = 8  # cuts may be off by this part of a share, or by a block, where that saves reading a block twice
 
 Groups = tuple[tuple[int, ...], ...]  # JAX process indices, ascending
@@ -81,7 +81,7 @@ class _Stream:
         self.runs = [pieces[start:stop] for start, stop in itertools.pairwise(cuts)]
         self.mine = members.index(me)
         self.nbytes = max(_span(run) for run in self.runs)
-        self.share = _aligned(_span(self.runs[self.mine]))
+        self.share = aligned(_span(self.runs[self.mine]))
 
     def requests(self, source: Source) -> Iterator[Request]:
         """Reads of this process's share into its place."""
@@ -94,8 +94,8 @@ class _Stream:
     def spread(self, arrays: ArrayItem, nbytes: int, chunk_bytes: int, timeout_secs: float) -> None:
         """Gathers the runs of this group, of at most `nbytes`, and copies their pieces to their destinations."""
         count = len(self.runs)
-        step = max(1 << nbytes.bit_length() >> 4, _ALIGNMENT)  # few sizes: each needs a program of its own
-        size = min(-(-nbytes // step) * step, max(_floor(chunk_bytes // count), _ALIGNMENT))
+        step = max(1 << nbytes.bit_length() >> 4, JAX_ALIGNMENT)  # few sizes: each needs a program of its own
+        size = min(-(-nbytes // step) * step, max(_floor(chunk_bytes // count), JAX_ALIGNMENT))
         into = collections.defaultdict[int, list[tuple[Box, np.ndarray]]](list)
         for (leaf, box), outs in self.wanted.items():
             into[leaf] += [(box, out) for out in outs]
@@ -122,7 +122,7 @@ class _Sink:
             at += len(part)
             if self._begun is not None or len(part) < size:
                 if self._begun is None:
-                    self._begun = _aligned(size)
+                    self._begun = aligned(size)
                 self._begun[self._have : self._have + len(part)] = part
                 self._have += len(part)
                 if self._have < size:
@@ -338,18 +338,11 @@ def _span(run: Sequence[_Piece]) -> int:
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // JAX_ALIGNMENT) * JAX_ALIGNMENT
 
 
 def _floor(nbytes: int) -> int:
-    return nbytes // _ALIGNMENT * _ALIGNMENT
-
-
-def _aligned(nbytes: int) -> np.ndarray:
-    """Uninitialised bytes that JAX can use without a copy."""
-    raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes]
+    return nbytes // JAX_ALIGNMENT * JAX_ALIGNMENT
 
 
 def _typed(raw: np.ndarray, arrays: ArrayItem, piece: _Piece) -> np.ndarray:
@@ -380,7 +373,7 @@ def _gathered(groups: Groups, share: np.ndarray, size: int, count: int, timeout_
     def begin(number: int) -> jax.Array:
         part = share[number * size : (number + 1) * size]
         if len(part) < size:
-            whole = _aligned(size)
+            whole = aligned(size)
             whole[: len(part)], whole[len(part) :] = part, 0
             part = whole
         shape = (len(apart.device_set) * size,)

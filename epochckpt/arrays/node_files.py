@@ -266,15 +266,14 @@ class ArrayFile(NodeFile):
         for pack in packs:
             self._move_pack(pack, moves)
         cells = np.array(sorted(wanted), dtype=np.int64)
-        firsts = np.searchsorted(self._ends, self.offsets[cells], side="right").tolist()
-        lasts = np.searchsorted(self._ends, self.offsets[cells + 1], side="left").tolist()
+        firsts, lasts = (each.tolist() for each in self._blocks(self.offsets[cells], self.offsets[cells + 1]))
         bounds = zip(self.offsets[cells].tolist(), self.offsets[cells + 1].tolist(), strict=True)
         for cell, first, last, (start, end) in zip(cells.tolist(), firsts, lasts, bounds, strict=True):
             if start == end:
                 continue
             direct = self._direct(cell, wanted[cell])
             if direct is not None:
-                self._move(start, end, direct, moves)
+                self._move(start, end, first, last, direct, moves)
             elif first == last:
                 runs[first].append((cell, wanted[cell]))
             else:
@@ -290,17 +289,10 @@ class ArrayFile(NodeFile):
         apart = np.flatnonzero((begins[1:] != ends[:-1]) | (np.diff(places) != np.diff(begins))) + 1
         firsts, lasts = np.concatenate([[0], apart]), np.concatenate([apart, [len(begins)]]) - 1
         begins, ends, places = begins[firsts], ends[lasts], places[firsts]
-        blocks = np.searchsorted(self._ends, begins, side="right")
-        single = blocks == np.searchsorted(self._ends, ends, side="left")
+        rows = (begins, ends, places, *self._blocks(begins, ends))
         out = pack.out.data
-        for start, end, at, block, in_one in zip(
-            *(a.tolist() for a in (begins, ends, places, blocks, single)), strict=True
-        ):
-            piece = out[at : at + end - start]
-            if in_one:
-                moves[block].append((start, end, piece))
-            else:
-                self._move(start, end, piece, moves)
+        for start, end, at, block, until in zip(*(row.tolist() for row in rows), strict=True):
+            self._move(start, end, block, until, out[at : at + end - start], moves)
 
     @functools.cached_property
     def cell_of(self) -> np.ndarray:
@@ -309,10 +301,18 @@ class ArrayFile(NodeFile):
         found[self.part.leaves] = np.arange(len(self.part.leaves))
         return found
 
-    def _move(self, start: int, end: int, out: memoryview, moves: dict[int, list[_Move]]) -> None:
-        """Cuts a move of bytes of the file at the ends of blocks."""
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        for block in range(first, int(np.searchsorted(self._ends, end, side="left")) + 1):
+    def _blocks(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first and the last block of each stretch of the file."""
+        return np.searchsorted(self._ends, starts, side="right"), np.searchsorted(self._ends, ends, side="left")
+
+    def _move(
+        self, start: int, end: int, first: int, last: int, out: memoryview, moves: dict[int, list[_Move]]
+    ) -> None:
+        """Cuts a move of bytes of the file, which lie in the blocks from `first` to `last`, at the ends of these."""
+        if first == last:
+            moves[first].append((start, end, out))
+            return
+        for block in range(first, last + 1):
             a, b = self._bounds(block)
             a, b = max(a, start), min(b, end)
             moves[block].append((a, b, out[a - start : b - start]))

@@ -216,8 +216,7 @@ class _Memory:
         try:
             return self._free.pop()
         except IndexError:
-            memory = mmap.anonymous(self._nbytes)
-            return np.frombuffer(memory, np.uint8, self._nbytes, memory.tell())
+            return mmap.fresh(self._nbytes)
 
     def give(self, buffer: np.ndarray) -> None:
         self._free.append(buffer)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 _HUGE_BYTES = 2**21
-_SLAB_BYTES = 16 * _HUGE_BYTES
+JAX_ALIGNMENT = 64  # jax uses the memory of a NumPy buffer that is aligned to this, without a copy
 
 
 class Mapped(np.memmap[Any, Any]):
@@ -54,31 +54,17 @@ def _map(nbytes: int) -> mmap.mmap:
         raise
 
 
-class Slabs:
-    """Memory without a file for arrays that live equally long. Small ones share maps; a map goes with its last array.
-
-    An array in memory of its own lies partly beside huge pages: 82,000 small ones were touched when 400 arrays, 600 MB,
-    were restored, which took as long as all the rest.
-    """
-
-    def __init__(self, alignment: int):
-        self._alignment = alignment
-        self._slab, self._used = np.empty(0, np.uint8), 0
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """So many bytes, aligned; MemoryError if the system does not give them."""
-        if nbytes > _SLAB_BYTES // 2:
-            return _bytes(nbytes)
-        start = -(-self._used // self._alignment) * self._alignment
-        if start + nbytes > len(self._slab):
-            self._slab, start = _bytes(max(nbytes, min(2 * len(self._slab), _SLAB_BYTES))), 0
-        self._used = start + nbytes
-        return self._slab[start : self._used]
-
-
-def _bytes(nbytes: int) -> np.ndarray:
+def fresh(nbytes: int) -> np.ndarray:
+    """So many bytes of an anonymous map, aligned to pages. The map goes with the last array that uses them."""
     memory = anonymous(nbytes)
     return np.frombuffer(memory, np.uint8, nbytes, memory.tell())
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """Uninitialised bytes of the heap that JAX can use without a copy."""
+    raw = np.empty(nbytes + JAX_ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % JAX_ALIGNMENT
+    return raw[start : start + nbytes]
 
 
 class Assembled:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import pathlib
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,11 +38,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         weakref.finalize(out if out.base is None else out.base, gone, out.nbytes)
         return out
 
-    numpy = types.ModuleType("numpy")
-    vars(numpy).update(vars(np), empty=functools.partial(counted, np.empty))
-    monkeypatch.setattr(restore, "np", numpy)
-    monkeypatch.setattr(mmap, "_bytes", functools.partial(counted, mmap._bytes))
-    monkeypatch.setattr(mmap, "_SLAB_BYTES", 0)  # a map for each
+    for name in ("_empty", "_memory"):
+        monkeypatch.setattr(restore, name, functools.partial(counted, getattr(restore, name)))
     return counts
 
 
@@ -65,7 +61,7 @@ def test_buffers_stay_below_the_limit(tmp_path: pathlib.Path, held: dict[str, in
         np.testing.assert_array_equal(found[name], state[name].astype(dtype))
     assert found["s"] == "text"
     assert found["n"].tolist() == [0, 1, 2]
-    small = 1024
+    small = 64 + 24  # `b`, aligned, and `n`
     assert LEAVES * LEAF_BYTES <= held["all"] <= LEAVES * LEAF_BYTES + small
     expected = {None: held["all"], 6 * LEAF_BYTES: 4 * LEAF_BYTES, 1: LEAF_BYTES}[limit]
     assert expected <= held["peak"] <= expected + small
@@ -74,13 +70,13 @@ def test_buffers_stay_below_the_limit(tmp_path: pathlib.Path, held: dict[str, in
 @pytest.mark.parametrize("save", [ocp.args.StandardSave, ec.args.NodeSave])
 def test_small_leaves_are_read_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
     """Those that a restore reads together are as many as the limit allows, and never those of before."""
-    allocate, sizes = mmap.Slabs.take, list[int]()
+    allocate, sizes = restore._memory, list[int]()
 
-    def counted(self: mmap.Slabs, nbytes: int) -> np.ndarray:
+    def counted(nbytes: int) -> np.ndarray:
         sizes.append(nbytes)
-        return allocate(self, nbytes)
+        return allocate(nbytes)
 
-    monkeypatch.setattr(mmap.Slabs, "take", counted)
+    monkeypatch.setattr(restore, "_memory", counted)
     state = {f"w{i:02}": jnp.arange(1024, dtype=jnp.float32) + i for i in range(12)}
     with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(restore_memory_limit_bytes=3 * 4096)) as manager:
         manager.save(0, args=save(state))
@@ -93,14 +89,14 @@ def test_small_leaves_are_read_once(tmp_path: pathlib.Path, monkeypatch: pytest.
 @pytest.fixture
 def maps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, weakref.ref[Any]]]:
     """The maps that a restore makes: the bytes of each, and itself as long as it lives."""
-    allocate, made = mmap._bytes, list[tuple[int, weakref.ref[Any]]]()
+    allocate, made = restore.fresh, list[tuple[int, weakref.ref[Any]]]()
 
     def noted(nbytes: int) -> np.ndarray:
         out = allocate(nbytes)
         made.append((nbytes, weakref.ref(out.base)))
         return out
 
-    monkeypatch.setattr(mmap, "_bytes", noted)
+    monkeypatch.setattr(restore, "fresh", noted)
     return made
 
 
@@ -146,4 +142,4 @@ def test_what_is_cast_holds_no_memory(tmp_path: pathlib.Path, maps: list[tuple[i
 def test_memory_that_the_system_does_not_give() -> None:
     """It is no OSError, which would be one of storage."""
     with pytest.raises(MemoryError, match="bytes of memory"):
-        mmap.Slabs(64).take(2**60)
+        mmap.fresh(2**60)
