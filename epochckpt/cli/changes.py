@@ -107,7 +107,7 @@ def rollback(args: argparse.Namespace, output: Output) -> int:
     """Go back to an epoch: those after it are set aside, and the next run goes on from it.
 
     They are kept in a folder rolled-back-…, until `gc --rolled-back --delete` removes them. It is a dry run without
-    --yes, and refused while a run is alive in the directory, or writes to the mirror that --mirror names, which follows.
+    --yes, and refused while a run is alive in the directory, or writes to the mirror that --mirror names; that follows.
     """
     run = _directory(args)
     to = epoch_of(run, args.epoch, output)

@@ -68,8 +68,8 @@ class RenameCommits(Commits):
     ) -> None:
         check()
         self.claim_as(paths.new_id(), epoch)
-        # Every older run is fenced off by now, so that nobody but a newer run changes it between the next two steps; and
-        # then the second one fails, because it goes through this run's home.
+        # Every older run is fenced off by now. If a newer one changes it between the next two steps, the second of them
+        # fails, because it goes through this run's home.
         try:
             found = self.lineage()
             claimed = lineage.apply(found)

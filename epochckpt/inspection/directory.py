@@ -277,7 +277,14 @@ class Inspection(Container):
         return self[number]  # it may be in the mirror alone
 
     def _at(self, commits: Commits, number: int) -> EpochInspection:
-        return EpochInspection(commits, number, self._latest_and_best, self._unit)
+        here = commits is self.commits and self._mirror is not None
+        return EpochInspection(
+            commits=commits,
+            epoch=number,
+            latest_and_best=self._latest_and_best,
+            unit=self._unit,
+            mirror=self.viewed_mirror if here else lambda: None,
+        )
 
     def _latest_and_best(self) -> tuple[int | None, int | None]:
         """Of the epochs that are whole as far as a look at their files tells."""

@@ -265,6 +265,12 @@ class Worker:
         self._closing = True
         self._ring()
 
+    def stop(self) -> None:
+        """Ends the work after the step that is being done."""
+        self._ended = True
+        self._closing = True
+        self._ring()
+
     def end(self) -> list[int]:
         """Ends the work now; returns the epochs that the mirror is to have, and has not."""
         left = sorted({*self._backlog.waiting(), *self._unmirrored()})

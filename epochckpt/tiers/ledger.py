@@ -196,9 +196,9 @@ def _copies(fields: parsing.Fields, name: str) -> dict[int, Copy]:
 def _withdrawal(fields: parsing.Fields, data: object) -> Withdrawal:
     match data:
         case {"to": None | int() as to, "epochs": [*epochs], "here": [*here]}:
-            of_here = [row for row in here if isinstance(row, list) and [type(v) for v in row] == [int, str]]
-            if all(type(epoch) is int for epoch in epochs) and len(of_here) == len(here):
-                return Withdrawal(to=to, epochs=tuple(epochs), here=dict(of_here))
+            pairs: list[Any] = [row for row in here if isinstance(row, list) and [type(v) for v in row] == [int, str]]
+            if all(type(epoch) is int for epoch in epochs) and len(pairs) == len(here):
+                return Withdrawal(to=to, epochs=tuple(epochs), here=dict(pairs))
     raise fields.fail("withdrawals", "an epoch or null, epochs, and those that are here with their save ids")
 
 

@@ -275,7 +275,15 @@ class Mirror:
         here = save_id(commits, epoch) if epoch in commits.list_epochs() else None
         if here is not None:
             return self._there if save_id(self._there, epoch) == here else None
-        return self._there if self._epochs.readable.get(epoch) == mirror_id else None
+        known = self._epochs.readable.get(epoch) == mirror_id or self._was_copied(epoch, mirror_id)
+        return self._there if known else None
+
+    def _was_copied(self, epoch: int, mirror_id: str) -> bool:
+        """On the other processes: whether the primary's ledger has a copy that was made since this manager looked."""
+        if self._follower is None or self._ledger is None or (ledger := self._ledger.read()) is None:
+            return False
+        copy = ledger.copying.get(epoch) or ledger.copies.get(epoch)
+        return epoch not in ledger.hidden and copy is not None and copy.mirror_id == mirror_id
 
     def newest(self, texts: Sequence[str]) -> str:
         """See `opening.Completing`."""
@@ -412,6 +420,15 @@ class Mirror:
     def pop_removed(self) -> list[int]:
         """See `commit.retention.Mirrored`."""
         return self._epochs.pop_removed()
+
+    def stop(self, timeout_secs: float) -> None:
+        """Ends the work in the background, and waits for the step that is being done, at most so long."""
+        if self._worker is not None:
+            self._worker.stop()
+        if self._follower is not None:
+            self._follower.end()
+        if self._work is not None:
+            self._work.wait(timeout_secs)
 
     def close(self, timeout_secs: float) -> None:
         """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
