@@ -52,6 +52,7 @@ class Life:
     def __init__(self, kill: int | None = None, place: str = "", *, hold: bool = False):
         self.dead = False
         self.steps: list[str] = []
+        self.held_at = ""
         self.held, self._go = threading.Event(), threading.Event()
         self._at, self._place, self._hold = kill, place, hold
         self._count, self._under_way = 0, 0
@@ -106,6 +107,7 @@ class Life:
                     self._die()
                     raise Killed
                 held = due
+                self.held_at = f"held before {name} {where}" if held else self.held_at
             self.steps.append(f"{name} {where}")
             self._under_way += not held
         if held:

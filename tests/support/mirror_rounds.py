@@ -36,7 +36,7 @@ import orbax.checkpoint as ocp
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, say
+from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, NotACheckpointDirectoryError, say
 from epochckpt.inspection.gc import collect
 from epochckpt.storage.object_client import Client
 from tests.support import lives
@@ -317,7 +317,8 @@ class World:
         if directory.startswith("/") and not pathlib.Path(directory).exists():
             return
         self.note(f"gc of {directory}")
-        collect(directory, delete=True, clock=lambda: time.time() + 1e7)
+        with contextlib.suppress(NotACheckpointDirectoryError):  # all epochs are deleted
+            collect(directory, delete=True, clock=lambda: time.time() + 1e7)
         self.look()
 
     def _copy_mirror(self) -> None:
@@ -377,25 +378,25 @@ class World:
     # -- two lives at once
 
     def _overlap(self, disk: Disk) -> None:
-        """A run is held at a step in the mirror; another one, here or on an empty disk, goes on and closes."""
+        """A run is held at a step in the mirror, or idle; another one, here or on an empty disk, goes on and closes."""
         at = self.rng.randrange(25)
         older = Visit(self, disk, Life(at, self.mirror, hold=True))
-        ending = older.begin_to_end()
-        if not older.held_or_ended(ending):
-            older.finish(ending)
+        older.begin(ends=self.rng.random() < 0.5)
+        if not older.stands():
+            older.finish()
+            self.look()
             return
-        if not older.saved.wait(2):  # its saves wait for the mirror, too
-            older.finish(ending, killed=True)
-            return
-        self.note(f"  held at its step {at} in the mirror: {older.life.steps[-1]}")
+        self.note(f"  {older.life.held_at or 'idle'}")
         newer = disk
         if self.rng.random() < 0.6:
             newer = self._new_disk()
             self.disks.append(newer)
         self.note(f"  meanwhile {newer.path.parent.name}")
-        complete = Visit(self, newer).play(last=True, at_once=True)
-        older.life.let_go()
-        older.finish(ending)
+        visit = Visit(self, newer)
+        self.look()
+        complete = visit.play(last=True, at_once=True)
+        older.fenced = newer is disk and visit.has_claimed
+        older.finish()
         after = self.look()
         if complete is not None and after != complete:
             raise Wrong("a run that lost the mirror changed it", f"{complete} became {after}")
@@ -445,14 +446,17 @@ class Visit:
         self._was_away = False
         self._gone: Found = {}  # what was acknowledged here, and is not of the mirror's history
         self._warned: list[str] = []
-        self.saved = threading.Event()  # of a run that is held: it begins to close
+        self._beside = False  # another run is alive
+        self.fenced = False  # a newer run has claimed the directory
+        self._saved, self._go_on = threading.Event(), threading.Event()
+        self._errors: list[BaseException] = []
 
     # -- the whole
 
     def play(self, *, first: bool = False, last: bool = False, at_once: bool = False) -> Found | None:
         """Opens, does some operations, and is killed or closed; returns what the mirror has after a good end."""
         world, rng = self.world, self.world.rng
-        calm = first or last
+        calm, self._beside = first or last, at_once
         if self._killable and not calm and rng.random() < 0.55:
             place = rng.choice(["", world.mirror, str(self.disk.path)])
             self.life = Life(int(2 ** rng.uniform(0, 7.3)) - 1, place)
@@ -479,36 +483,65 @@ class Visit:
         if not self._is_away():
             self.world.look()
 
-    def begin_to_end(self) -> threading.Thread:
-        """Opens, saves, and begins to close, in a thread that may be held."""
+    # -- a run beside which another one goes on
+
+    def begin(self, *, ends: bool) -> None:
+        """Opens and saves in a thread. With `ends` it closes; else it waits for `finish`, and then saves once more."""
         self.world.note(f"{self.disk.path.parent.name} opens")
         lives.set_away(self.world.mirror, False)
-        errors = list[BaseException]()
+        rng = random.Random(self.world.rng.random())
 
         def call() -> None:
             try:
                 manager = self._open()
-                if manager is not None:
-                    self._operate(manager, 2, True)
-                    self.saved.set()
-                    manager.close()
+                if manager is None:
+                    return
+                self._operate(manager, 2, True)
+                self._saved.set()
+                if not ends:
+                    assert self._go_on.wait(lives.WAIT_SECS)
+                    if rng.random() < 0.7:
+                        self._save_anyway(manager)
+                manager.close()
             except BaseException as error:
-                errors.append(error)
+                self._errors.append(error)
 
-        self._errors = errors
-        return self.life.start(call)
+        self._thread = self.life.start(call)
+        self._ends = ends
 
-    def held_or_ended(self, thread: threading.Thread) -> bool:
+    def _save_anyway(self, manager: ec.CheckpointManager) -> None:
+        """The run does not know of the other one."""
+        if not self.fenced:
+            self._save(manager, max(self._known, default=-1) + 1)
+            return
+        epoch, tag = max(self._known, default=-1) + 1, self.world.tag()
+        self.world.note(f"  the older run saves {epoch} as {tag}")
+        try:
+            manager.save(epoch, args=saved_as(tag), force=True)
+            manager.wait_until_finished()
+        except EpochCheckpointError:
+            return
+        raise Wrong("a run that was fenced off could save", f"{epoch}: {tag}")
+
+    def stands(self) -> bool:
+        """Whether the run is held, or idle, when its saves are done; False if it has ended, or waits in a save."""
         while not self.life.held.wait(0.002):
-            if not thread.is_alive():
+            if not self._thread.is_alive():
                 return False
-        return True
+            if self._saved.is_set() and not self._ends:
+                self.life.held.wait(0.02)
+                return True
+        if self._saved.wait(2):
+            return True
+        self.life.end()
+        return False
 
-    def finish(self, thread: threading.Thread, *, killed: bool = False) -> None:
-        if killed:
-            self.life.end()
-        thread.join(lives.WAIT_SECS)
-        if thread.is_alive():
+    def finish(self) -> None:
+        """The run goes on, and comes to its end."""
+        self.life.let_go()
+        self._go_on.set()
+        self._thread.join(lives.WAIT_SECS)
+        if self._thread.is_alive():
             raise Wrong("a run does not come to an end")
         self.life.end()
         for error in self._errors:
@@ -516,6 +549,10 @@ class Visit:
                 raise error
             if not isinstance(error, EpochCheckpointError | Killed):
                 raise Wrong("a run raises what is no error of ours", repr(error))
+
+    @property
+    def has_claimed(self) -> bool:
+        return self._claimed
 
     def _is_away(self) -> bool:
         return lives._is_away(self.world.mirror)
@@ -535,12 +572,16 @@ class Visit:
             if fresh and not self._reached:
                 world.note(f"  refused: {type(error).__name__}")
                 return None
-            if disk.is_copy and not disk.claims >= world.owners.keys():
+            if disk.is_copy:  # it may be told from the directory whose copy it is, or not
                 world.note(f"  refused: {say(error)[:200]}")
                 return None
             how = "" if self._reached else " while its mirror is away"
             raise Wrong(f"a directory does not open{how}", say(error)) from error
+        if fresh and not disk.claims and not self._reached:
+            raise Wrong("an empty disk begins from scratch beside a mirror that does not answer")
         listed = world.tags_of(manager, manager.all_steps()) if self._reached else self._listed_alone(manager)
+        if self._beside:  # another run may have changed it just now
+            mirror = {epoch: tag for epoch, tag in world.look().items() if mirror.get(epoch) == tag}
         world.note(f"  lists {listed}, mirror {mirror}{'' if self._reached else ' (away)'}")
         self._judge(listed, mirror)
         return manager
@@ -560,7 +601,8 @@ class Visit:
 
     def _judge(self, listed: Found, mirror: Found) -> None:
         world, disk = self.world, self.disk
-        possible, certain = bool(disk.claims & world.owners.keys()), world.owners.keys() <= disk.claims
+        possible = bool(disk.claims & world.owners.keys())
+        certain = world.owners.keys() <= disk.claims and not disk.is_copy
         own = disk.problem(listed, mirror, reachable=self._reached)
         if not self._reached:
             self._own = possible
@@ -611,6 +653,8 @@ class Visit:
             self._timeline = Timeline({epoch: {tag} for epoch, tag in listed.items()}, ever, dead)
             self._adopted = kept
             return
+        for tags in (*disk.may.values(), *disk.must.values()):
+            disk.timeline.dead |= tags - {*listed.values()}
         disk.saved, disk.may, disk.together = kept, {}, ()
         self._bound()
 
@@ -697,7 +741,8 @@ class Visit:
         if epoch in disk.must:
             disk.must[epoch] = disk.must[epoch] | {tag}
         else:
-            disk.may.setdefault(epoch, set()).update(old | {tag})
+            disk.may.setdefault(epoch, set()).add(tag)
+            disk.retired.setdefault(epoch, set()).update(old)
 
         def save() -> None:
             if replace:
@@ -723,7 +768,9 @@ class Visit:
     def _roll_back(self, manager: ec.CheckpointManager, epoch: int) -> None:
         self.world.note(f"  roll back to {epoch}")
         later = [e for e in sorted(self._known) if e > epoch]
-        self.disk.together = tuple(later)
+        stays = self.world.seen if self.world.options.mirror_keep is None else {}
+        whole = [e for e in later if e in self.disk.must or stays.get(e) == self._known[e]]
+        self.disk.together = tuple(whole)
         self._give_up(epoch, later, lambda: manager.rollback_to(epoch), manager)
         if not self.life.dead:
             self.disk.together = ()
