@@ -20,8 +20,10 @@ import obstore
 import pytest
 
 from epochckpt import _threads
+from epochckpt.commit import coordination, opening
 from epochckpt.storage import PosixStore, Store, posix
 from epochckpt.storage.object_client import Client
+from tests.support.disk_walk import InMemory, Killed
 
 T = TypeVar("T")
 
@@ -36,25 +38,32 @@ _of_object: weakref.WeakKeyDictionary[Any, Life] = weakref.WeakKeyDictionary()
 _away: set[str] = set()  # places that do not answer
 
 
-class Killed(BaseException):
-    """The run is dead."""
-
-
 class Life:
-    """One run.
+    """One run, or one process of a run.
 
     Args:
         kill: it dies before the step of this number, from 0 on; None: when it is told to.
         place: the part of the storage whose steps are counted; empty: all.
         hold: in place of a kill, that step waits for `let_go`.
+        stops: and so does every other call of a store, as if the process were stopped.
+        died: called when it has died.
     """
 
-    def __init__(self, kill: int | None = None, place: str = "", *, hold: bool = False):
+    def __init__(
+        self,
+        kill: int | None = None,
+        place: str = "",
+        *,
+        hold: bool = False,
+        stops: bool = False,
+        died: Callable[[], object] = lambda: None,
+    ):
         self.dead = False
         self.steps: list[str] = []
         self.held_at = ""
+        self.late: Callable[[], object] | None = None  # the request to a bucket before which it died
         self.held, self._go = threading.Event(), threading.Event()
-        self._at, self._place, self._hold = kill, place, hold
+        self._at, self._place, self._hold, self._stops, self._died = kill, place, hold, stops, died
         self._count, self._under_way = 0, 0
         self._changed = threading.Condition()
         self._waits: list[_threads.Future[Any]] = []
@@ -80,8 +89,16 @@ class Life:
         return thread
 
     def check(self) -> None:
+        """Before every call of a store."""
+        if self._stops and self.held.is_set():
+            assert self._go.wait(WAIT_SECS), "nobody lets it go"
         if self.dead:
             raise Killed
+
+    def arm(self, number: int) -> None:
+        """From now on, the step after so many others is the one that it is killed or held before."""
+        with self._changed:
+            self._at, self._count = number, 0
 
     def end(self) -> None:
         """Kills the run; returns when the steps that are under way are done."""
@@ -94,27 +111,30 @@ class Life:
         self._go.set()
 
     @contextlib.contextmanager
-    def step(self, name: str, where: str) -> Iterator[None]:
-        """Around each call that changes a store."""
-        held = False
+    def step(self, name: str, where: str, late: Callable[[], object] | None = None) -> Iterator[None]:
+        """Around each call that changes a store. `late` makes it after all, when the run is dead."""
+        due = False
+        self.check()
         with self._changed:
-            self.check()
+            if self.dead:
+                raise Killed
             if self._at is not None and where.startswith(self._place):
                 due = self._count == self._at
                 self._count += 1
-                if due and not self._hold:
-                    self.steps.append(f"killed before {name} {where}")
-                    self._die()
-                    raise Killed
-                held = due
-                self.held_at = f"held before {name} {where}" if held else self.held_at
-            self.steps.append(f"{name} {where}")
-            self._under_way += not held
-        if held:
+            if due:
+                self.held_at = f"{'held' if self._hold else 'killed'} before {name} {where}"
+            self.steps.append(self.held_at if due else f"{name} {where}")
+            self._under_way += not due
+        if due and not self._hold:
+            self.late = late
+            self._die()
+            raise Killed
+        if due:
             self.held.set()
             assert self._go.wait(WAIT_SECS), "nobody lets it go"
             with self._changed:
-                self.check()
+                if self.dead:
+                    raise Killed
                 self._under_way += 1
         try:
             yield
@@ -126,23 +146,87 @@ class Life:
     def wait(self, future: _threads.Future[Any], wait: Callable[[], bool]) -> bool:
         """Waits for a future of this run, which ends when it dies."""
         with self._changed:
-            self.check()
+            if self.dead:
+                raise Killed
             self._waits.append(future)
         try:
             done = wait()
         finally:
             with self._changed:
                 self._waits.remove(future)
-        self.check()
+        if self.dead:
+            raise Killed
         return done
 
     def _die(self) -> None:
         with self._changed:
+            if self.dead:
+                return
             self.dead = True
             waits = list(self._waits)
         self._go.set()
         for future in waits:
             future.set(None)
+        self._died()
+
+
+class Job:
+    """Processes of one run, in threads, over a coordinator in memory; one that is dead, or has ended, is late at once.
+
+    Args:
+        processes: how many.
+        kill: which of them dies, and before its step of which number; `hold`: it waits there instead.
+        together: if one dies all do.
+    """
+
+    def __init__(
+        self, processes: int, kill: tuple[int, int] | None = None, *, hold: bool = False, together: bool = False
+    ):
+        self.processes, self._together = processes, together
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self._gone: set[int] = set()
+        died = self._has_died
+        self.lives = [
+            Life(kill[1] if kill and kill[0] == i else None, hold=hold, stops=hold, died=died) for i in range(processes)
+        ]
+        self.coordinators = [InMemory(self, number) for number in range(processes)]
+        for number, life in enumerate(self.lives):
+            _of_job[life] = self.coordinators[number]
+
+    @property
+    def dead(self) -> set[int]:
+        return {number for number, life in enumerate(self.lives) if life.dead}
+
+    @property
+    def silent(self) -> set[int]:
+        return self.dead | self._gone
+
+    def step(self, process: int, what: str) -> None:
+        """Before a process publishes a value."""
+        with self.lives[process].step("put", what):
+            pass
+
+    def leave(self, process: int) -> None:
+        """A process does nothing more by itself."""
+        with self.changed:
+            self._gone.add(process)
+            self.changed.notify_all()
+
+    def end(self) -> None:
+        """Kills all."""
+        for life in self.lives:
+            life.end()
+
+    def _has_died(self) -> None:
+        if self._together:
+            for life in self.lives:
+                life._die()
+        with self.changed:
+            self.changed.notify_all()
+
+
+_of_job: weakref.WeakKeyDictionary[Life, Any] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -184,6 +268,20 @@ def install(patch: pytest.MonkeyPatch) -> None:
         if _here.get() is None:
             drain(owner)
 
+    connect, base = coordination.connect, opening._base
+
+    def connect_here(*args: Any) -> coordination.Coordinator:
+        life = _here.get()
+        return connect(*args) if life is None or life not in _of_job else _of_job[life]
+
+    def base_here(coordinator: Any, *args: Any) -> str:
+        if not isinstance(coordinator, InMemory):
+            return base(coordinator, *args)
+        coordinator.opened += 1
+        return f"open/{coordinator.opened}"
+
+    patch.setattr(coordination, "connect", connect_here)
+    patch.setattr(opening, "_base", base_here)
     patch.setattr(_threads, "start", start_here)
     patch.setattr(_threads, "drain_at_exit", drain_later)
     patch.setattr(_threads.Future, "wait", wait_here)
@@ -211,7 +309,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         if doing in _LOOKS:
             life.check()
             return ask(client, path, doing, sent, *args, **kwargs)
-        with life.step(doing, where):
+        with life.step(doing, where, call):
             return ask(client, path, doing, sent, *args, **kwargs)
 
     patch.setattr(Client, "ask", asked)

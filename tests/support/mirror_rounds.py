@@ -18,76 +18,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import io
 import itertools
-import logging
 import pathlib
 import random
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import numpy as np
 import obstore
 import orbax.checkpoint as ocp
 
 import epochckpt as ec
-from epochckpt.cli import main
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, NotACheckpointDirectoryError, say
 from epochckpt.inspection.gc import collect
 from epochckpt.storage.object_client import Client
 from tests.support import lives
 from tests.support.lives import Killed, Life
-
-Found = dict[int, int]  # tags by epoch: each save has a tag of its own
-READER = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
-RETRIES = {"retries": 1, "first_retry_secs": 0.001, "longest_retry_secs": 0.001}
-
-
-class Wrong(AssertionError):
-    """What must not be. `kind` is a few words that are the same for the same class of errors."""
-
-    def __init__(self, kind: str, details: str = ""):
-        super().__init__(f"{kind}: {details}")
-        self.kind = kind
-
-
-# -- what is saved, and found again
-
-
-def saved_as(tag: int) -> Any:
-    return ocp.args.StandardSave({"w": np.full(5, tag, np.int32), "tag": tag})
-
-
-def tag_in(tree: Any) -> int:
-    if set(tree["w"].tolist()) != {tree["tag"]}:
-        raise Wrong("a restored epoch is a mixture", str(tree))
-    return int(tree["tag"])
-
-
-class Tags:
-    """The tags of epochs, each read and verified once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int, str], int] = {}
-
-    def of(self, manager: ec.CheckpointManager, epochs: Iterable[int]) -> Found:
-        found = {}
-        for epoch in epochs:
-            try:
-                key = manager.root, epoch, manager.save_id(epoch)
-                if key not in self._known:
-                    self._known[key] = tag_in(manager.restore(epoch))
-            except EpochCheckpointError as error:
-                raise Wrong(
-                    "an epoch that is listed is not readable", f"{manager.root} {epoch}: {say(error)}"
-                ) from error
-            found[epoch] = self._known[key]
-        return found
-
+from tests.support.rounds import READER, RETRIES, Found, Tags, Wrong, heard, run_command, saved_as
 
 # -- the model
 
@@ -304,14 +253,8 @@ class World:
         elif drawn < 0.30 and self.seen:
             self._copy_mirror()
 
-    def _command(self, *args: str, expected: tuple[int, ...] | None = None) -> int:
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = main.main(list(args))
-        self.note(f"epochckpt {' '.join(args)}: {code}")
-        if code == 70 or (expected is not None and code not in expected):
-            raise Wrong(f"epochckpt {args[0]} ends with {code}", said.getvalue()[-1000:])
-        return code
+    def _command(self, *args: str, expected: tuple[int, ...] | None = None) -> None:
+        self.note(f"epochckpt {' '.join(args)}: {run_command(*args, expected=expected)}")
 
     def _collect(self, directory: str) -> None:
         if directory.startswith("/") and not pathlib.Path(directory).exists():
@@ -409,27 +352,6 @@ class World:
 
     def tags_of(self, manager: ec.CheckpointManager, epochs: Iterable[int]) -> Found:
         return self._tags.of(manager, epochs)
-
-
-class Heard(logging.Handler):
-    """The warnings that were logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    handler, logger = Heard(), logging.getLogger("absl")
-    logger.addHandler(handler)
-    try:
-        yield handler.said
-    finally:
-        logger.removeHandler(handler)
 
 
 class Visit:
