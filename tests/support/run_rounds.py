@@ -269,7 +269,10 @@ class World:
         """What is dead goes, and nothing is left that nobody accounts for."""
         self.note(f"gc{' of what was rolled back, too' if everything else ''}")
         with contextlib.suppress(NotACheckpointDirectoryError):  # it holds no epoch
-            collect(self.url, delete=True, epochs_too=everything, clock=lambda: time.time() + FUTURE_SECS)
+            for _ in range(
+                2
+            ):  # what came late to the folder of a deleted epoch is known for what it is when that is gone
+                collect(self.url, delete=True, epochs_too=everything, clock=lambda: time.time() + FUTURE_SECS)
             left = collect(self.url, epochs_too=everything, clock=lambda: time.time() + FUTURE_SECS).rows
             if left:
                 raise Wrong("gc leaves what it could remove", f"{left}"[:500])
@@ -406,6 +409,7 @@ class Session:
             raise problem
         self._check_attached(manager)
         model.resolve(self._known)
+        self._compare()
         if self._claims:
             manager.claim()
         if self._stops and self._at is not None:
@@ -417,7 +421,6 @@ class Session:
         for _ in range(self._count):
             if self.job.dead or not self._do(manager, self._draw()):
                 return
-        self._compare()
         if self._stops:
             return
         if self._calm or world.rng.random() < 0.7:
@@ -467,10 +470,9 @@ class Session:
 
     def _compare(self) -> None:
         """All processes have listed the same."""
-        if self.job.dead:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._listed) == self.world.processes or self.job.dead, lives.WAIT_SECS)
+        while len(self._listed) < self.world.processes and not self.job.dead and not self._errors:
+            with self._changed:
+                self._changed.wait(0.05)
         if not self.job.dead and any(listed != self.opened for listed in self._listed.values()):
             raise Wrong("processes list different epochs", f"{self._listed}")
 
