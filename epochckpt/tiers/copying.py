@@ -473,7 +473,9 @@ class Worker:
         """Copies an epoch, unless it is there; one that cannot be copied is left out."""
         try:
             self._copy_now(epoch)
-        except (DamagedError, FormatError, EpochNotFoundError, UnsupportedError) as error:
+        except EpochNotFoundError as error:  # deleted or replaced here meanwhile: the ledger says so, or it is due again
+            logging.info("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
+        except (DamagedError, FormatError, UnsupportedError) as error:
             logging.error("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
             self._give_up(epoch)
         except BaseException:
