@@ -33,7 +33,6 @@ from epochckpt.errors import (
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
 from epochckpt.manager.metadata_handlers import check_handler
-from epochckpt.manager.mirror import Mirror
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import CheckpointReader, epoch_number, shown_path
 from epochckpt.manager.readers import Readers, apart, together
@@ -41,6 +40,7 @@ from epochckpt.manager.restoring import Asked, Response, Restores
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
+from epochckpt.tiers import LedgerFile, Mirror
 
 T = TypeVar("T")
 
@@ -130,6 +130,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self.root = self._store.root  # the directory as text: a path or URL
         self.address = self._store.address  # what opens it again: with the settings of a bucket as its query
         self._prefix = opened.prefix
+        self._ledger = LedgerFile(self._commits, serials=self._storage.local_disks)
+        if self._mirror is not None:
+            self._mirror.learn(opened.survey.copies)
         self._history = History(lambda epoch: self._readers.brief(epoch), coordinator.processes == 1)
         self._history.reset(opened.survey)
         self._history.mirror = self._mirror
@@ -266,6 +269,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         known = self.all_steps()
         survey = self._common.survey(self._calls)
         self._foreign = survey.foreign
+        if self._mirror is not None:
+            self._mirror.learn(survey.copies)
         self._history.reset(survey, known)
 
     def damaged_epochs(self) -> list[int]:
@@ -655,12 +660,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._attempts.drain()
 
         def decide() -> None:
-            if self._is_remote(step):
-                self._withdraw(None, [step])
-                return
-            self._commits.require(step)
-            self._withdraw(None, [step])
-            self._attempts.remove(retention.hide(self._commits, step, self._options.todelete_subdir))
+            remote = self._is_remote(step)
+            if not remote:
+                self._commits.require(step)
+
+            def hide() -> None:
+                if not remote:
+                    self._attempts.remove(retention.hide(self._commits, step, self._options.todelete_subdir))
+
+            self._withdraw(None, [step], hide)
 
         def follow(hosts: Hosts) -> None:
             for epoch in hosts.here([step]):
@@ -692,8 +700,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         def decide() -> None:
             remote = self._is_remote(epoch)
             local = self._commits.list_epochs() if remote else self._commits.require(epoch)
-            self._withdraw(epoch, sorted(e for e in {*local, *self.all_steps()} if e > epoch))
-            retention.roll_back(self._commits, epoch, remote)
+            later = sorted(e for e in {*local, *self.all_steps()} if e > epoch)
+            self._withdraw(epoch, later, lambda: retention.roll_back(self._commits, epoch, remote))
 
         self._write("rollback_to", epoch, decide, lambda _: retention.roll_back(self._commits, epoch, remote=True))
         self._history.drop([e for e in self.all_steps() if e > epoch])
@@ -704,18 +712,21 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """On the primary: whether only the mirror has an epoch."""
         return self._mirror is not None and self._mirror.has(epoch) and epoch not in self._commits.list_epochs()
 
-    def _withdraw(self, to: int | None, epochs: Sequence[int]) -> None:
-        """On the primary: has the mirror follow a deletion, or a rollback, once that is recorded here."""
-        if (mirror := self._mirror) is not None and epochs:
-            _threads.start(lambda: mirror.withdraw(to, epochs)).result()
+    def _withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
+        """On the primary: deletes epochs or rolls back, and has the mirror follow; see `LedgerFile.withdraw`."""
+        self._ledger.withdraw(to, epochs, act)
+        if self._mirror is not None:
+            self._mirror.withdrawn(epochs)
 
     def _claimed(self, epochs: list[int]) -> None:
         """On every process, when the directory is claimed: these epochs are committed there."""
         self._listener.claimed(epochs)
         if self._coordinator.processes == 1:
             self._history.forget_gone()
+        if self._coordinator.primary:
+            self._ledger.settle()
         if self._mirror is not None:
-            self._mirror.claimed(self._commits, self._coordinator, self._prefix, epochs)
+            self._mirror.claimed(self._commits, self._ledger, self._coordinator, self._prefix, epochs)
 
     def _write(
         self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[Hosts], None] = lambda _: None
