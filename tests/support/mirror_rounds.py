@@ -75,6 +75,7 @@ class Disk:
     """A host's directory.
 
     Attributes:
+        here: the tags that were saved here, and that retention leaves.
         saved: what was saved here and acknowledged, and has not been given up.
         must: of each of these epochs one of these tags must be listed.
         may: what is uncertain: a save or a deletion that has not returned.
@@ -86,6 +87,7 @@ class Disk:
 
     path: pathlib.Path
     timeline: Timeline
+    here: set[int] = dataclasses.field(default_factory=set)
     saved: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     must: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     may: dict[int, set[int]] = dataclasses.field(default_factory=dict)
@@ -93,6 +95,11 @@ class Disk:
     together: tuple[int, ...] = ()
     claims: set[int] = dataclasses.field(default_factory=set)
     is_copy: bool = False
+
+    def retire(self, epoch: int, tags: set[int]) -> None:
+        """Retention may remove these."""
+        self.retired.setdefault(epoch, set()).update(tags)
+        self.here -= tags
 
     def problem(self, listed: Found, mirror: Found, *, reachable: bool) -> Wrong | None:
         """Why the disk's own history cannot be listed so."""
@@ -282,7 +289,7 @@ class World:
         made.path.parent.mkdir(parents=True)
         shutil.copytree(disk.path, made.path, symlinks=True)
         if not used:
-            fields = ("saved", "must", "may", "retired", "together", "claims", "timeline")
+            fields = ("here", "saved", "must", "may", "retired", "together", "claims", "timeline")
             for field in fields:
                 setattr(made, field, copy.deepcopy(getattr(disk, field)))
             made.is_copy = True
@@ -362,6 +369,7 @@ class Visit:
         self._killable = life is None
         self.life = life or Life()
         self._known: Found = {}  # what this manager lists
+        self._unread: set[int] = set()  # what is listed, and only the mirror can have, which is away
         self._own = True  # whether the disk's own history goes on
         self._claimed = False
         self._reached = True  # whether the mirror has answered when it was opened
@@ -516,8 +524,11 @@ class Visit:
                 listed |= self.world.tags_of(manager, [epoch])
             except Wrong:
                 known = self.disk.timeline.may.get(epoch, set()) - self.disk.timeline.dead
-                if epoch in self.disk.must or not known:
+                if epoch in self.disk.must:
                     raise
+                if not known:  # the mirror has given it up, perhaps, and this run cannot know
+                    self._unread.add(epoch)
+                    continue
                 listed[epoch] = max(known)
         return listed
 
@@ -557,11 +568,8 @@ class Visit:
 
     def _resolve(self, listed: Found) -> None:
         """What was uncertain is known now."""
-        disk, kept = self.disk, dict[int, set[int]]()
-        for epoch, tag in listed.items():
-            tags = disk.saved.get(epoch, set()) | disk.must.get(epoch, set()) | disk.may.get(epoch, set())
-            if tag in tags and epoch in {**disk.saved, **disk.must, **disk.may}:
-                kept[epoch] = {tag}
+        disk = self.disk
+        kept = {epoch: {tag} for epoch, tag in listed.items() if tag in disk.here}
         if not self._own and self._reached:
             for epoch, tags in disk.must.items():
                 if len(tags) == 1 and listed.get(epoch) not in tags:
@@ -573,7 +581,6 @@ class Visit:
                     ever.setdefault(epoch, set()).update(tags)
             dead = set.intersection(*(owner.dead for owner in owners)) - {*listed.values()}
             self._timeline = Timeline({epoch: {tag} for epoch, tag in listed.items()}, ever, dead)
-            self._adopted = kept
             return
         for tags in (*disk.may.values(), *disk.must.values()):
             disk.timeline.dead |= tags - {*listed.values()}
@@ -585,7 +592,7 @@ class Visit:
         disk, keep = self.disk, self.world.options.keep
         newest = sorted(self._known)[-keep:] if keep else sorted(self._known)
         for epoch in {*disk.saved} - {*newest}:
-            disk.retired.setdefault(epoch, set()).update(disk.saved.pop(epoch))
+            disk.retire(epoch, disk.saved.pop(epoch))
         disk.must = {epoch: set(disk.saved[epoch]) for epoch in newest if epoch in disk.saved}
         for epoch in disk.must:
             disk.may.pop(epoch, None)
@@ -602,7 +609,7 @@ class Visit:
         if not self._own and self._reached:
             self._old = disk.timeline
             disk.timeline, disk.claims = self._timeline, {*world.owners}
-            disk.saved, disk.may, disk.together = self._adopted, {}, ()
+            disk.here, disk.saved, disk.may, disk.together = set(), {}, {}, ()
             self._own = True
             self._bound()
         if self._own:
@@ -642,9 +649,9 @@ class Visit:
     def _take_known(self, manager: ec.CheckpointManager) -> None:
         """After a call that has returned: what is listed now."""
         listed = list(manager.all_steps())
-        if strangers := [epoch for epoch in listed if epoch not in self._known]:
+        if strangers := [epoch for epoch in listed if epoch not in self._known and epoch not in self._unread]:
             raise Wrong("a running manager lists an epoch that it did not", f"{strangers}")
-        self._known = {epoch: self._known[epoch] for epoch in listed}
+        self._known = {epoch: self._known[epoch] for epoch in listed if epoch in self._known}
         lost = [epoch for epoch in self.disk.must if epoch not in self._known]
         if lost:
             raise Wrong("a running manager lists an acknowledged epoch no more", f"{lost}")
@@ -654,11 +661,12 @@ class Visit:
         world.note(f"  {'replace' if replace else 'save'} {epoch} as {tag}")
         self._claim()
         disk.timeline.add(epoch, tag)
+        disk.here.add(tag)
         old = {self._known[epoch]} if replace else set()
         keep = world.options.keep
         staying = sorted({*self._known, epoch})[-keep:] if keep else sorted({*self._known, epoch})
         for leaving in [e for e in disk.must if e not in staying]:
-            disk.retired.setdefault(leaving, set()).update(disk.must.pop(leaving))
+            disk.retire(leaving, disk.must.pop(leaving))
             disk.saved.pop(leaving, None)
         if epoch in disk.must:
             disk.must[epoch] = disk.must[epoch] | {tag}
