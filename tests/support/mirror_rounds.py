@@ -499,7 +499,7 @@ class Visit:
         try:
             manager = world.open(disk)
         except (EpochCheckpointError, OSError) as error:
-            if fresh and not self._reached:
+            if not self._reached and not disk.must:  # it is empty, or may be: no run must start from scratch there
                 world.note(f"  refused: {type(error).__name__}")
                 return None
             if disk.is_copy:  # it may be told from the directory whose copy it is, or not
@@ -536,6 +536,9 @@ class Visit:
         world, disk = self.world, self.disk
         possible = bool(disk.claims & world.owners.keys())
         certain = world.owners.keys() <= disk.claims and not disk.is_copy
+        if disk.is_copy:
+            self._judge_copy(listed, mirror)
+            return
         own = disk.problem(listed, mirror, reachable=self._reached)
         if not self._reached:
             self._own = possible
@@ -550,6 +553,20 @@ class Visit:
                 assert problem is not None
                 raise problem
             self._own = False
+        self._known = listed
+        self._resolve(listed)
+
+    def _judge_copy(self, listed: Found, mirror: Found) -> None:
+        """A copy of a directory has its own history, and never the mirror, unless it is empty: then it goes on there."""
+        disk = self.disk
+        own = disk.problem(listed, mirror, reachable=False)
+        if own is not None or not (listed or disk.must):
+            foreign = self._problem_of_adopting(listed, mirror) if self._reached else None
+            if own is not None and (foreign is not None or not self._reached or disk.must):
+                raise own
+            disk.is_copy = False
+            disk.claims = set()
+        self._own = disk.is_copy
         self._known = listed
         self._resolve(listed)
 
@@ -605,6 +622,8 @@ class Visit:
         if self._claimed:
             return
         self._claimed = True
+        if disk.is_copy:
+            return
         claim = world.claim()
         if not self._own and self._reached:
             self._old = disk.timeline
@@ -743,7 +762,7 @@ class Visit:
         except EpochCheckpointError as error:
             raise Wrong(f"close() fails ({type(error).__name__})", say(error)) from error
         self._check_aside()
-        if not (reachable and self._claimed and self._own):
+        if self.disk.is_copy or not (reachable and self._claimed and self._own):
             return None
         self.life.end()
         return self._check_mirror()
