@@ -557,7 +557,7 @@ class Visit:
         self._resolve(listed)
 
     def _judge_copy(self, listed: Found, mirror: Found) -> None:
-        """A copy of a directory has its own history, and never the mirror, unless it is empty: then it goes on there."""
+        """A copy of a directory has its own history, and never the mirror; but an empty one goes on from there."""
         disk = self.disk
         own = disk.problem(listed, mirror, reachable=False)
         if own is not None or not (listed or disk.must):
