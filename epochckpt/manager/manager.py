@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
@@ -24,6 +25,7 @@ from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.saver import LONG_SECS
 from epochckpt.errors import (
     EpochExistsError,
+    EpochNotFoundError,
     InvalidArgumentError,
     RemovalError,
     SaveError,
@@ -445,7 +447,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._hosts is not None:
             raise UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
         self._attempts.drain(epoch)
-        self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
+        if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
+            self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).attempt)
+        else:
+            self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save of this process has not ended yet."""
@@ -701,12 +706,27 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             remote = self._is_remote(epoch)
             local = self._commits.list_epochs() if remote else self._commits.require(epoch)
             later = sorted(e for e in {*local, *self.all_steps()} if e > epoch)
-            self._withdraw(epoch, later, lambda: retention.roll_back(self._commits, epoch, remote))
+            with self._pinned(epoch if remote else None):
+                self._withdraw(epoch, later, lambda: retention.roll_back(self._commits, epoch, remote))
 
         self._write("rollback_to", epoch, decide, lambda _: retention.roll_back(self._commits, epoch, remote=True))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
         self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
+
+    @contextlib.contextmanager
+    def _pinned(self, epoch: int | None) -> Generator[None]:
+        """On the primary: an epoch that only the mirror has stays there; EpochNotFoundError if it is going already."""
+        mirror = self._mirror
+        if mirror is None or epoch is None:
+            yield
+            return
+        if not _threads.start(lambda: mirror.pin(epoch)).result():
+            raise EpochNotFoundError(epoch, self.root, self.all_steps())
+        try:
+            yield
+        finally:
+            _threads.start(lambda: mirror.pin(None)).result()
 
     def _is_remote(self, epoch: int) -> bool:
         """On the primary: whether only the mirror has an epoch."""

@@ -70,6 +70,21 @@ class MirrorEpochs:
         self.there = dict(there)
         self.readable = dict(readable)
         self._removed: list[int] = []
+        self._lock = threading.Lock()  # of the next two: which epoch must stay, and which is going
+        self._pinned: int | None = None
+        self._leaving: int | None = None
+
+    def pin(self, epoch: int | None) -> bool:
+        """Has one epoch stay in the mirror, whatever `mirror_keep` says; None: none. False if it is going already."""
+        with self._lock:
+            self._pinned = None if epoch == self._leaving else epoch
+            return epoch is None or (epoch != self._leaving and epoch in self.readable)
+
+    def leaves(self, epoch: int) -> bool:
+        """Says that an epoch is being removed from the mirror; False if it must stay."""
+        with self._lock:
+            self._leaving = None if epoch == self._pinned else epoch
+            return epoch != self._pinned
 
     def set(self, epoch: int, mirror_id: str) -> None:
         """The mirror has a copy of the epoch that is here."""
@@ -438,6 +453,8 @@ class Worker:
 
     def _remove(self, epoch: int) -> None:
         """Removes an epoch that the mirror keeps no longer."""
+        if not self._epochs.leaves(epoch):
+            return  # a rollback to it is under way
         self._copies.hide(epoch, logged=True)()
         self._epochs.drop([epoch])
         self._epochs.removed(epoch)
@@ -473,7 +490,7 @@ class Worker:
         """Copies an epoch, unless it is there; one that cannot be copied is left out."""
         try:
             self._copy_now(epoch)
-        except EpochNotFoundError as error:  # deleted or replaced here meanwhile: the ledger says so, or it is due again
+        except EpochNotFoundError as error:  # deleted here meanwhile; or replaced, and due again
             logging.info("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
         except (DamagedError, FormatError, UnsupportedError) as error:
             logging.error("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)

@@ -173,7 +173,7 @@ class Mirror:
             own = None  # of the directory that this one is a copy of
         elif found is not None and found.url != self.url:
             own = dataclasses.replace(found, copies={}, copying={})
-        self._known = {} if own is None else own.copies
+        self._known = {} if found is None or found.url != self.url else found.copies
         here = sorted(epochs)
         try:
             lineage, seen = self._lineage_and_epochs()
@@ -186,7 +186,7 @@ class Mirror:
             logging.warning(text, root, self.url, say(error))
             self._standing = Unanswered(error)
             self._epochs.there = {epoch: copy.mirror_id for epoch, copy in self._known.items()}
-        self._epochs.readable = self._history(local, own)
+        self._epochs.readable = self._history(local, found if isinstance(self._standing, Reader) else own)
         self._say(root, known_url="" if found is None else found.url)
 
     def _lineage_and_epochs(self) -> tuple[Lineage | None, dict[int, str]]:
@@ -210,10 +210,16 @@ class Mirror:
                 unchanged = ledger is not None and self._is_unchanged(ledger)
                 hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
             case Reader(common=common):
-                hidden = frozenset(epoch for epoch in there if epoch > common)
+                # Of what is older than the newest common epoch, what this directory's ledger knows: a copy brings one.
+                known = {epoch for epoch in there if self._is_known(epoch) and epoch <= common}
+                hidden = frozenset(there.keys() - known) | (frozenset() if ledger is None else ledger.hidden)
             case Stranger():
                 hidden = frozenset(there)
         return {epoch: mirror_id for epoch, mirror_id in there.items() if epoch not in hidden}
+
+    def _is_known(self, epoch: int) -> bool:
+        copy = self._known.get(epoch)
+        return copy is not None and copy.mirror_id == self._epochs.there.get(epoch)
 
     def _withdrawn(self, ledger: Ledger, local: Commits) -> frozenset[int]:
         return dataclasses.replace(ledger, withdrawals=ledgers.settled_withdrawals(ledger, local)).hidden
@@ -253,8 +259,7 @@ class Mirror:
 
     def _is_of_save(self, local: Commits, epoch: int) -> bool:
         """Whether the mirror's epoch of a number is of the same save as the one here, as far as that can be read."""
-        known = self._known.get(epoch)
-        copied = known.save_id if known is not None and known.mirror_id == self._epochs.there.get(epoch) else ""
+        copied = self._known[epoch].save_id if self._is_known(epoch) else ""
         here = save_id(local, epoch)
         if here is None:
             return bool(copied)
@@ -408,6 +413,10 @@ class Mirror:
         self._epochs.disown(epochs)
         if self._worker is not None:
             self._worker.withdrawn(epochs)
+
+    def pin(self, epoch: int | None) -> bool:
+        """On the primary: has one epoch, to which the run goes back, stay in the mirror; False if it is not there."""
+        return self._epochs.pin(epoch)
 
     def waiting(self) -> frozenset[int]:
         """See `commit.retention.Mirrored`."""

@@ -551,25 +551,35 @@ class Visit:
     def _judge(self, listed: Found, mirror: Found) -> None:
         """Finds out whether the disk's own history goes on, or the mirror's; raises if it is neither."""
         world, disk = self.world, self.disk
-        possible, certain = bool(disk.claims & world.owners.keys()), world.owners.keys() <= disk.claims
-        certain = certain and not disk.unsure
+        possible = bool(disk.claims & world.owners.keys())
+        certain = world.owners.keys() <= disk.claims and not disk.unsure
         to_list = mirror if self._reached and possible and not disk.is_copy else {}
         if world.options.mirror_keep is not None:  # the others may be about to leave it
             to_list = {epoch: tag for epoch, tag in to_list.items() if epoch == max(mirror)}
         own = disk.problem(listed, to_list)
         foreign = self._problem_of_adopting(listed, mirror) if self._reached else own
-        if own is None and (possible or not self._reached):
+        if disk.is_copy:
+            self._judge_copy(listed, own, foreign)
+        elif own is None and (possible or not self._reached):
             self._follows = Follows.OWN if possible else Follows.NOTHING
         elif foreign is None and not certain:
             self._follows = Follows.MIRROR
-        elif own is None and disk.is_copy:  # it is another directory, which has no mirror
-            self._follows = Follows.NOTHING
         else:
             problem = own if certain or foreign is None else foreign
             assert problem is not None
             raise problem
         self._known = listed
         self._resolve(listed)
+
+    def _judge_copy(self, listed: Found, own: Wrong | None, foreign: Wrong | None) -> None:
+        """A copy of a directory has its own history and never the mirror, unless it is empty: then it goes on there."""
+        disk = self.disk
+        if own is None and (listed or disk.must or not self._reached):
+            self._follows = Follows.NOTHING
+        elif foreign is None and self._reached and not disk.must:
+            self._follows, disk.is_copy, disk.claims = Follows.MIRROR, False, set()
+        else:
+            raise own or foreign or AssertionError
 
     def _problem_of_adopting(self, listed: Found, mirror: Found) -> Wrong | None:
         """Why this is no listing of a host that goes on from a mirror of another history."""
@@ -768,14 +778,12 @@ class Visit:
         self.life.end()
         return self._check_mirror()
 
-    def _check_mirror(self) -> Found | None:
+    def _check_mirror(self) -> Found:
         """The run has ended well, and the mirror was there: it has heard of everything."""
         world, disk = self.world, self.disk
         found = world._look()
         newest = max(self._known, default=None)
         warned = f"warned: {self._warned[-3:]}"
-        if disk.is_copy and newest is not None and found.get(newest) != self._known[newest]:
-            return None  # it has no mirror
         for epoch, tag in found.items():
             if tag in disk.timeline.dead:
                 kind = "the mirror has what was deleted, rolled back or replaced, after a good end"
