@@ -508,8 +508,8 @@ class Visit:
     def _open(self) -> ec.CheckpointManager | None:
         """Opens the disk, and compares what is listed with what must be."""
         world, disk = self.world, self.disk
-        mirror = dict(world.seen)
         self._reached = not self._is_away()
+        mirror = dict(world.look() if self._reached and not self._beside else world.seen)
         self._was_away = not self._reached
         empty = not disk.must  # of epochs that are certain to be here
         try:
