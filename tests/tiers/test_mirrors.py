@@ -238,9 +238,7 @@ def test_a_copy_of_a_directory_changes_nothing_in_its_mirror(
     if not alive:
         run.close()
     subprocess.run(["cp", "-r", str(place.root / "one"), str(place.root / "copy")], check=True)
-    before = (
-        {path: path.read_bytes() for path in sorted(place.mirror.rglob("*")) if path.is_file()} if not alive else {}
-    )
+    before = files_of(place.mirror)
     copy, mirror = str(place.root / "copy"), str(place.mirror)
     assert main(["rm", copy, "1", "--yes", "--take-over"]) == 0
     assert "has not followed yet" in capsys.readouterr().err
