@@ -1,4 +1,4 @@
-"""Changes of the head that meet other writers, caches, weak ETags and lost answers: bounded, paced, and never a guess."""
+"""Changes of the head that meet other writers, caches, weak ETags and lost answers: they end, and replace no guess."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -78,7 +78,7 @@ def test_a_repair_replaces_only_what_it_looked_at(url: str, loss: str) -> None:
     ec.repair_head(url)
     with ec.CheckpointManager(url) as manager:
         save(manager, 3, 4)
-        with pytest.raises(errors.InvalidArgumentError, match="has changed since it was looked at.*look again"):
+        with pytest.raises(errors.InvalidArgumentError, match=r"has changed since it was looked at.*look again"):
             rebuild.write(late, found)
         save(manager, 5)
     assert steps(url) == [1, 2, 3, 4, 5]
@@ -281,7 +281,7 @@ class Quota:
 
 
 @pytest.fixture
-def shrunk(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
+def shrunk(monkeypatch: pytest.MonkeyPatch) -> float:
     """All pauses, and the interval of the quota, are this part of what they really are."""
     part = 0.02
     monkeypatch.setattr(object_client, "_PAUSES_SECS", tuple(part * secs for secs in object_client._PAUSES_SECS))
@@ -289,7 +289,7 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     quicker = head_turns.Pace(tuple(part * secs for secs in pace.pauses_secs), pace.limit_secs, yields=True)
     monkeypatch.setattr(head_turns, "ATTACHMENTS", quicker)
     monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # each writer as in a process of its own
-    yield part
+    return part
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import random
 import threading
 import uuid
@@ -14,13 +14,13 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.commit import commits_of, head_pages, head_record
+from epochckpt.commit import head_pages, head_record
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.format import paths
 from epochckpt.inspection import gc
-from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
+from tests.support.long_heads import NEWEST, commits, lengthen, older
 from tests.support.object_servers import Bucket
 
 Save = ocp.args.StandardSave
@@ -34,12 +34,6 @@ def save(manager: ec.CheckpointManager, *epochs: int) -> None:
     manager.wait_until_finished()
 
 
-def commits(url: str) -> PutCommits:
-    found = commits_of(open_store(url), StepNames.of(Options()))
-    assert isinstance(found, PutCommits)
-    return found
-
-
 def head_of(url: str) -> Head:
     found = commits(url).head()
     assert found is not None
@@ -48,26 +42,6 @@ def head_of(url: str) -> Head:
 
 def pages_in(store: Store) -> set[str]:
     return set(store.find(paths.HEAD_PAGE_PREFIX, paths.HEAD.partition("/")[0]))
-
-
-def more(now: Head, epochs: range) -> dict[str, HeadEpoch]:
-    """Entries like those of real epochs, whose objects are not there."""
-    model = next(iter(now.epochs.values()))
-    run, _, _ = model.attempt.partition("-")
-    return {
-        str(epoch): dataclasses.replace(
-            model,
-            attempt=f"{run}-{epoch}-0",
-            started_ns=model.started_ns - (10**6 - epoch) * 10**9,
-            committed_ns=model.committed_ns - (10**6 - epoch) * 10**9,
-            metrics={"loss": 1 / epoch},
-        )
-        for epoch in epochs
-    }
-
-
-def fill(filled: PutCommits, epochs: range) -> None:
-    filled.change(lambda now: now.next(epochs={**now.epochs, **more(now, epochs)}), 0, fenced=False)
 
 
 @pytest.fixture
@@ -80,17 +54,17 @@ def test_a_save_costs_the_same_whatever_the_number_of_epochs(cloud: Bucket, coun
     """Also one that begins a page. Opening reads the pages, and lists nothing."""
     url = cloud.new_url()
     with ec.CheckpointManager(url) as manager:
-        save(manager, newest := 100_000)
+        save(manager, NEWEST)
     filled = commits(url)
-    fill(filled, range(1, count - 5))
+    lengthen(filled, range(1, count - 5))
     if count > 100:  # until the head is nearly full
         loose = sum(_size(entries) for entries in (filled.seen() or Head()).loose().values())
-        start, nbytes = len((filled.seen() or Head()).epochs), _size(more(filled.seen() or Head(), range(1, 2)))
-        fill(filled, range(start, start + (head_pages.INLINE_BYTES - loose) // nbytes - 5))
+        start, nbytes = len((filled.seen() or Head()).epochs), _size(older(filled.seen() or Head(), range(1, 2)))
+        lengthen(filled, range(start, start + (head_pages.INLINE_BYTES - loose) // nbytes - 5))
     store, pages = open_store(url), list[set[str]]()
     with ec.CheckpointManager(url) as manager:
         manager.claim()
-        for epoch in range(newest + 1, newest + 11):
+        for epoch in range(NEWEST + 1, NEWEST + 11):
             pages.append(pages_in(store))
             start = len(cloud.proxy.requests)
             save(manager, epoch)
@@ -98,7 +72,7 @@ def test_a_save_costs_the_same_whatever_the_number_of_epochs(cloud: Bucket, coun
             written = sum(int(request.headers.get("content-length", 0)) for request in requests if request.writes)
             assert len(requests) < 20, [(request.kind, request.target) for request in requests]
             assert written < 200_000
-    assert count < 100 or any(before != after for before, after in zip(pages, pages[1:], strict=False))
+    assert count < 100 or any(before != after for before, after in itertools.pairwise(pages))
     with cloud.proxy.counted() as requests, ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
         assert len(manager.all_steps()) >= count
     assert "LIST" not in requests
@@ -236,7 +210,7 @@ def test_pages_of_a_run_that_was_killed_before_the_head_named_them_go_with_the_n
             die = lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
             patch.setattr(type(killed.store), "replace", die)  # and one that dies before
             with pytest.raises(KeyboardInterrupt):
-                killed.change(lambda now: now.next(epochs={**now.epochs, **more(now, range(50, 70))}), 0, fenced=False)
+                killed.change(lambda now: now.next(epochs={**now.epochs, **older(now, range(50, 70))}), 0, fenced=False)
         assert len(pages_in(store)) > len(head_of(url).pages)
     with ec.CheckpointManager(url) as manager:
         assert manager.all_steps() == list(range(12))
