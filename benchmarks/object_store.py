@@ -11,7 +11,7 @@ which it needs no copy, with several values of `concurrency`. The server is in a
     python benchmarks/object_store.py --memory
 
 With `--head` only this: requests and written bytes of saves of one tiny array into directories of 10, 1,000 and 10,000
-epochs, and requests of opening these. Of forty saves in a row the median and the largest: some also write a page.
+epochs, and requests of opening these. Of eighty saves in a row the median and the largest: one also writes a page.
 
     python benchmarks/object_store.py --head
 """
@@ -88,7 +88,7 @@ def measure_head() -> None:
                 lengthen(commits(url), range(1, count))
                 with ec.CheckpointManager(url) as manager:
                     manager.claim()
-                    for epoch in range(NEWEST + 1, NEWEST + 41):
+                    for epoch in range(NEWEST + 1, NEWEST + 81):
                         start = len(server.proxy.requests)
                         manager.save(epoch, args=args, metrics={"loss": 1.0})
                         manager.wait_until_finished()

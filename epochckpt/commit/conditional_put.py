@@ -64,6 +64,7 @@ class PutCommits(Commits):
         self._headless: Head | None = None  # what there is of stock Orbax, while there is no head
         self._looks, self._last = itertools.count(1), 0  # threads look at it and change it at the same time
         self._pages: dict[str, Page] = {}  # of the last head, by digest; replaced as a whole
+        self._unnamed: list[Page] = []  # by the head, that are still there
         self._turns = head_turns.of(store)
         # Paths and contents of records, by folder and attempt. Replaced as a whole: threads share it.
         self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
@@ -217,7 +218,10 @@ class PutCommits(Commits):
         self._pages = {page.digest: page for page in new.pages}
         self._note(next(self._looks), (new, data))
         if old is not None and old[0] is not None:
-            self._remove_pages([page for page in old[0].pages if page.digest not in self._pages])
+            self._unnamed = [*self._unnamed, *(page for page in old[0].pages if page.digest not in self._pages)]
+        if not (fresh and patient):  # a save that has written a page leaves the removal to the next change
+            unnamed, self._unnamed = self._unnamed, []
+            self._remove_pages(unnamed)
         return new
 
     def _remove_pages(self, pages: Iterable[Page]) -> None:

@@ -4,10 +4,10 @@ The head keeps some kilobytes of entries itself. When it has more, all but the n
 are half full or less, because they were made so or because their other entries count no more, give theirs to the new
 ones. So the number of pages follows that of the entries that count.
 
-Whoever changes the head writes the new pages first, then the head, and then removes the pages that the head names no
-more. A writer that is killed in between leaves pages that no head names: the next claim removes them. It looks for them
-before it changes the head, and a page is only named by a change that was prepared after a look at the newest head: what
-the claim found then is named by no later head.
+Whoever changes the head writes the new pages first, then the head, and removes the pages that the head names no more,
+then or with the next change. A writer that is killed in between leaves pages that no head names: the next claim removes
+them. It lists the pages before it changes the head, and each change writes pages of its own after its look at the newest
+head: no later head names a page that the claim has listed and that its own head does not name.
 """
 
 import dataclasses

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import orbax.checkpoint as ocp
+
 from epochckpt.commit import commits_of
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
@@ -13,7 +15,7 @@ NEWEST = 100_000  # the number of an epoch that comes after all that are made he
 
 def commits(url: str) -> PutCommits:
     """The commits of a directory in a bucket."""
-    found = commits_of(open_store(url), StepNames())
+    found = commits_of(open_store(url), StepNames.of(ocp.CheckpointManagerOptions()))
     assert isinstance(found, PutCommits)
     return found
 
