@@ -458,7 +458,7 @@ class PutCommits(Commits):
         unnamed = sorted({*pages} - {page.path for page in new.pages})
 
         def finish() -> None:
-            if unnamed:  # by runs that were killed before they named them, or after they named others
+            if unnamed:  # a writer was killed before it named them, or before it removed them
                 _threads.logged(f"{self.store.root}: {unnamed[0]} stays", lambda: self.store.remove_all(unnamed))
             self._depart(new.leaving)
             _threads.logged(self.store.root, lambda: self._views.finish(new))

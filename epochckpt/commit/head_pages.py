@@ -6,8 +6,8 @@ ones. So the number of pages follows that of the entries that count.
 
 Whoever changes the head writes the new pages first, then the head, and removes the pages that the head names no more,
 then or with the next change. A writer that is killed in between leaves pages that no head names: the next claim removes
-them. It lists the pages before it changes the head, and each change writes pages of its own after its look at the newest
-head: no later head names a page that the claim has listed and that its own head does not name.
+them. It lists the pages before it changes the head, and each change writes pages of its own after its look at the head:
+so no later head names a page that the claim has listed and that its own head does not name.
 """
 
 import dataclasses

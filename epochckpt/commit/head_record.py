@@ -161,7 +161,7 @@ class Page:
         return paths.head_page(self.digest)
 
     def counted(self, head: Head) -> list[PageEntry]:
-        """Those entries that a head which names the page has from it."""
+        """The entries that count in this head, which names the page."""
         found = {name: getattr(head, name) for name in SECTIONS}
         return [entry for entry in self.entries if found[entry.section].get(entry.key) is entry.epoch]
 
@@ -181,8 +181,8 @@ class Head:
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
     leaving: Mapping[str, Leaving] = dataclasses.field(default_factory=dict)  # by folder; see `commit.departures`
     foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
-    log: tuple[Line, ...] = ()  # of deleted epochs: the last lines, which come after those of the file
-    logged: int = 0  # lines that are in the file alone, see `commit.metrics_log`
+    log: tuple[Line, ...] = ()  # of deleted epochs: the last lines, which come after those of the parts
+    logged: int = 0  # lines that are in parts alone, see `commit.object_log`
     pages: tuple[Page, ...] = ()  # that may have entries of `epochs`, `stock` and `aside`
     change: str = ""  # unlike that of every other content
 
@@ -223,11 +223,11 @@ class Head:
 
     @property
     def lines(self) -> list[Line]:
-        """The lines of `log` as they are to be in the file."""
+        """The lines of `log` as they are to be in parts."""
         return [dataclasses.replace(line, number=number) for number, line in enumerate(self.log, self.logged + 1)]
 
     def tidied(self, gone: Collection[str], moved: int) -> Head:
-        """The head without dead attempts of which nothing is left, and without the lines that are in the file."""
+        """The head without dead attempts of which nothing is left, and without the lines that are in parts."""
         dead = {attempt: folder for attempt, folder in self.dead.items() if attempt not in gone}
         count = min(max(moved - self.logged, 0), len(self.log))
         return self.next(dead=dead, log=self.log[count:], logged=self.logged + count)

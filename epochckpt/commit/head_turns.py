@@ -21,7 +21,7 @@ class Pace:
     """How the tries of a change follow one another.
 
     Attributes:
-        pauses_secs: before each try, see `storage.rounds`; empty for those of a write that somebody waits for.
+        pauses_secs: pauses before each try, see `storage.rounds`; empty for the usual ones.
         limit_secs: after which no further try begins; 0 as above.
         yields: whether it lets others go first, in the store, too: a request that is refused is not repeated there.
     """
@@ -80,6 +80,6 @@ _lock = threading.Lock()
 
 
 def of(store: Store) -> Turns:
-    """Those of the head of a directory, which all that write there in this process share."""
+    """The turns at the head of a directory; all writers of this process share them."""
     with _lock:
         return _turns.setdefault((store.root.rstrip("/"), store.endpoint), Turns())

@@ -110,7 +110,7 @@ def write(commits: PutCommits, found: Rebuilt) -> None:
     head = Head(incarnation=last, past=tuple(sorted(runs - {last})), epochs=found.epochs, aside=found.aside)
     beside, stock = commits.beside(head)
     foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
-    logged = max((line.number for line in metrics_log.read(commits.store)), default=0)
+    logged = max((line.number for line in metrics_log.read_parts(commits.store)), default=0)
     head = head.claimed(claiming.owner(), foreign).next(closed=True, stock=stock, logged=logged)
     if not commits.write_rebuilt(found.seen, head):
         raise changed

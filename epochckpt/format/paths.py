@@ -30,6 +30,7 @@ ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's 
 LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax keep it
 MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
 METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `commit.metrics_log`
+METRICS_PART_PREFIX = "metrics-"  # of the names of its parts on object stores, see `commit.object_log`
 HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
 ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
 
@@ -57,6 +58,11 @@ _METRICS = re.compile(re.escape(METRICS_PREFIX) + r"(.+)\.json\Z")
 def head_page(digest: str) -> str:
     """Path of the page of a head whose content has this digest."""
     return f"{HEAD.rpartition('/')[0]}/{HEAD_PAGE_PREFIX}{digest}.json"
+
+
+def metrics_part(first: int) -> str:
+    """Path of a part of the log of deleted epochs, by the number of its first line."""
+    return f"{HEAD.rpartition('/')[0]}/{METRICS_PART_PREFIX}{first:08d}.jsonl"
 
 
 def new_id() -> str:

@@ -156,7 +156,7 @@ class ObjectStore(Store):
                     self._versions.pop(next(iter(self._versions)))
 
     def check_conditions(self, path: str) -> None:
-        """Two writes, which must be refused; before them one more where there is no such object."""
+        """Two writes, which must be refused. A missing object is created first."""
         known = self.root, self.endpoint
         if known in _enforcing:
             return

@@ -432,7 +432,7 @@ def rounds(pauses: Iterable[float] = (), limit_secs: float = 0.0) -> Iterator[in
 
 
 class Conflicts:
-    """What was seen of a file while writes failed whose condition was that it has not changed."""
+    """Counts failed conditional writes of a file, and compares what was read before each."""
 
     def __init__(self) -> None:
         self._began, self._tries, self._same = time.monotonic(), 0, 0
