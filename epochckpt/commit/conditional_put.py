@@ -87,15 +87,14 @@ class PutCommits(Commits):
         return found and found[0]
 
     def _look(self) -> tuple[Head, bytes] | None:
-        for number in range(_LOOKS):
+        for left in reversed(range(_LOOKS)):
             try:
                 return self._look_once()
             except FileNotFoundError as error:  # a page: whoever changed the head since has removed it
-                missing = error
-                if number:
-                    logging.info("%s: a page of the head is missing; looking again", self.store.root)
-        error = DamagedError(str(missing.filename), f"is missing, and {paths.HEAD} names it")
-        raise self._advised(error) from missing
+                if not left:
+                    damage = DamagedError(str(error.filename), f"is missing, and {paths.HEAD} names it")
+                    raise self._advised(damage) from error
+        raise AssertionError  # the last round returns or raises
 
     def _look_once(self) -> tuple[Head, bytes] | None:
         number, seen = next(self._looks), self._seen
@@ -164,6 +163,7 @@ class PutCommits(Commits):
         out of date.
         """
         seen, fresh, conflicts = (None if pace.yields else self._seen), False, Conflicts()
+        refused, patient = None, not pace.yields
         for _ in rounds(pace.pauses_secs, pace.limit_secs):
             with self._turns.taken(pace):
                 if seen is None:
@@ -183,19 +183,22 @@ class PutCommits(Commits):
                 if new is not None and not late:
                     new = new.tidied(self.swept, self._log.moved)
                     try:
-                        if (written := self._put(seen, new, patient=not pace.yields)) is not None:
+                        if (written := self._put(seen, new, patient=patient)) is not None:
                             return written
+                        refused = None
+                        if fresh:
+                            conflicts.note(seen[1])
                     except StorageError as error:
-                        if not pace.yields or error.errno != errno.EBUSY:
+                        if not pace.yields or (patient and error.errno != errno.EBUSY):
                             raise
-                    if fresh:
-                        conflicts.note(seen[1])
+                        refused = error
+                        patient = error.errno != errno.EBUSY  # else others write now, and may go first
                 elif fresh and new is None:
                     return old
                 elif fresh:
                     raise self._fenced(epoch, old)
                 seen = None  # what is remembered may be of long ago
-        raise conflicts.error(f"{self.store.root}/{paths.HEAD}")
+        raise refused or conflicts.error(f"{self.store.root}/{paths.HEAD}")
 
     def _put(self, old: tuple[Head | None, bytes] | None, new: Head, *, patient: bool = True) -> Head | None:
         """Writes the head, with its new pages, if it is still the old one; returns it, or None."""

@@ -329,6 +329,18 @@ def test_ten_evaluators_beside_a_run_fail_neither_saves_nor_attachments(cloud: B
         assert [manager.metrics(epoch) for epoch in range(epochs)] == [expected] * epochs
 
 
+@pytest.mark.parametrize("fault", [Fault(lost=True), Fault(reset=True), Fault(status=503), Fault(status=429)])
+def test_attaching_survives_a_fault_that_passes(cloud: Bucket, shrunk: float, fault: Fault) -> None:
+    """Also one that loses the answer of a write that was carried out."""
+    url, left = cloud.new_url(), [fault] * 2
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+    cloud.proxy.decide = lambda request: left.pop() if left and is_head(request) and request.writes else None
+    ec.attach_metrics(url, 1, {"accuracy": 0.5}, "evaluator")
+    with ec.CheckpointManager(url) as manager:
+        assert manager.metrics(1) == {"accuracy": 0.5}
+
+
 def test_attachments_that_wait_in_one_process_go_with_one_change(cloud: Bucket) -> None:
     """While a save has its turn with the head they wait; then the first takes all along."""
     url = cloud.new_url()
