@@ -5,9 +5,10 @@ are half full or less, because they were made so or because their other entries 
 ones. So the number of pages follows that of the entries that count.
 
 Whoever changes the head writes the new pages first, then the head, and removes the pages that the head names no more,
-then or with the next change. A writer that is killed in between leaves pages that no head names: the next claim removes
-them. It lists the pages before it changes the head, and each change writes pages of its own after its look at the head:
-so no later head names a page that the claim has listed and that its own head does not name.
+then or with the next change. A writer that is killed in between leaves pages that no head names: the next claim
+removes them. It lists the pages before it changes the head, and removes those that its own head does not name. No
+later head names one of these: a change names only pages of the head before it, and pages that it has written itself
+since it read that.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
 On a file system the line is appended before the epoch goes out of sight, and is not flushed: a power cut may lose the
 last lines, or tear one. What is no whole line counts for nothing. In an object store the change of the head that
-deletes the epoch also adds the line to the head, and some lines at a time move from there to a part of the log, an
-object `_epochckpt/metrics-<number of its first line>.jsonl` that never changes.
+deletes the epoch adds the line to the head. Some lines at a time then move to a part of the log: an object that never
+changes, `_epochckpt/metrics-<n>.jsonl`, where n is the number of its first line.
 """
 
 from __future__ import annotations
