@@ -13,7 +13,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 MAX_LINES = 600
-LONGER = {"epochckpt/manager/manager.py": 820}  # one class, which is read from top to bottom
+LONGER = {  # one class, which is read from top to bottom
+    "epochckpt/commit/conditional_put.py": 800,
+    "epochckpt/manager/manager.py": 820,
+}
 SLEEP = re.compile(r"\btime\s*\.\s*sleep\s*\(|\bfrom\s+time\s+import\b.*\bsleep\b")
 ABANDONED = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 TEST_IMPORT = re.compile(
