@@ -29,7 +29,7 @@ from absl import logging
 
 from epochckpt.errors import DamagedError, FormatError, StorageError, kept, unreadable
 from epochckpt.format import EpochRecord, paths
-from epochckpt.storage import Store, patiently
+from epochckpt.storage import Store, patiently, scheme_of
 
 STEP_RECORD = "_CHECKPOINT_METADATA"
 TREE_RECORD = "_METADATA"
@@ -58,8 +58,8 @@ _JSON_HANDLER = (
 
 
 def saves_to(store: Store) -> bool:
-    """Whether stock Orbax saves to such a store: it takes no path of another kind of bucket than gs://."""
-    return store.renames or store.root.startswith("gs://")
+    """Whether stock Orbax saves to such a store: to file systems, and to one kind of bucket."""
+    return scheme_of(store.root).stock_orbax
 
 
 def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:

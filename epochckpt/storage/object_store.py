@@ -1,4 +1,4 @@
-"""Epochs in an object store: `gs://`, `s3://`, and `memory://` for one process.
+"""Epochs in an object store: see `schemes` for the kinds.
 
 Folders are prefixes of keys: they exist while a key does, and cannot be renamed. Large files are streamed in chunks:
 `concurrency` of them are in memory, of all files together. See `object_client` for what a request promises.
@@ -149,7 +149,7 @@ class ObjectStore(Store):
 
     def copy(self, src: str, dst: str, *, replace: bool = True) -> None:
         """One request; S3 copies up to 5 GiB so."""
-        if not replace and self.root.startswith("s3://"):
+        if not replace and not self._client.scheme.copies_if_absent:
             raise io.UnsupportedOperation(f"{self.root} cannot copy on condition that there is no {dst!r}")
         self._client.copy(src, dst, replace=replace)
 

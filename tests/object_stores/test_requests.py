@@ -71,6 +71,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("server", ["gs", "s3", "az"], indirect=True)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_call_survives_a_fault_that_passes(name: str, cloud: Bucket, store: Store, quick: None) -> None:
     """A lost answer is no conflict, even where a condition is met by the object of the request itself."""
@@ -352,7 +353,7 @@ def test_a_folder_that_no_object_can_be_in_is_refused(prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["az://bucket/run", "gs://", "s3:///run", "gs://me:secret@bucket/run", "s3://bucket/a#b"]
+    "url", ["hf://bucket/run", "gs://", "az://", "s3:///run", "gs://me:secret@bucket/run", "s3://bucket/a#b"]
 )
 def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="expected gs://bucket/run"):
