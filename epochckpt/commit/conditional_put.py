@@ -81,6 +81,9 @@ class PutCommits(Commits):
         return found and found[0]
 
     def _look(self) -> tuple[Head, bytes] | None:
+        return self.store.confirming_damage(self._look_once)
+
+    def _look_once(self) -> tuple[Head, bytes] | None:
         number, seen = next(self._looks), self._seen
         try:
             with self.access():

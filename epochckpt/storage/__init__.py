@@ -18,7 +18,7 @@ from epochckpt.storage.object_store import ObjectStore
 from epochckpt.storage.posix import ALIGNMENT, PosixStore
 from epochckpt.storage.schemes import SCHEMES, Scheme
 from epochckpt.storage.schemes import of as scheme_of
-from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, patiently, writing
+from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, patiently, read_json, writing
 
 __all__ = [
     "ALIGNMENT",
@@ -36,6 +36,7 @@ __all__ = [
     "path_text",
     "patiently",
     "plain",
+    "read_json",
     "scheme_of",
     "with_settings",
     "writing",

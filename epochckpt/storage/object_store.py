@@ -16,15 +16,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.errors import AccessError, StorageError
+from epochckpt.errors import AccessError, StorageError, say
 from epochckpt.storage.object_client import CHUNK_BYTES, Client, chunk_bytes, existing, missing
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
+
+T = TypeVar("T")
 
 PART_BYTES = 64 << 20
 """Largest data file: larger ones are cut, so that several are under way at once."""
@@ -146,6 +148,14 @@ class ObjectStore(Store):
                 "two runs from writing here at the same time, so nothing is saved here: use a store that has "
                 "If-None-Match and If-Match for writes"
             )
+
+    def confirming_damage(self, read: Callable[[], T]) -> T:
+        """One more request where the first answer is damaged."""
+        try:
+            return read()
+        except (ValueError, EOFError) as error:
+            logging.warning("%s: %s; it is read once more: an answer may be damaged on its way", self.root, say(error))
+        return read()
 
     def copy(self, src: str, dst: str, *, replace: bool = True) -> None:
         """One request; S3 copies up to 5 GiB so."""

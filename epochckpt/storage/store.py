@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from absl import logging
@@ -263,6 +264,14 @@ class Store(ABC):
         """
         del path, data
 
+    def confirming_damage(self, read: Callable[[], T]) -> T:
+        """Calls `read`, which reads something and checks it, and raises what it raises.
+
+        A reply of an object store may be damaged on its way, unseen by TCP. There a ValueError (so a DamagedError or a
+        FormatError) or an EOFError counts only if a second call raises one, too. On POSIX these are the disk's bytes.
+        """
+        return read()
+
     def make_folder(self, path: str) -> None:
         """Creates one folder, never its parents; nothing to do on object stores.
 
@@ -383,6 +392,11 @@ class Store(ABC):
         Symlinks are removed, not followed. Files that appear during the call are removed too, up to a bound
         (`ENOTEMPTY`).
         """
+
+
+def read_json(store: Store, path: str, *, limit_bytes: int) -> Any:
+    """The JSON in a small file; ValueError or RecursionError if it is none, else what `Store.read` raises."""
+    return store.confirming_damage(lambda: json.loads(store.read(path, limit_bytes=limit_bytes)))
 
 
 def patiently(name: str, read: Callable[[], T]) -> T:
