@@ -49,7 +49,8 @@ _QUIET_SECS = 3.0  # of repeating, before it is said
 _URL = re.compile(rf"({'|'.join(schemes.SCHEMES)})://([\w.~-]+)(?:/+([^?#]*))?(?:\?([^#]*))?")
 _PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/]+/)*(?!\.{1,2}/?$)[^/]+/*")
 _UNNAMEABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
-_STATUS = re.compile(r"status code: (\d+)|\(code: (\d+)\)$")  # of a request, or of a part of one that is many
+_STATUS = re.compile(r"status code: (\d+)|\(code: (\w+)\)$")  # of a request, or of one key of a request for many
+_CODES = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503}  # of one key
 _BEYOND = re.compile(r"status code: 416|Invalid range")
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 _POLICY = frozenset({400, 403, 409})  # the answers by which a bucket's policy keeps an object as it is
@@ -378,8 +379,7 @@ class Client:
                 raise missing(name) from error
             except exceptions.BaseError as error:
                 why, cause = reason(error), _cause(error)
-                answer = _STATUS.search(why)
-                status = int(answer[1] or answer[2]) if answer else None
+                status = _status(why)
                 if self.scheme.policy.search(why) and status in _POLICY:
                     raise AccessError(
                         f"{name}: a policy of the bucket (retention, hold or lock) forbids {doing}: {why}"
@@ -442,6 +442,15 @@ class Client:
 
     def _no_bucket(self) -> AccessError:
         return AccessError(f"{self.root}: there is no such bucket; create it, or correct the name")
+
+
+def _status(why: str) -> int | None:
+    """The HTTP status by which a server refused, or the one that its code stands for; None where there is none."""
+    found = _STATUS.search(why)
+    if found is None:
+        return None
+    text = found[1] or found[2]
+    return int(text) if text.isdecimal() else _CODES.get(text)
 
 
 def chunk_bytes(size: int) -> int:

@@ -280,7 +280,7 @@ SCHEMES = {
             account_server="https://{account}.blob.core.windows.net",
             exists=re.compile("BlobAlreadyExists"),
             no_bucket=re.compile("ContainerNotFound|container does not exist"),
-            policy=re.compile("ImmutableDueTo|ImmutabilityPolicy|LegalHold"),
+            policy=re.compile("immutable ?due ?to|ImmutabilityPolic|legal ?hold", re.IGNORECASE),
         ),
         Scheme(name="memory", example="memory://name"),
     )

@@ -21,6 +21,7 @@ from epochckpt.errors import (
     AccessError,
     DamagedError,
     EpochCheckpointError,
+    RemovalError,
     StorageBehindError,
     StorageError,
     UnsupportedError,
@@ -207,6 +208,36 @@ def test_a_store_that_goes_away_fails_a_save_and_no_more(cloud: Bucket, quick: N
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 3]
         np.testing.assert_array_equal(manager.restore(1)["w"], np.ones(3))
+
+
+POLICIES = {
+    "gs": Fault(status=403, code="RetentionPolicyNotMet"),
+    "s3": Fault(status=403, code="AccessDenied</Code><Message>object protected by object lock</Message><Code>"),
+    "az": Fault(status=409, code="BlobImmutableDueToPolicy"),
+}
+
+
+@pytest.mark.parametrize("server", ["gs", "s3", "az"], indirect=True)
+def test_a_policy_that_keeps_objects_fails_no_save(cloud: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    """What is deleted counts no more, and stays until the policy lets it go; the log says why, and so does `delete`."""
+    url, forbidden = cloud.new_url(), POLICIES[cloud.scheme]
+    deletes = ("DELETE",) if cloud.scheme == "gs" else ("POST",)
+    cloud.proxy.decide = lambda request: forbidden if request.kind in deletes else None
+    with ec.CheckpointManager(url, options=Options(max_to_keep=1)) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"w": jnp.ones(3) * epoch}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+    assert "a policy of the bucket (retention, hold or lock) forbids deleting" in caplog.text
+    with ec.CheckpointManager(url) as manager:
+        manager.save(3, args=Save({"w": jnp.ones(3)}))
+        manager.wait_until_finished()
+        manager.delete(2)
+        with pytest.raises(RemovalError, match="forbids deleting"):
+            manager.wait_until_finished()
+        assert manager.all_steps() == [3]
+        with pytest.raises(AccessError, match="forbids deleting"):
+            open_store(url).remove("3/epoch.json")
 
 
 def files_of(url: str, epoch: int) -> list[str]:

@@ -273,6 +273,30 @@ def test_credentials_that_cannot_be_had_just_now_are_asked_for_again(quick: None
         client.ask("", "reading", refusing("Received redirect without LOCATION", 1))
 
 
+PARTS = {
+    "s3": "DeleteObjects request failed for key a: {} (code: AccessDenied)",
+    "az": "Bulk delete request failed for key a: {} (code: 409)",
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text", "said"),
+    [
+        ("s3", "Access Denied", "deleting is not permitted"),
+        ("s3", "Access Denied because object protected by object lock.", "a policy of the bucket .* forbids deleting"),
+        ("az", "This operation is not permitted as the blob is immutable due to a policy.", "a policy .* forbids"),
+    ],
+)
+def test_a_key_that_may_not_be_deleted_among_many_is_an_answer(
+    scheme: str, text: str, said: str, pauses: list[float]
+) -> None:
+    """The request itself has succeeded: what became of a key stands in the answer, and no repetition changes it."""
+    client = object_client.Client(f"{scheme}://bucket/run?anonymous=true", ACCOUNTS[scheme])
+    with pytest.raises(AccessError, match=said):
+        client.ask("a", "deleting", refusing(PARTS[scheme].format(text), 1))
+    assert not pauses
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("AWS_ENDPOINT_URL", "localhost:9000"), ("AWS_ENDPOINT_URL_S3", "ftp://x"), ("AWS_ENDPOINT", "https://u:p@x")],

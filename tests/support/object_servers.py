@@ -85,6 +85,7 @@ class Proxy:
         self.requests: list[Request] = []
         self.decide: Callable[[Request], Fault | None] = lambda request: None
         self.delay_secs = 0.0
+        self.prefix = ""  # of the paths of all requests, which the server does not see
         self._under_way, self._changed = 0, threading.Condition()
         self._server = Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self.port: int = self._server.server_address[1]
@@ -134,6 +135,9 @@ class _Handler(Handler):
             self._do()
 
     def _do(self) -> None:
+        if not self.path.startswith(self.proxy.prefix):
+            return self.send_error(404)
+        self.path = self.path.removeprefix(self.proxy.prefix)
         request = Request(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
         self.proxy.requests.append(request)
         fault = self.proxy.decide(request) or Fault()
