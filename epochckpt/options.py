@@ -85,8 +85,8 @@ class BucketSettings(Mapping[str, Any]):
         retries: how often a request is repeated that the store refuses for the moment.
         first_retry_secs: the pause before a request is repeated; each further one is twice as long.
         longest_retry_secs: the longest pause.
-        concurrency: how many requests are under way at once, where there are many to make: chunks of 8 MiB of what is
-            saved, which is all that a save holds in memory beside the state, reads of up to 16 MiB, and small ones.
+        concurrency: largest number of requests under way at once: uploads of chunks of 8 MiB, reads of up to 16 MiB,
+            and small ones. Beside the state, a save holds this many chunks in memory.
     """
 
     endpoint: str | None = None

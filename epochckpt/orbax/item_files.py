@@ -1,8 +1,8 @@
 """Where other programs find the files of an item of stock Orbax: TensorStore, and Orbax's handlers.
 
-TensorStore reads a file system, and a bucket for which it has a driver (see `storage.schemes`) where it asks the same
-server as we do: that is the one of a variable of the environment, or the cloud's own, and no setting changes it. Else
-it is given a local copy.
+TensorStore reads file systems, and buckets for which it has a driver (see `storage.schemes`). Its server is the cloud's
+own, or the one that an environment variable names; no setting changes it. If our server is another one, TensorStore
+reads a local copy.
 """
 
 import contextlib

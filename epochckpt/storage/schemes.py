@@ -1,7 +1,7 @@
-"""The schemes of URLs that are directories: a row of one table for each, and nothing about a scheme stands elsewhere.
+"""The schemes of buckets (`gs://`, `s3://`, …): one table with a row for each. To add a scheme, add a row.
 
-A row says how a client is made, which settings and variables of the environment it takes, what its answers mean where
-obstore does not say so itself, and which other programs read such a bucket. To add a scheme, add a row.
+A row has the client's constructor, the settings and the environment variables of the scheme, the error codes that
+obstore does not translate, and the abilities of other programs. No other module tests the name of a scheme.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Opening:
     """What a client is made of.
 
     Attributes:
-        bucket: its name.
-        account: that it belongs to, where buckets do.
-        settings: how it is reached.
-        endpoint: the server; empty for the cloud's own.
-        environment: the variables that count for this scheme.
+        bucket: name of the bucket.
+        account: name of the bucket's account. Empty if buckets have no account.
+        settings: the settings of the bucket.
+        endpoint: URL of the server. Empty for the cloud's own.
+        environment: the environment variables that change a client of this scheme.
         client_options: time limits and the like, as obstore names them.
         retry_config: how often the client repeats a request by itself, as obstore names it.
     """
@@ -55,7 +55,10 @@ class Opening:
         headers: Mapping[str, str] | None = None,
         credential_provider: Any = None,
     ) -> Any:
-        """A client of obstore's class `store`, with what is given in the `config`; for `endpoint`, if not our own."""
+        """An object of obstore's class `store`, with the values of `config` that are not empty.
+
+        `endpoint` takes the place of the endpoint of this object.
+        """
         server = self.endpoint if endpoint is None else endpoint
         given: dict[str, Any] = {"config": {name: value for name, value in config.items() if value}}
         given["client_options"] = {
@@ -89,23 +92,23 @@ class Scheme:
     """One row of the table.
 
     Attributes:
-        name: what stands before `://`.
+        name: the text before `://`.
         example: a URL, for errors.
-        client: makes a client, and says which server it asks; None: there is no server.
-        settings: those that say which server and who asks; the others are everywhere.
-        payer: what `requester_pays` is: `bool`, or `str` for the name of a project.
-        server_variables: those of the environment that name a server, the first one first.
-        bare_servers: these may name a server without `http://`.
-        variables: what the names of variables begin with that change a client.
-        account_variable: names the account, where buckets belong to one; empty: they do not.
-        account_server: the server of an account, with `{account}`.
-        exists: an answer with status 409 by which there is such an object; else 409 asks to try again.
-        no_bucket: an answer by which there is no such bucket.
-        policy: an answer by which a policy (retention, hold, lock) keeps an object as it is.
-        copies_if_absent: its server copies an object on condition that there is none at the target.
-        stock_orbax: stock Orbax reads and writes there.
-        orbax_name: what Orbax calls it in its events.
-        tensorstore: how TensorStore reads there; None: not at all.
+        client: makes a client and returns it with its endpoint. None if the scheme has no server.
+        settings: the settings of server and identity that the scheme takes. Every scheme takes the other settings.
+        payer: the type of `requester_pays`: `bool`, or `str` for the name of a project.
+        server_variables: environment variables that name a server. The first one that is set counts.
+        bare_servers: these variables may leave `http://` out.
+        variables: prefixes of the names of all environment variables that change a client.
+        account_variable: environment variable that names the account of a bucket. Empty if buckets have no account.
+        account_server: URL of an account's server, with `{account}` in it.
+        exists: matches an answer with status 409 that means "this object exists". Any other 409 means "try again".
+        no_bucket: matches an answer that means "this bucket does not exist".
+        policy: matches an answer by which a retention policy, a hold or a lock protects an object.
+        copies_if_absent: the server can copy an object on the condition that the target does not exist.
+        stock_orbax: stock Orbax can read and write such a bucket.
+        orbax_name: the scheme's name in Orbax's events.
+        tensorstore: the driver of TensorStore. None if TensorStore has no driver.
     """
 
     name: str

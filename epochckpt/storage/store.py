@@ -265,10 +265,11 @@ class Store(ABC):
         del path, data
 
     def confirming_damage(self, read: Callable[[], T]) -> T:
-        """Calls `read`, which reads something and checks it, and raises what it raises.
+        """Returns the result of `read`, a function that reads and verifies.
 
-        A reply of an object store may be damaged on its way, unseen by TCP. There a ValueError (so a DamagedError or a
-        FormatError) or an EOFError counts only if a second call raises one, too. On POSIX these are the disk's bytes.
+        An answer of an object store may be damaged on its way. On an object store `read` is therefore called a second
+        time if it raises a ValueError (such as DamagedError or FormatError) or an EOFError; the second error is raised.
+        On POSIX the disk holds the damage, and one call is enough.
         """
         return read()
 
@@ -395,7 +396,10 @@ class Store(ABC):
 
 
 def read_json(store: Store, path: str, *, limit_bytes: int) -> Any:
-    """The JSON in a small file; ValueError or RecursionError if it is none, else what `Store.read` raises."""
+    """The JSON value in a small file.
+
+    Raises ValueError or RecursionError for a file that is no JSON, and the errors of `Store.read`.
+    """
     return store.confirming_damage(lambda: json.loads(store.read(path, limit_bytes=limit_bytes)))
 
 
