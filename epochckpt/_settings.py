@@ -220,8 +220,8 @@ class Settings:
         mirror_backlog: So many epochs may wait for the mirror; if there are more, the oldest is not mirrored.
         local_disks: The directory is on a disk of each process's own; needs a mirror.
         store: How a bucket is reached: name=value with & between them, as in a URL's query, which comes first. Names:
-            endpoint, region, profile, requester_pays, anonymous, retries, first_retry_secs, longest_retry_secs,
-            concurrency.
+            endpoint, account, region, profile, requester_pays, anonymous, retries, first_retry_secs,
+            longest_retry_secs, concurrency.
         metadata_handler: Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many
             runs.
         resume: auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. must:

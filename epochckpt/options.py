@@ -27,7 +27,7 @@ def _matching(pattern: str) -> Callable[[Any], str]:
 
 def _endpoint(value: Any) -> str:
     # An epath.Path has removed a slash.
-    scheme, host = _matching(r"https?://?[^/@?#\s]+/?")(value).rstrip("/").split(":", 1)
+    scheme, host = _matching(r"https?://?[^/@?#\s]+(?:/[^@?#\s]*)?")(value).rstrip("/").split(":", 1)
     return f"{scheme}://{host.lstrip('/')}"
 
 
@@ -58,7 +58,8 @@ def _pause(value: Any) -> float:
 
 
 _BUCKET: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "endpoint": ("http://host:port or https://host:port, without a path and without a password", _endpoint),
+    "endpoint": ("http://host:port or https://host:port, perhaps with a path, without a password", _endpoint),
+    "account": ("the name of a storage account", _matching(r"[\w-]+")),
     "region": ("the name of a region", _matching(r"[\w-]+")),
     "profile": ("the name of a profile in ~/.aws", _matching(r"[^\x00-\x1f\x7f]+")),
     "requester_pays": ("true or false; on gs:// the project that pays", _payer),
@@ -75,7 +76,8 @@ class BucketSettings(Mapping[str, Any]):
     """How a bucket is reached: a mapping of the settings that are given. Secrets are none of them.
 
     Attributes:
-        endpoint: the server, as `https://host:port`; else the cloud's own.
+        endpoint: the server, as `https://host:port` or `https://host/path`; else the cloud's own.
+        account: the storage account that the container belongs to (Azure).
         region: of the bucket (S3).
         profile: of `~/.aws`: its credentials, and its region and endpoint where they are not given (S3; needs boto3).
         requester_pays: who reads pays: true (S3), or the project that pays (Google).
@@ -83,11 +85,12 @@ class BucketSettings(Mapping[str, Any]):
         retries: how often a request is repeated that the store refuses for the moment.
         first_retry_secs: the pause before a request is repeated; each further one is twice as long.
         longest_retry_secs: the longest pause.
-        concurrency: how many requests are under way at once, where there are many to make: chunks of 8 MiB of what is
-            saved, which is all that a save holds in memory beside the state, reads of up to 16 MiB, and small ones.
+        concurrency: largest number of requests under way at once: uploads of chunks of 8 MiB, reads of up to 16 MiB,
+            and small ones. Beside the state, a save holds this many chunks in memory.
     """
 
     endpoint: str | None = None
+    account: str | None = None
     region: str | None = None
     profile: str | None = None
     requester_pays: bool | str | None = None
@@ -169,8 +172,8 @@ def _unknown(name: str) -> str:
     if _SECRET.search(name):
         return (
             f"{shown} is a secret and no setting: URLs and settings stand in logs and in lists of processes. Give it "
-            "in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS), or "
-            "name a profile of ~/.aws"
+            "in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, or "
+            "AZURE_STORAGE_ACCOUNT_KEY), or name a profile of ~/.aws"
         )
     return f"there is no setting {shown}; {_text.near(name, _BUCKET)}"
 
@@ -238,9 +241,9 @@ class StorageOptions:
         local_disks: each process of the job has a disk of its own, and the directory is another one on each. It needs a
             `mirror`. A process keeps on its disk what its devices hold, and reads the rest from the mirror. An epoch is
             committed on all disks or on none, and stock Orbax reads it in the mirror only. See docs/buckets.md.
-        store: how buckets are reached: `endpoint`, `region`, `profile`, `requester_pays`, `anonymous`, `retries`,
-            `first_retry_secs`, `longest_retry_secs`, `concurrency`; see the page on buckets. What the query of a URL
-            says comes first, the environment last. On file systems it says nothing.
+        store: how buckets are reached: `endpoint`, `account`, `region`, `profile`, `requester_pays`, `anonymous`,
+            `retries`, `first_retry_secs`, `longest_retry_secs`, `concurrency`; see the page on buckets. What the query
+            of a URL says comes first, the environment last. It is ignored on file systems.
     """
 
     io_threads: int = 2

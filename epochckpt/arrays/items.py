@@ -25,7 +25,7 @@ from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
 from epochckpt.arrays.broadcast import Sharing
 from epochckpt.arrays.reader import EpochReader
-from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree
+from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree, restore_trees
 from epochckpt.arrays.targets import by_patterns, by_transforms, plain_target
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.format import DataFile, Nodes, checksums, paths
@@ -88,9 +88,12 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
         places = context.successions([n.name for n in record.nodes])
         sources = {number: places[number] for number in nodes.hosted}
     elif asked.reshard is not None:
+        reader.load_records(range(count))
+        having = [n for n in range(count) if reader.has(n, name)]
         request = TreeRequest(memory_limit_bytes=context.memory_limit_bytes)
-        of_nodes = [reader.of_node(n, name) if reader.has(n, name) else None for n in range(count)]
-        old = [None if node is None else restore_tree(node, name, request) for node in of_nodes]
+        trees = restore_trees([reader.of_node(n, name) for n in having], name, [request] * len(having))
+        of_nodes = dict(zip(having, trees, strict=True))
+        old = [of_nodes.get(n) for n in range(count)]
         new = list(asked.reshard(old, count, now))
         if len(new) != now:
             raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
@@ -103,10 +106,12 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
             f"has {now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
         )
     # Nodes whose old node saved no value are left out.
-    for number, source in sources.items():
-        if reader.has(source, name):
-            request = TreeRequest(plain_target(targets.get(number)), memory_limit_bytes=context.memory_limit_bytes)
-            states[number] = restore_tree(reader.of_node(source, name), name, request)
+    reader.load_records(dict.fromkeys(sources.values()))
+    having = [number for number, source in sources.items() if reader.has(source, name)]
+    limit = context.memory_limit_bytes
+    requests = [TreeRequest(plain_target(targets.get(number)), memory_limit_bytes=limit) for number in having]
+    readers = [reader.of_node(sources[number], name) for number in having]
+    states |= dict(zip(having, restore_trees(readers, name, requests), strict=True))
     if asked.by_node:
         return {nodes.names[number]: state for number, state in states.items()}
     if states:

@@ -154,8 +154,7 @@ class NodeFile:
             with expected():
                 for block, piece in self._pieces(blocks, local.buffer if len(blocks) == 1 else None):
                     with expected():
-                        self._verify(block, piece, always=True)
-                        use(self._bounds(block)[0], piece)
+                        use(self._bounds(block)[0], self._verified(block, piece, always=True))
 
         try:
             spans = self._spans(range(len(self._ends)))
@@ -204,24 +203,45 @@ class NodeFile:
         else:
             into = into[: end - start]
             read = functools.partial(reader.read_into, start, into)
-        problem = f"bytes {start}-{end} cannot be read: "
-        found = self.epoch.guard(self.path, read, problem, lambda: self._leaf_at(start)) if start < end else b""
+        found = self._guarded(start, end, read) if start < end else b""
         data = memoryview(found) if into is None else into
         self.epoch.count(nbytes=end - start)
         for block in blocks:
             a, b = self._bounds(block)
             yield block, data[a - start : b - start]
 
-    def _verify(self, block: int, piece: memoryview, always: bool = False) -> None:
-        if self.epoch.verify or always:
-            began = time.monotonic()
-            found = f"{checksums.xxh3(piece):016x}"
-            self.epoch.count(verify_secs=time.monotonic() - began)
-            if found != self._sums[block]:
-                self.epoch.check_present(f"{self.path} changed")
+    def _guarded(self, start: int, end: int, read: Callable[[], Any]) -> Any:
+        """Calls `read`, which reads these bytes; what fails is an error of the file."""
+        problem = f"bytes {start}-{end} cannot be read: "
+        guarded = functools.partial(self.epoch.guard, self.path, read, problem, lambda: self._leaf_at(start))
+        return self.epoch.store.confirming_damage(guarded)
+
+    def _verified(self, block: int, piece: memoryview, always: bool = False) -> memoryview:
+        """The bytes of a block, verified: these, or where the store's answer was damaged those of another one."""
+        if not (self.epoch.verify or always):
+            return piece
+        reader, answers = self._reader, iter([piece])
+        assert reader is not None, "tasks run while the file is open"
+
+        def checked() -> memoryview:
+            found = next(answers, None)
+            if found is None:
                 start, end = self._bounds(block)
-                problem = f"bytes {start}-{end} differ from what was written (xxh3 {self._sums[block]}, found {found})"
-                raise DamagedError(self.path, problem, self._leaf_at(start))
+                found = memoryview(self._guarded(start, end, functools.partial(reader.read, start, end - start)))
+            self._verify(block, found)
+            return found
+
+        return self.epoch.store.confirming_damage(checked)
+
+    def _verify(self, block: int, piece: memoryview) -> None:
+        began = time.monotonic()
+        found = f"{checksums.xxh3(piece):016x}"
+        self.epoch.count(verify_secs=time.monotonic() - began)
+        if found != self._sums[block]:
+            self.epoch.check_present(f"{self.path} changed")
+            start, end = self._bounds(block)
+            problem = f"bytes {start}-{end} differ from what was written (xxh3 {self._sums[block]}, found {found})"
+            raise DamagedError(self.path, problem, self._leaf_at(start))
 
     def _leaf_at(self, offset: int) -> str | None:
         """The leaf whose bytes lie at an offset; None where there is none."""
@@ -327,8 +347,11 @@ class ArrayFile(NodeFile):
         alone = moves.get(blocks[0], ()) if len(blocks) == 1 and blocks[0] not in runs else ()
         into = alone[0][2] if len(alone) == 1 and alone[0][:2] == self._bounds(blocks[0]) else None
         for block, piece in self._pieces(blocks, into):
-            self._verify(block, piece)
+            checked = self._verified(block, piece)
+            if into is not None and checked is not piece:
+                into[:] = checked
             if into is None:
+                piece = checked
                 origin = self._bounds(block)[0]
                 for start, end, out in moves.get(block, ()):
                     out[:] = piece[start - origin : end - origin]

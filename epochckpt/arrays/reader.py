@@ -118,42 +118,33 @@ class EpochReader:
 
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
         """Fills the `out` of every request; DamagedError, or EpochDeletedError if the epoch went away meanwhile."""
-        began, tally = time.monotonic(), list[tuple[int, float]]()
-        wanted: dict[ArrayFile, dict[int, list[Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-        packed: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
-        with _collector.paused():
-            for pack in packs:
-                if pack.node not in self.here:
-                    requests = [*requests, *self._unpacked(pack)]
-                    continue
-                for file in self.files(pack.item, pack.node):
-                    if np.any(file.cell_of[pack.leaves] >= 0):
-                        packed[file].append(pack)
-            for request in requests:
-                if (content := self._carried(request)) is not None:
-                    request.out[...] = content[slices(request.box)]
-                    continue
-                for (file, position), copy in self._cells(request):
-                    wanted[file][position].append(copy)
-        files = {**packed, **wanted}
-        records = {(file.epoch, file.node) for file in files}
-        self.pool.run([functools.partial(epoch.node_record, node) for epoch, node in records])
-        try:
-            for epoch, _ in records:
-                epoch.tally = tally
-            with _collector.paused():
-                tasks = [task for file in files for task in file.tasks(wanted[file], packed[file])]
-            asked = sum(request.out.nbytes for request in requests) + sum(int(pack.sizes.sum()) for pack in packs)
-            _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), asked)
-            self.pool.run(tasks)
-        finally:
-            for epoch, _ in records:
-                epoch.tally = None
-            for file in files:
-                file.close()
-        if files:
-            sizes = asked, sum(nbytes for nbytes, _ in tally)
-            events.read(self.store.root, time.monotonic() - began, *sizes, sum(secs for _, secs in tally))
+        read_together([(self, requests, packs)])
+
+    def sort(
+        self,
+        requests: Sequence[Request],
+        packs: Sequence[Pack],
+        wanted: dict[ArrayFile, dict[int, list[Copy]]],
+        packed: dict[ArrayFile, list[Pack]],
+    ) -> None:
+        """Notes by files what is to be read of them; fills requests for what the commit record has."""
+        for pack in packs:
+            if pack.node not in self.here:
+                requests = [*requests, *self._unpacked(pack)]
+                continue
+            for file in self.files(pack.item, pack.node):
+                if np.any(file.cell_of[pack.leaves] >= 0):
+                    packed[file].append(pack)
+        for request in requests:
+            if (content := self._carried(request)) is not None:
+                request.out[...] = content[slices(request.box)]
+                continue
+            for (file, position), copy in self._cells(request):
+                wanted[file][position].append(copy)
+
+    def load_records(self, nodes: Iterable[int]) -> None:
+        """Reads the records of these nodes, several at once."""
+        self.pool.run([functools.partial(self.node_record, node) for node in nodes])
 
     def count(self, nbytes: int = 0, verify_secs: float = 0.0) -> None:
         """Counts bytes that `read` has read, and the time that it took to verify some; called from any thread."""
@@ -224,6 +215,9 @@ class EpochReader:
 
     @once
     def _node_record(self, node: int) -> NodeRecord:
+        return self.store.confirming_damage(lambda: self._read_node_record(node))
+
+    def _read_node_record(self, node: int) -> NodeRecord:
         entry = self.record.nodes[node]
         path = self.path(node)
         data = self.guard(path, lambda: self.store.read(path, limit_bytes=entry.record_size))
@@ -247,7 +241,9 @@ class EpochReader:
         if own is None:
             raise FormatError(self.path(node), f"has no tree of item {item!r}")
         record = dataclasses.replace(self.record, nodes=(self.record.nodes[node],), items={item: own})
-        return EpochReader(self.store, self.folder, record, self.pool, self.verify)
+        reader = EpochReader(self.store, self.folder, record, self.pool, self.verify)
+        reader.kept["_node_record", 0] = self.node_record(node)  # so that it is not read again
+        return reader
 
     @once
     def files(self, item: str, node: int) -> list[ArrayFile]:
@@ -389,6 +385,37 @@ class EpochReader:
         leaf = arrays.leaves[request.leaf]
         assert leaf.dtype is not None, "it has bytes"
         return np.frombuffer(content, np.uint8).view(leaf.dtype).reshape(leaf.shape)
+
+
+def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence[Pack]]]) -> None:
+    """Does what `EpochReader.read` does for several readers of one directory, with the threads of the first."""
+    began, tally = time.monotonic(), list[tuple[int, float]]()
+    wanted: dict[ArrayFile, dict[int, list[Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    packed: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
+    pool, root = asked[0][0].pool, asked[0][0].store.root
+    with _collector.paused():
+        for reader, requests, packs in asked:
+            reader.sort(requests, packs, wanted, packed)
+    files = {**packed, **wanted}
+    records = {(file.epoch, file.node) for file in files}
+    pool.run([functools.partial(epoch.node_record, node) for epoch, node in records])
+    try:
+        for epoch, _ in records:
+            epoch.tally = tally
+        with _collector.paused():
+            tasks = [task for file in files for task in file.tasks(wanted[file], packed[file])]
+        sizes = [request.out.nbytes for _, requests, _ in asked for request in requests]
+        sizes += [int(pack.sizes.sum()) for _, _, packs in asked for pack in packs]
+        _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), sum(sizes))
+        pool.run(tasks)
+    finally:
+        for epoch, _ in records:
+            epoch.tally = None
+        for file in files:
+            file.close()
+    if files:
+        read = sum(nbytes for nbytes, _ in tally)
+        events.read(root, time.monotonic() - began, sum(sizes), read, sum(secs for _, secs in tally))
 
 
 def _places_in(files: Sequence[ArrayFile]) -> dict[tuple[int, int], tuple[ArrayFile, int]]:

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -16,13 +16,17 @@ from epochckpt._text import readable, shown
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.broadcast import Sharing, Source
 from epochckpt.arrays.node_files import Pack
-from epochckpt.arrays.reader import Request
+from epochckpt.arrays.reader import EpochReader, Request, read_together
 from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, Sources, as_saved, describe_leaf, key_dims
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
 from epochckpt.format import ArrayItem, Box, EpochRecord, Leaf
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import box_shape, whole
 from epochckpt.storage.mmap import JAX_ALIGNMENT, aligned, fresh
+
+T = TypeVar("T")
+Reads = tuple[Sequence[Request], Sequence[Pack]]
+"""What is to be read of one reader."""
 
 _NAMED = 5
 _ALIGN_FROM = 64 * 1024
@@ -61,17 +65,56 @@ class ArraySource(Protocol):
 
 def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
     """Restores one array item; `shardings` are the saved ones, if the epoch's record lacks them."""
+    return _read_alone(reader, _restoring(reader, name, request, shardings))
+
+
+def restore_trees(readers: Sequence[EpochReader], name: str, requests: Sequence[TreeRequest]) -> list[Any]:
+    """Restores the array item of each reader; all are read at the same time, but where memory is bounded."""
+    if any(request.memory_limit_bytes is not None for request in requests):
+        return [restore_tree(reader, name, request) for reader, request in zip(readers, requests, strict=True)]
+    pairs = enumerate(zip(readers, requests, strict=True))
+    restoring = {number: _restoring(reader, name, request) for number, (reader, request) in pairs}
+    trees: list[Any] = [None] * len(readers)
+    while restoring:
+        asked = []
+        for number, steps in [*restoring.items()]:
+            try:
+                asked.append((readers[number], *next(steps)))
+            except StopIteration as end:
+                trees[number] = end.value
+                del restoring[number]
+        if asked:
+            read_together(asked)
+    return trees
+
+
+def _read_alone(reader: ArraySource, steps: Generator[Reads, None, T]) -> T:
+    """Reads what each step asks for; returns the result of the last one."""
+    while True:
+        try:
+            asked = next(steps)
+        except StopIteration as end:
+            return end.value
+        reader.read(*asked)
+        del asked  # it holds buffers, which the next step lets go of
+
+
+def _restoring(
+    reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None
+) -> Generator[Reads, None, Any]:
+    """Gives what is to be read, as often as that has been read; returns the tree."""
     assembly = _Assembly(reader, name, request.sharing, request.memory_limit_bytes)
     item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)
     if request.target is None and request.restore_args is None:
-        leaves = assembly.run([as_saved(i, leaf, shardings) for i, leaf in enumerate(item.leaves)])
+        leaves = yield from assembly.run([as_saved(i, leaf, shardings) for i, leaf in enumerate(item.leaves)])
         where = f"{reader.folder}/epoch.json"
         return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
 
     with _collector.paused():
         requests, treedef = _match(name, item, reader.record.epoch, request, shardings)
-    tree = tree_lib.unflatten(treedef, assembly.run(requests))
+    leaves = yield from assembly.run(requests)
+    tree = tree_lib.unflatten(treedef, leaves)
     return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
 
 
@@ -155,11 +198,12 @@ def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[
     def form(leaf: Leaf) -> str:
         return "python" if leaf.dtype is None or leaf.kind in ("longstr", "longbytes") else "numpy"
 
-    return assembly.run([LeafRequest(number, form(assembly.item.leaves[number])) for number in numbers])
+    requests = [LeafRequest(number, form(assembly.item.leaves[number])) for number in numbers]
+    return _read_alone(reader, assembly.run(requests))
 
 
 class _Assembly:
-    """Reads the requested leaves of one item and builds their values."""
+    """Says what is to be read for the requested leaves of one item, and builds their values."""
 
     def __init__(
         self, reader: ArraySource, name: str, sharing: Sharing | None = None, memory_limit_bytes: int | None = None
@@ -174,9 +218,12 @@ class _Assembly:
         self.packed: dict[int, np.ndarray] = {}  # these
         self.rows: list[Mismatch] = []
 
-    def run(self, requests: Sequence[LeafRequest]) -> list[Any]:
+    def run(self, requests: Sequence[LeafRequest]) -> Generator[Reads, None, list[Any]]:
+        """See `_restoring`; returns the values."""
         _progress.note("cast", sum(self._casts(request) for request in requests if request.dtype is not None))
-        values = [value for batch in self._batches(requests) for value in self._run(batch)]
+        values: list[Any] = []
+        for batch in self._batches(requests):
+            values += yield from self._run(batch)
         if self.rows:
             raise MismatchError(self.name, self.reader.record.epoch, self.rows)
         return values
@@ -217,13 +264,13 @@ class _Assembly:
         boxes = set(plan_lib.boxes_of_devices(sharding, logical).values())
         return sum(math.prod(box_shape(box + whole(shape[len(box) :]))) for box in boxes) * itemsize
 
-    def _run(self, requests: Sequence[LeafRequest]) -> list[Any]:
+    def _run(self, requests: Sequence[LeafRequest]) -> Generator[Reads, None, list[Any]]:
         self.reads, self.whole, self.packed = [], {}, {}
         with _collector.paused():
             buffers = [self._plan(request) for request in requests]
             packs = self._packs()
         if self.sharing is None:
-            self.reader.read(self.reads, packs)
+            yield self.reads, packs
         else:
             self.sharing.read(Source(self.reader.record, self.name, self.reader.read), requests, self.reads)
         with _collector.paused():

@@ -90,7 +90,7 @@ class PutCommits(Commits):
     def _look(self) -> tuple[Head, bytes] | None:
         for left in reversed(range(_LOOKS)):
             try:
-                return self._look_once()
+                return self.store.confirming_damage(self._look_once)
             except FileNotFoundError as error:  # a page: whoever changed the head since has removed it
                 if not left:
                     damage = DamagedError(str(error.filename), f"is missing, and {paths.HEAD} names it")

@@ -93,15 +93,19 @@ def read_record(
 
     DamagedError or FormatError: the file cannot be used. AccessError or StorageError: storage does not give it.
     """
-    try:
-        data = store.read(path, limit_bytes=limit_bytes)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        raise FormatError(path, str(error)) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return parse(path, data)
+
+    def read() -> T | None:
+        try:
+            data = store.read(path, limit_bytes=limit_bytes)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as error:
+            raise FormatError(path, str(error)) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        return parse(path, data)
+
+    return store.confirming_damage(read)
 
 
 def open_record(path: str, data: bytes, kind: str, trees: bool = True) -> Fields:

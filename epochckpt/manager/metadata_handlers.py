@@ -14,7 +14,7 @@ from absl import logging
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError, InvalidArgumentError, say, unreadable
 from epochckpt.format import checksums, paths
 from epochckpt.manager.reader import epoch_number
-from epochckpt.storage import Store, expanded, open_file, open_store, path_text, plain
+from epochckpt.storage import Store, expanded, open_file, open_store, path_text, plain, read_json
 
 T = TypeVar("T")
 
@@ -283,7 +283,7 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
     """The record in a file; empty if there is no such file."""
     path = f"{store.root}/{name}"
     try:
-        record = json.loads(store.read(name, limit_bytes=_MAX_BYTES))
+        record = read_json(store, name, limit_bytes=_MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (ValueError, RecursionError, IsADirectoryError) as error:  # it is too large, no JSON or no file

@@ -1,7 +1,6 @@
 """The answers of `status`, `verify` and the metadata calls: plain values, read from records."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import orbax.checkpoint as ocp
 
 from epochckpt.errors import DamagedError, EpochCheckpointError, kept
 from epochckpt.format import checksums, paths
-from epochckpt.storage import Store
+from epochckpt.storage import Store, read_json
 
 NO_VIEW = "the Orbax view is not there, as in a copy that left it out: stock Orbax cannot read it, epochckpt can"
 
@@ -106,7 +105,7 @@ def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
     """Orbax's RootMetadata of a directory: what was written there, else what is given; raises DamagedError."""
     for path in (paths.join(*paths.ROOT_METADATA), paths.join(*paths.LEGACY_ROOT_METADATA)):
         try:
-            data = json.loads(store.read(path, limit_bytes=2**24))
+            data = read_json(store, path, limit_bytes=2**24)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             continue
         except (ValueError, RecursionError) as error:

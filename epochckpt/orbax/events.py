@@ -11,6 +11,7 @@ from typing import Any
 from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _monitoring
+from epochckpt.storage import scheme_of
 
 _GIB = 2**30
 _CODEC = {"compression_algorithm": "none", "compression_level": "None"}
@@ -34,7 +35,7 @@ _last_committed = time.monotonic()  # when the newest committed save of this pro
 
 
 def _storage(root: str) -> str:
-    return "gcs" if root.startswith("gs://") else "other"
+    return scheme_of(root).orbax_name
 
 
 class Saves:

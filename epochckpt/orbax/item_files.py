@@ -1,7 +1,8 @@
 """Where other programs find the files of an item of stock Orbax: TensorStore, and Orbax's handlers.
 
-TensorStore reads a file system, and `gs://` where it asks the same server as we do: that is the one of
-TENSORSTORE_GCS_HTTP_URL, or the cloud's own, and no setting changes it. Else it is given a local copy.
+TensorStore reads file systems, and buckets for which it has a driver (see `storage.schemes`). Its server is the cloud's
+own, or the one that an environment variable names; no setting changes it. If our server is another one, TensorStore
+reads a local copy.
 """
 
 import contextlib
@@ -15,10 +16,8 @@ from typing import Any
 from absl import logging
 
 from epochckpt.format import paths
-from epochckpt.storage import Store
+from epochckpt.storage import Store, scheme_of
 
-_GOOGLE = "https://storage.googleapis.com"
-_SERVER = "TENSORSTORE_GCS_HTTP_URL"
 _RETRIES = {"max_retries": 8, "initial_delay": "0.2s", "max_delay": "8s"}  # of a request to a bucket: half a minute
 
 
@@ -69,15 +68,17 @@ class TensorFiles:
         place = os.path.join(self._store.root, self._at)
         if self._store.renames:
             return {"driver": "file", "path": f"{place}/"}
-        asked = os.environ.get(_SERVER, "").rstrip("/") or _GOOGLE
-        if self._store.root.startswith("gs://") and (self._store.endpoint or _GOOGLE) == asked:
-            bucket, _, path = place.removeprefix("gs://").partition("/")
-            return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+        driver, advice = scheme_of(self._store.root).tensorstore, ""
+        if driver is not None:
+            asked = os.environ.get(driver.server_variable, "").rstrip("/") or driver.server
+            if (self._store.endpoint or driver.server) == asked:
+                bucket, _, path = place.partition("://")[2].partition("/")
+                return {"driver": driver.name, "bucket": bucket, "path": f"{path}/"}
+            advice = f". Set {driver.server_variable} to avoid that"
         if not self._copy:
             self._copy = tempfile.mkdtemp(prefix="epochckpt-")
             weakref.finalize(self, shutil.rmtree, self._copy, True)
             text = "%s: TensorStore does not ask %s, so the whole item is copied to %s (see TMPDIR)%s"
-            advice = f". Set {_SERVER} to avoid that" if self._store.root.startswith("gs://") else ""
             logging.warning(text, place, self._store.endpoint or "this store", self._copy, advice)
             _fetch(self._store, self._at, self._copy)
         return {"driver": "file", "path": f"{self._copy}/"}

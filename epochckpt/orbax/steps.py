@@ -19,7 +19,6 @@ Orbax renames a finished step into place, so its folder under its final name is 
 import dataclasses
 import errno
 import functools
-import json
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ from absl import logging
 
 from epochckpt.errors import DamagedError, FormatError, StorageError, kept, unreadable
 from epochckpt.format import EpochRecord, paths
-from epochckpt.storage import Store, patiently
+from epochckpt.storage import Store, patiently, read_json, scheme_of
 
 STEP_RECORD = "_CHECKPOINT_METADATA"
 TREE_RECORD = "_METADATA"
@@ -58,8 +57,8 @@ _JSON_HANDLER = (
 
 
 def saves_to(store: Store) -> bool:
-    """Whether stock Orbax saves to such a store: it takes no path of another kind of bucket than gs://."""
-    return store.renames or store.root.startswith("gs://")
+    """Whether stock Orbax saves to such a store: to file systems, and to one kind of bucket."""
+    return scheme_of(store.root).stock_orbax
 
 
 def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
@@ -145,7 +144,7 @@ def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
     An OSError says that the file cannot be read now, or not by this user, and nothing about its content.
     """
     try:
-        data = json.loads(store.read(path, limit_bytes=MAX_BYTES))
+        data = read_json(store, path, limit_bytes=MAX_BYTES)
     except OSError as error:
         if error.errno not in _NO_RECORD and not isinstance(unreadable(path, error), DamagedError):
             raise unreadable(path, error) from error
@@ -440,7 +439,7 @@ def tree_record(store: Store, at: str, epoch: int) -> dict[str, Any]:
     """An item's `_METADATA`; DamagedError if it cannot be used."""
     path = paths.join(at, TREE_RECORD)
     try:
-        tree = json.loads(store.read(path, limit_bytes=MAX_BYTES))
+        tree = read_json(store, path, limit_bytes=MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise half_written(epoch, path, "is missing; expected the tree of the item") from error
     except OSError as error:  # says nothing about the content: no reason to delete anything
@@ -510,7 +509,7 @@ def prng_impls(store: Store, at: str) -> dict[str, str]:
     for entry in store.list(paths.join(at, ARRAY_RECORDS)):
         path = paths.join(at, ARRAY_RECORDS, entry.name)
         try:
-            for row in json.loads(store.read(path, limit_bytes=MAX_BYTES))["array_metadatas"]:
+            for row in read_json(store, path, limit_bytes=MAX_BYTES)["array_metadatas"]:
                 one = row["array_metadata"]
                 impl = (one.get("ext_metadata") or {}).get("random_key_impl")
                 if impl is not None:

@@ -16,7 +16,21 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage.object_client import plain
 from epochckpt.storage.object_store import ObjectStore
 from epochckpt.storage.posix import ALIGNMENT, PosixStore
-from epochckpt.storage.store import Conflicts, Entry, File, Reader, Store, Tally, Writer, patiently, rounds, writing
+from epochckpt.storage.schemes import SCHEMES, Scheme
+from epochckpt.storage.schemes import of as scheme_of
+from epochckpt.storage.store import (
+    Conflicts,
+    Entry,
+    File,
+    Reader,
+    Store,
+    Tally,
+    Writer,
+    patiently,
+    read_json,
+    rounds,
+    writing,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -25,6 +39,7 @@ __all__ = [
     "File",
     "PosixStore",
     "Reader",
+    "Scheme",
     "Store",
     "Tally",
     "Writer",
@@ -34,13 +49,15 @@ __all__ = [
     "path_text",
     "patiently",
     "plain",
+    "read_json",
     "rounds",
+    "scheme_of",
     "with_settings",
     "writing",
 ]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_COLLAPSED_URL = re.compile(r"(?:gs|s3|az|hf|file|memory|https?):/[^/]")  # not only those that are stores
+_COLLAPSED_URL = re.compile(rf"(?:{'|'.join(SCHEMES)}|hf|file|https?):/[^/]")  # not only those that are stores
 
 
 def expanded(path: str) -> str:
@@ -76,7 +93,7 @@ def open_store(
 ) -> Store:
     """Opens the store for a directory; reads and writes nothing.
 
-    The directory is the URL of an object store (`gs://`, `s3://`, `memory://`), or a POSIX path, made absolute now,
+    The directory is the URL of an object store (see `schemes`), or a POSIX path, made absolute now,
     with `~` expanded, also as `file:///path`. `folder_mode` are the permission bits of new POSIX folders; None leaves
     them to the umask; `direct_io` is that of `StorageOptions`. `settings` are those of a bucket
     (`StorageOptions.store`); the query of a URL comes before them.

@@ -1,7 +1,8 @@
-"""Requests to a bucket (`gs://`, `s3://`, `memory://`), over the `obstore` package: each ends, and says what it met.
+"""Requests to a bucket, over the `obstore` package: each ends, and says what it met. See `schemes` for their kinds.
 
-- A request that the store refuses for the moment (429, 5xx, no connection) is repeated with growing pauses; after a few
-  seconds a warning says so, and at the end a StorageError.
+- A request that the store refuses for the moment (429, 5xx, no connection, silence, an answer that is cut) is repeated
+  with growing pauses; after a few seconds a warning says so, and at the end a StorageError. A failed connection that no
+  repetition mends (a certificate that is not trusted) is an error at once; each error names the cause.
 - A conditional write whose answer was lost meets its own object when it is repeated: the content decides.
 - A bucket that is missing or forbidden is an error of its own, never an empty folder.
 """
@@ -9,7 +10,6 @@
 import datetime
 import errno
 import functools
-import importlib
 import os
 import random
 import re
@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt import _monitoring, _threads
+from epochckpt import _monitoring, _text, _threads
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -30,6 +31,7 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.options import BucketSettings
+from epochckpt.storage import schemes
 from epochckpt.storage.store import check_path, too_large
 
 T = TypeVar("T")
@@ -44,23 +46,19 @@ _SILENT_SECS = 15  # of a server, before a small request counts as failed
 _LARGE_SECS = 90  # one request with its answer
 _PAUSES_SECS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)  # before a request is repeated, if no setting says otherwise
 _QUIET_SECS = 3.0  # of repeating, before it is said
-_URL = re.compile(r"(gs|s3|memory)://([\w.~-]+)(?:/+([^?#]*))?(?:\?([^#]*))?")
-_SETTINGS = {  # that say which server and who asks, by scheme; the others are everywhere
-    "gs": {"endpoint", "requester_pays", "anonymous"},
-    "s3": {"endpoint", "region", "profile", "requester_pays", "anonymous"},
-    "memory": set[str](),
-}
+_URL = re.compile(rf"({'|'.join(schemes.SCHEMES)})://([\w.~-]+)(?:/+([^?#]*))?(?:\?([^#]*))?")
 _PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/]+/)*(?!\.{1,2}/?$)[^/]+/*")
 _UNNAMEABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
-_STATUS = re.compile(r"status code: (\d+)")
+_STATUS = re.compile(r"status code: (\d+)|\(code: (\w+)\)$")  # of a request, or of one key of a request for many
+_CODES = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503}  # of one key
 _BEYOND = re.compile(r"status code: 416|Invalid range")
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
+_POLICY = frozenset({400, 403, 409})  # the answers by which a bucket's policy keeps an object as it is
 _REFUSED = frozenset({400, 401, 403, 404})  # by a server of credentials
 _CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.google|token request|credential provider")
 _PROVIDER_AWAY = re.compile("Transport|Connect|Timeout|Retrieval")  # in the names of its errors
-_FOREIGN = re.compile(r"unknown variant `(\w+)`")  # of Google's files of credentials
+_STRUCTURE = "\n\nDebug source"  # begins what the client prints of an error after its message
 _PANIC = "PanicException"  # of the client's own code: no Exception, so that no handler of errors sees it
-_GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _user: int | None = None  # the process that has used the client, whose threads are in no child of it
 
 
@@ -85,96 +83,85 @@ def plain(url: str) -> str:
 
 @functools.lru_cache(maxsize=32)
 def _open(
-    scheme: str,
+    scheme: schemes.Scheme,
     bucket: str,
+    account: str,
     settings: BucketSettings,
     endpoint: str,
     silent_secs: float,
     retries: tuple[float, ...],
-    environment: tuple[Any, ...],
+    environment: tuple[tuple[str, str], ...],
 ) -> tuple[Any, str]:
     """A client and its endpoint. All stores of this process share its connections, as long as the environment stays."""
-    from obstore import store as stores
-
-    shared, headers, anonymous = dict[str, Any](), dict[str, str](), settings.anonymous
-    if scheme == "s3":
-        profile = settings.profile or (None if anonymous else dict(environment).get("AWS_PROFILE"))
-        if profile:
-            shared["credential_provider"], found = _profile(profile)
-            endpoint = endpoint or found
-        config = {"conditional_put": "etag", "endpoint": endpoint, "region": settings.region}
-        config |= {"request_payer": settings.requester_pays, "skip_signature": anonymous}
-    else:
-        config = {"base_url": endpoint, "skip_signature": anonymous}
-        if anonymous or (endpoint and not settings.endpoint):  # an emulator knows no accounts
-            config["google_bearer_token"] = "none"  # writes send it in any case
-        if settings.requester_pays:
-            headers["x-goog-user-project"] = str(settings.requester_pays)
-    shared["config"] = {name: value for name, value in config.items() if value}
-    shared["client_options"] = {
-        "connect_timeout": _span(_CONNECT_SECS),
-        "read_timeout": _span(silent_secs),
-        "timeout": _span(_LARGE_SECS),
-        "allow_http": endpoint.startswith("http://"),
-        "default_headers": headers,
-    }
     first, longest = _span(retries[0] if retries else 1), _span(retries[-1] if retries else 1)
-    shared["retry_config"] = {
+    times = {"connect_timeout": _span(_CONNECT_SECS), "read_timeout": _span(silent_secs), "timeout": _span(_LARGE_SECS)}
+    repeating = {
         "max_retries": len(retries),
         "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
         "retry_timeout": _span(sum(retries) + _LARGE_SECS),
     }
-    if scheme == "s3":
-        return stores.S3Store(bucket, **shared), endpoint
-    try:
-        return stores.GCSStore(bucket, **shared), endpoint
-    except Exception as error:
-        if (kind := _FOREIGN.search(str(error))) is None:
-            raise
-        return stores.GCSStore(bucket, credential_provider=_google(kind[1]), **shared), endpoint
-
-
-def _google(kind: str) -> Any:
-    """Credentials of a kind that google-auth knows and the client does not, such as another cloud's account."""
-    try:
-        auth = importlib.import_module("google.auth")
-        transport = importlib.import_module("google.auth.transport.requests")
-        from obstore.auth.google import GoogleCredentialProvider
-
-        ask: Any = functools.partial(transport.Request(), timeout=_SILENT_SECS)
-        return GoogleCredentialProvider(auth.default(scopes=[_GOOGLE_SCOPE], request=ask)[0], request=ask)
-    except ImportError as error:
-        raise InvalidArgumentError(
-            f"Google's credentials are of the kind {kind!r}, which needs google-auth: pip install google-auth requests"
-            "; without it the kinds 'service_account' and 'authorized_user', and the account of the machine, work"
-        ) from error
-
-
-def _profile(name: str) -> tuple[Any, str]:
-    """The credentials of a profile of `~/.aws`, with its region, and its endpoint, if it has one."""
-    import boto3.session
-    import botocore.session
-    from botocore.configprovider import ConfiguredEndpointProvider
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
-    files = botocore.session.Session(profile=name)
-    found = ConfiguredEndpointProvider(files.full_config, files.get_scoped_config(), "s3").provide()
-    if files.get_credentials() is None:
-        raise AccessError(f"the profile {name!r} in ~/.aws has no credentials")
-    return Boto3CredentialProvider(boto3.session.Session(botocore_session=files)), (found or "").rstrip("/")
-
-
-def _endpoint(scheme: str) -> str:
-    """The server that the environment names; empty for the cloud's own."""
-    names = (
-        ("STORAGE_EMULATOR_HOST",) if scheme == "gs" else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    opening = schemes.Opening(
+        bucket=bucket,
+        account=account,
+        settings=settings,
+        endpoint=endpoint,
+        environment=dict(environment),
+        client_options=times,
+        retry_config=repeating,
     )
-    name, found = next(((n, os.environ[n]) for n in names if os.environ.get(n)), ("", ""))
-    if found and scheme == "gs" and "://" not in found:
-        found = f"http://{found}"
-    if found and not re.match(r"https?://[^/@]+/?$", found):
-        raise InvalidArgumentError(f"{name} is no URL of a server: expected http://host:port or https://host:port")
-    return found.rstrip("/")
+    assert scheme.client is not None, "callers ask for a server"
+    return scheme.client(opening)
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """Why no connection came about, as the client's error says in the structure that it prints after its message."""
+
+    sign: re.Pattern[str]  # in that structure; its groups say more
+    text: str
+    remedy: str = ""
+    repeats: int | None = None  # how often such a request is repeated; None: as often as any
+
+
+_CAUSES = (
+    _Cause(
+        re.compile(r"InvalidCertificate\((.*?)\)\s*,\s*}", re.DOTALL),
+        "the server's certificate is not trusted ({})",
+        ". If it is signed by an authority of your own, name the file of its certificate in SSL_CERT_FILE",
+        0,
+    ),
+    _Cause(
+        re.compile(r"kind: InvalidData,\s*error: (\w+\(.*?\))\s*,\s*}", re.DOTALL),
+        "TLS cannot be agreed on ({})",
+        ". Is https:// right for this port?",
+        0,
+    ),
+    _Cause(
+        re.compile(r'"dns error".*?error: "([^"]*[Tt]emporary[^"]*)"', re.DOTALL),
+        "the server's name cannot be looked up ({})",
+    ),
+    _Cause(
+        re.compile(r'"dns error".*?error: "([^"]*)"', re.DOTALL),
+        "the server's name cannot be looked up ({})",
+        ". Is it spelt right?",
+        3,  # a resolver that has just started says so, too
+    ),
+    _Cause(re.compile(r'kind: \w+,\s*message: "([^"]*)"'), "{}"),
+    _Cause(re.compile(r"source: (TimedOut)\b|\b(timed ?out)\b", re.IGNORECASE), "no answer in time"),
+)
+
+
+def _cause(error: BaseException) -> tuple[_Cause, str] | None:
+    """The cause of a failed connection, and what is to be said of it; None for an answer, or where none is known."""
+    text = str(error)
+    _, mark, structure = text.partition(_STRUCTURE)
+    if not mark or _STATUS.search(text.partition(_STRUCTURE)[0]):
+        return None
+    for cause in _CAUSES:
+        if found := cause.sign.search(structure):
+            detail = " ".join("".join(part or "" for part in found.groups()).split())
+            return cause, f"{cause.text.format(_text.shown(detail, limit=160))}{cause.remedy}"
+    return None
 
 
 class Client:
@@ -184,6 +171,7 @@ class Client:
     (`AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, …), which alone gives credentials.
 
     Attributes:
+        scheme: the row of its scheme.
         root: the URL without its query.
         settings: those of both places.
         endpoint: the server; empty for the cloud's own.
@@ -197,10 +185,11 @@ class Client:
         found = _URL.fullmatch(url)
         if found is None:
             raise InvalidArgumentError(
-                f"{plain(url)!r} names no store: expected gs://bucket/run, s3://bucket/run, memory://name or "
-                "file:///path, and perhaps a query such as ?endpoint=https://host:port"
+                f"{plain(url)!r} names no store: expected {schemes.EXAMPLES}, and perhaps a query such as "
+                "?endpoint=https://host:port"
             )
-        self.root, self.endpoint, (scheme, bucket, prefix, query) = plain(url).rstrip("/"), "", found.groups(default="")
+        name, bucket, prefix, query = found.groups(default="")
+        self.scheme, self.root, self.endpoint = schemes.SCHEMES[name], plain(url).rstrip("/"), ""
         if prefix and (not _PREFIX.fullmatch(prefix) or _UNNAMEABLE.search(prefix)):
             raise InvalidArgumentError(
                 f"{self.root!r}: an empty part, '.', '..' or a control character is in no object's name"
@@ -208,37 +197,23 @@ class Client:
         self._prefix = prefix.rstrip("/") + "/" if prefix else ""
         given = BucketSettings.of(settings, "settings")
         self.settings = BucketSettings.of({**given, **BucketSettings.of(query, self.root)}, self.root)
-        self._check_settings(scheme)
-        self.sends = scheme != "memory"
+        self.scheme.check(self.settings, self.root)
+        self.sends = self.scheme.client is not None
         if not self.sends:
             self.kv = self._large = self._streams = _memory()
             self._prefix = f"{bucket}/{self._prefix}"
             return
-        environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_"))))
+        environment = self.scheme.environment()
         try:
-            client = functools.partial(
-                _open, scheme, bucket, self.settings, self.settings.endpoint or _endpoint(scheme)
-            )
+            server, account = self.scheme.server(self.settings), self.scheme.account(self.settings)
+            client = functools.partial(_open, self.scheme, bucket, account, self.settings, server)
             self.kv, self.endpoint = client(_SILENT_SECS, (), environment)
             self._large, _ = client(_LARGE_SECS, (), environment)
             self._streams, _ = client(_LARGE_SECS, self._pauses(), environment)  # it repeats single parts itself
         except EpochCheckpointError:
             raise
-        except ImportError as error:
-            problem = "a profile of ~/.aws is asked for, which needs boto3: pip install boto3"
-            raise InvalidArgumentError(f"{self.root}: {problem}") from error
         except Exception as error:
             raise InvalidArgumentError(f"{self.root!r} cannot be opened: {reason(error)}") from error
-
-    def _check_settings(self, scheme: str) -> None:
-        """Refuses settings that say nothing of such a bucket."""
-        others = set().union(*_SETTINGS.values()) - _SETTINGS[scheme]
-        if wrong := [name for name in self.settings if name in others]:
-            raise InvalidArgumentError(f"{self.root}: {wrong[0]} is no setting of {scheme}://")
-        payer = self.settings.requester_pays
-        if isinstance(payer, str if scheme == "s3" else bool) and payer:
-            expected = "true or false" if scheme == "s3" else "the project that pays"
-            raise InvalidArgumentError(f"{self.root}: requester_pays is wrong; expected {expected}")
 
     def _pauses(self) -> tuple[float, ...]:
         """Before a request is repeated, once, twice, …; seconds."""
@@ -275,7 +250,9 @@ class Client:
             found = obstore.get(self.kv, key)
             if found.meta["size"] > limit_bytes:
                 raise too_large(self.name(path), found.meta["size"], limit_bytes)
-            return bytes(found.bytes()), _version(found.meta)
+            data = bytes(found.bytes())
+            _check_whole(len(data), found.meta["size"])
+            return data, _version(found.meta)
 
         return self.ask(path, "reading", get)
 
@@ -288,7 +265,9 @@ class Client:
         def get() -> tuple[memoryview, int]:
             try:
                 found = obstore.get(self.kv, key, options={"range": (start, start + length)})
-                return memoryview(found.bytes()), found.meta["size"]
+                data, size = memoryview(found.bytes()), found.meta["size"]
+                _check_whole(data.nbytes, min(length, size - start))
+                return data, size
             except obstore.exceptions.GenericError as error:
                 if _BEYOND.search(str(error)):
                     raise EOFError(f"{self.name(path)} has no bytes from {start} on") from error
@@ -338,8 +317,8 @@ class Client:
                     return written
             raise existing(self.name(path))
 
-        kv = self.kv if len(data) <= _SMALL_BYTES else self._large
-        return self.ask(path, "writing", write, confirm, patient=patient)
+        kv, silent_secs = (self.kv, _SILENT_SECS) if len(data) <= _SMALL_BYTES else (self._large, _LARGE_SECS)
+        return self.ask(path, "writing", write, confirm, silent_secs, patient=patient)
 
     def copy(self, path: str, to: str, *, replace: bool) -> None:
         """Copies an object at the server; one that is there is replaced, or FileExistsError."""
@@ -350,7 +329,8 @@ class Client:
         def met() -> None:
             raise existing(name)
 
-        self.ask(path, "copying", lambda: obstore.copy(self._large, key, other, overwrite=replace), met)
+        copy = functools.partial(obstore.copy, self._large, key, other, overwrite=replace)
+        self.ask(path, "copying", copy, met, _LARGE_SECS)
 
     def stream(self, path: str, chunks: Iterator[Any], size: int, concurrency: int) -> None:
         """Writes an object from chunks of `chunk_bytes` in their order, with a request for each, several at once.
@@ -386,46 +366,54 @@ class Client:
         doing: str,
         call: Callable[[], T],
         confirm: Callable[[], T] | None = None,
+        silent_secs: float | None = None,
         *,
         patient: bool = True,
     ) -> T:
         """Calls the store, and again while it refuses for the moment, if it is `patient`.
 
-        `confirm` is called where a conditional write that is repeated meets what may be its own work. On the main
-        thread a signal's handler, such as Ctrl-C's, need not wait for the answer.
+        `confirm` is called where a conditional write that is repeated meets what may be its own work. `silent_secs` is
+        how long one request may take, if that is long: it is repeated all the same. On the main thread a signal's
+        handler, such as Ctrl-C's, need not wait for the answer.
         """
         from obstore import exceptions
 
         self._check_process()
         alone = threading.current_thread() is threading.main_thread()
         name, began, said, pauses = self.name(path), time.monotonic(), False, self._pauses() if patient else ()
-        give_up_secs = sum(pauses) + 2 * _SILENT_SECS
+        give_up_secs = sum(pauses) + 2 * (silent_secs or _SILENT_SECS)
         for number, pause in enumerate((*pauses, None)):
             try:
                 return _threads.start(call).result() if alone else call()
             except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
+                if self.scheme.no_bucket.search(str(error)):
                     raise self._no_bucket() from error
                 raise missing(name) from error
             except exceptions.BaseError as error:
-                why = reason(error)
-                answer = _STATUS.search(why)
-                status = int(answer[1]) if answer else None
+                why, cause = reason(error), _cause(error)
+                status = _status(why)
+                if self.scheme.policy.search(why) and status in _POLICY:
+                    raise AccessError(
+                        f"{name}: a policy of the bucket (retention, hold or lock) forbids {doing}: {why}"
+                    ) from error
                 met = isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError)
-                if met and confirm is not None and (status != 409 or pause is None):
+                busy = status == 409 and not self.scheme.exists.search(why)
+                if met and confirm is not None and (not busy or pause is None):
                     if number:
                         return confirm()
                     raise existing(name) from error
                 waited = time.monotonic() - began
+                hopeless = cause is not None and cause[0].repeats is not None and number >= cause[0].repeats
+                over = pause is None or waited > give_up_secs or hopeless
                 if (final := self._final(error, why, status)) is not None:
                     raise final from error
                 if _CREDENTIALS.search(why):
                     refused = "credential provider" in why and not _PROVIDER_AWAY.search(why)
-                    if refused or status in _REFUSED or pause is None or waited > give_up_secs:
+                    if refused or status in _REFUSED or over:
                         raise AccessError(f"{self.root}: found no credentials: {why}") from error
                 elif status in (401, 403):
                     raise AccessError(f"{name}: {doing} is not permitted: {why}") from error
-                elif pause is None or waited > give_up_secs or status not in (None, *_PASSING):
+                elif over or status not in (None, *_PASSING):
                     number_of_error = errno.EBUSY if status == 429 else errno.EAGAIN
                     raise StorageError(name, OSError(number_of_error, f"{doing} failed: {why}")) from error
                 if waited >= _QUIET_SECS and not said:
@@ -437,6 +425,7 @@ class Client:
                 problem = OSError(errno.EIO, f"{doing} failed: the client has broken down: {reason(error)}")
                 raise StorageError(name, problem) from error
             _monitoring.event("/epochckpt/storage/retry", doing=doing, status=str(status or ""))
+            assert pause is not None, "the last round has returned or raised"
             threading.Event().wait(pause * random.uniform(0.5, 1.0))  # thousands of nodes must not come back together
         raise AssertionError  # the last round returns or raises
 
@@ -468,6 +457,15 @@ class Client:
         return AccessError(f"{self.root}: there is no such bucket; create it, or correct the name")
 
 
+def _status(why: str) -> int | None:
+    """The HTTP status by which a server refused, or the one that its code stands for; None where there is none."""
+    found = _STATUS.search(why)
+    if found is None:
+        return None
+    text = found[1] or found[2]
+    return int(text) if text.isdecimal() else _CODES.get(text)
+
+
 def chunk_bytes(size: int) -> int:
     """How much of a file of this size one request uploads."""
     return max(CHUNK_BYTES, -(-size // _MAX_CHUNKS))
@@ -476,6 +474,14 @@ def chunk_bytes(size: int) -> int:
 def _version(answer: Any) -> dict[str, str]:
     """What names the version of an object that was read or written."""
     return {name: str(answer[name]) for name in ("e_tag", "version") if answer[name] is not None}
+
+
+def _check_whole(found: int, expected: int) -> None:
+    """Raises the client's error for an answer that was cut on its way, so that the request is repeated."""
+    if found != expected:
+        from obstore.exceptions import GenericError
+
+        raise GenericError(f"the answer has {found} of {expected} bytes")
 
 
 def missing(name: str) -> FileNotFoundError:
@@ -489,6 +495,7 @@ def existing(name: str) -> FileExistsError:
 
 
 def reason(error: BaseException) -> str:
-    """The first lines of a client's error, without the structure that it prints after them."""
-    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-    return text[:500] or type(error).__name__
+    """The first lines of a client's error, and the cause of a failed connection, which stands after them."""
+    text = " ".join(str(error).partition(_STRUCTURE)[0].split())[:500] or type(error).__name__
+    cause = _cause(error)
+    return f"{text}: {cause[1]}" if cause else text

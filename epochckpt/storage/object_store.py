@@ -1,4 +1,4 @@
-"""Epochs in an object store: `gs://`, `s3://`, and `memory://` for one process.
+"""Epochs in an object store: see `schemes` for the kinds.
 
 Folders are prefixes of keys: they exist while a key does, and cannot be renamed. Large files are streamed in chunks:
 `concurrency` of them are in memory, of all files together. See `object_client` for what a request promises.
@@ -16,15 +16,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.errors import AccessError, StorageError
+from epochckpt.errors import AccessError, StorageError, say
 from epochckpt.storage.object_client import CHUNK_BYTES, Client, chunk_bytes, existing, missing
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
+
+T = TypeVar("T")
 
 PART_BYTES = 64 << 20
 """Largest data file: larger ones are cut, so that several are under way at once."""
@@ -177,9 +179,17 @@ class ObjectStore(Store):
             "If-None-Match and If-Match for writes"
         )
 
+    def confirming_damage(self, read: Callable[[], T]) -> T:
+        """One more request where the first answer is damaged."""
+        try:
+            return read()
+        except (ValueError, EOFError) as error:
+            logging.warning("%s: %s; it is read once more: an answer may be damaged on its way", self.root, say(error))
+        return read()
+
     def copy(self, src: str, dst: str, *, replace: bool = True) -> None:
         """One request; S3 copies up to 5 GiB so."""
-        if not replace and self.root.startswith("s3://"):
+        if not replace and not self._client.scheme.copies_if_absent:
             raise io.UnsupportedOperation(f"{self.root} cannot copy on condition that there is no {dst!r}")
         self._client.copy(src, dst, replace=replace)
 

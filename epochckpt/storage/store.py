@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import json
 import random
 import threading
 import time
@@ -26,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from absl import logging
@@ -268,6 +269,15 @@ class Store(ABC):
         """
         del path
 
+    def confirming_damage(self, read: Callable[[], T]) -> T:
+        """Returns the result of `read`, a function that reads and verifies.
+
+        An answer of an object store may be damaged on its way. On an object store `read` is therefore called a second
+        time if it raises a ValueError (such as DamagedError or FormatError) or an EOFError; the second error is raised.
+        On POSIX the disk holds the damage, and one call is enough.
+        """
+        return read()
+
     def make_folder(self, path: str) -> None:
         """Creates one folder, never its parents; nothing to do on object stores.
 
@@ -397,6 +407,14 @@ class Store(ABC):
         Symlinks are removed, not followed. Files that appear during the call are removed too, up to a bound
         (`ENOTEMPTY`).
         """
+
+
+def read_json(store: Store, path: str, *, limit_bytes: int) -> Any:
+    """The JSON value in a small file.
+
+    Raises ValueError or RecursionError for a file that is no JSON, and the errors of `Store.read`.
+    """
+    return store.confirming_damage(lambda: json.loads(store.read(path, limit_bytes=limit_bytes)))
 
 
 def patiently(name: str, read: Callable[[], T]) -> T:

@@ -135,12 +135,16 @@ class EpochCopy:
         for number, entry in enumerate(record.nodes):
             self.commits.check_node(folder, record, number)
             path = paths.join(folder, record.path(number))
-            try:
-                data = self.commits.store.read(path, limit_bytes=entry.record_size)
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if checksums.digest(data) != entry.record_digest:
-                raise DamagedError(path, "is not the record that the epoch was committed with")
+            self.commits.store.confirming_damage(functools.partial(self._check_record, path, entry))
+
+    def _check_record(self, path: str, entry: NodeEntry) -> None:
+        """Raises DamagedError unless a node's record is the one that the epoch was committed with."""
+        try:
+            data = self.commits.store.read(path, limit_bytes=entry.record_size)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if checksums.digest(data) != entry.record_digest:
+            raise DamagedError(path, "is not the record that the epoch was committed with")
 
     @functools.cached_property
     def _record(self) -> EpochRecord:

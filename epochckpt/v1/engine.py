@@ -19,6 +19,7 @@ from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Respon
 from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
+from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Engine(CheckpointManager):
         try:
             if [*args] != [STATE]:
                 given = ocp.args.Composite(**args)
-            elif self.root.startswith("gs://"):
+            elif not self._commits.store.renames and scheme_of(self.root).stock_orbax:
                 given = ocp.args.Composite(**{_IN_BUCKETS: args[STATE]})
             else:
                 given = args[STATE]

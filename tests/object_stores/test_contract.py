@@ -1,4 +1,4 @@
-"""The store contract on real servers of S3 and Google Cloud Storage."""
+"""The store contract on real servers of S3, Google Cloud Storage and Azure Blob Storage."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from epochckpt.testing import StoreContract
 from tests.support.object_servers import Bucket
 
 
+@pytest.mark.parametrize("server", ["gs", "s3", "az"], indirect=True)
 class TestBucket(StoreContract):
     @pytest.fixture
     def url(self, cloud: Bucket) -> str:

@@ -22,6 +22,7 @@ def check(found: FaultyRun, faults: int) -> None:
     assert found.faults.total() >= faults
 
 
+@pytest.mark.parametrize("server", ["gs", "s3", pytest.param("az", marks=pytest.mark.slow)], indirect=True)
 def test_faults_that_pass_lose_nothing(cloud: Bucket) -> None:
     """The short form."""
     check(run(cloud, seed=1, faults=80), 80)

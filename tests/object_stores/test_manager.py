@@ -21,6 +21,7 @@ from epochckpt.errors import (
     AccessError,
     DamagedError,
     EpochCheckpointError,
+    RemovalError,
     StorageBehindError,
     StorageError,
     UnsupportedError,
@@ -209,6 +210,36 @@ def test_a_store_that_goes_away_fails_a_save_and_no_more(cloud: Bucket, quick: N
         np.testing.assert_array_equal(manager.restore(1)["w"], np.ones(3))
 
 
+POLICIES = {
+    "gs": Fault(status=403, code="RetentionPolicyNotMet"),
+    "s3": Fault(status=403, code="AccessDenied</Code><Message>object protected by object lock</Message><Code>"),
+    "az": Fault(status=409, code="BlobImmutableDueToPolicy"),
+}
+
+
+@pytest.mark.parametrize("server", ["gs", "s3", "az"], indirect=True)
+def test_a_policy_that_keeps_objects_fails_no_save(cloud: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    """What is deleted counts no more, and stays until the policy lets it go; the log says why, and so does `delete`."""
+    url, forbidden = cloud.new_url(), POLICIES[cloud.scheme]
+    deletes = ("DELETE",) if cloud.scheme == "gs" else ("POST",)
+    cloud.proxy.decide = lambda request: forbidden if request.kind in deletes else None
+    with ec.CheckpointManager(url, options=Options(max_to_keep=1)) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"w": jnp.ones(3) * epoch}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+    assert "a policy of the bucket (retention, hold or lock) forbids deleting" in caplog.text
+    with ec.CheckpointManager(url) as manager:
+        manager.save(3, args=Save({"w": jnp.ones(3)}))
+        manager.wait_until_finished()
+        manager.delete(2)
+        with pytest.raises(RemovalError, match="forbids deleting"):
+            manager.wait_until_finished()
+        assert manager.all_steps() == [3]
+        with pytest.raises(AccessError, match="forbids deleting"):
+            open_store(url).remove("3/epoch.json")
+
+
 def files_of(url: str, epoch: int) -> list[str]:
     """The data files of an epoch, by node."""
     with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
@@ -304,6 +335,54 @@ def test_a_restore_is_one_request_for_each_file_and_two_for_the_record(leaves: i
     assert got.config == {"layers": 3}
     jax.tree.map(np.testing.assert_array_equal, got.state, tree)
     reader.close()
+
+
+class Together:
+    """Lets requests of one kind through when so many of them are there at the same time; counts them."""
+
+    def __init__(self, count: int, kinds: tuple[str, ...]):
+        self.met = dict.fromkeys(kinds, 0)
+        self.under_way = self.most = 0
+        self._meeting = {kind: threading.Barrier(count) for kind in kinds}
+        self._count, self._lock = count, threading.Lock()
+
+    def __call__(self, request: Request) -> Fault | None:
+        target = urllib.parse.unquote(request.target)
+        kind = next((kind for kind in self.met if kind in target and request.kind == "GET"), None)
+        if kind is None:
+            return None
+        with self._lock:
+            self.met[kind] += 1
+            number = self.met[kind]
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        if number <= self._count:
+            self._meeting[kind].wait(30)  # an error here is a failed request
+        return Fault(withheld=self._end)
+
+    def _end(self) -> None:
+        with self._lock:
+            self.under_way -= 1
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 30])
+def test_values_of_nodes_are_restored_several_at_a_time(limit: int | None, cloud: Bucket) -> None:
+    """Two requests for each node, and as many at once as `concurrency` allows, but for data where memory is bounded."""
+    nodes, at_once, url = [f"n{i:02}" for i in range(12)], 4, cloud.new_url()
+    values = {name: {"position": np.full(3, number)} for number, name in enumerate(nodes)}
+    with ec.CheckpointManager(url, node=nodes) as manager:
+        manager.save(1, args=ocp.args.Composite(own=ec.args.NodeSave(values, by_node=True)))
+    asked = ec.args.NodeRestore(reshard=lambda old, before, now: [old] * now)
+    storage = ec.StorageOptions(store={"concurrency": at_once}, restore_memory_limit_bytes=limit)
+    with ec.CheckpointManager(url, options=Options(read_only=True), storage=storage) as manager:
+        together = Together(at_once, ("node.json", "safetensors") if limit is None else ("node.json",))
+        cloud.proxy.decide = together
+        with cloud.proxy.counted() as counts:
+            found = manager.restore(1, args=ocp.args.Composite(own=asked)).own
+        assert counts["GET"] <= 2 + 2 * len(nodes)
+    assert set(together.met.values()) == {len(nodes)}
+    assert together.most == at_once
+    jax.tree.map(np.testing.assert_array_equal, found, [*values.values()])
 
 
 def test_a_client_that_breaks_down_fails_the_save_at_once(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import itertools
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -71,6 +70,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("server", ["gs", "s3", "az"], indirect=True)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_call_survives_a_fault_that_passes(name: str, cloud: Bucket, store: Store, quick: None) -> None:
     """A lost answer is no conflict, even where a condition is met by the object of the request itself."""
@@ -319,12 +319,23 @@ def test_a_server_that_falls_silent_is_asked_again(cloud: Bucket, monkeypatch: p
         held.set()
 
 
-def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{unused.getsockname()[1]}")
-        with pytest.raises(StorageError, match=r"gs://bucket/run: storage did not answer.*listing failed"):
-            open_store("gs://bucket/run").list("")
+@pytest.mark.parametrize("fault", ["silence", "reset", "lost"])
+def test_a_data_file_of_one_request_is_sent_again(
+    fault: str, cloud: Bucket, store: Store, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one may take long, and is repeated though that took longer than all of a small request may."""
+    held, data = threading.Event(), os.urandom(2000)
+    chosen = {"silence": Fault(held=held), "reset": Fault(reset=True), "lost": Fault(lost=True)}[fault]
+    cloud.proxy.decide = first(1, chosen, "PUT")
+    try:
+        with monkeypatch.context() as patch, cloud.proxy.counted() as counts:
+            for name, value in (("_SMALL_BYTES", 1000), ("_SILENT_SECS", 0.2), ("_LARGE_SECS", 0.6)):
+                patch.setattr(object_client, name, value)
+            write_file(open_store(store.root), "data", data)
+        assert counts["PUT"] == 2
+        assert store.read("data", limit_bytes=len(data)) == data
+    finally:
+        held.set()
 
 
 @pytest.mark.timeout(80)
@@ -352,7 +363,7 @@ def test_a_folder_that_no_object_can_be_in_is_refused(prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["az://bucket/run", "gs://", "s3:///run", "gs://me:secret@bucket/run", "s3://bucket/a#b"]
+    "url", ["hf://bucket/run", "gs://", "az://", "s3:///run", "gs://me:secret@bucket/run", "s3://bucket/a#b"]
 )
 def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="expected gs://bucket/run"):

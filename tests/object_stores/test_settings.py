@@ -203,6 +203,26 @@ def test_a_mirror_is_found_again_by_who_looks(cloud: Bucket, query: str, tmp_pat
         assert (seen.mirror, seen.problems, [row.tier for row in seen.epochs]) == (url, {}, ["both"])
 
 
+@pytest.mark.parametrize("where", ["url", "environment"])
+def test_an_endpoint_may_have_a_path(where: str, cloud: Bucket, query: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that serves several things, or several stores."""
+    name, server = cloud.new_url(), f"{cloud.proxy.url}/storage/v1"
+    url = f"{name}?{query.replace(cloud.proxy.url, f'{server}/')}"
+    if where == "environment":
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST" if cloud.scheme == "gs" else "AWS_ENDPOINT_URL", server)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        url = name
+    monkeypatch.setattr(cloud.proxy, "prefix", "/storage/v1")
+    save(url, 1, 2)
+    store = open_store(url)
+    assert store.endpoint == server
+    assert main.main(["verify", url]) == 0
+    with ec.CheckpointManager(url) as manager:
+        np.testing.assert_array_equal(manager.restore(None)["w"], np.arange(4.0) + 2)
+        manager.delete(1)
+    assert not store.exists("1")
+
+
 def test_two_endpoints_are_two_directories(cloud: Bucket, query: str) -> None:
     name = cloud.new_url()
     one, same = open_store(f"{name}?{query}"), open_store(f"{name}/?{query}&retries=1&concurrency=2")

@@ -11,12 +11,11 @@ import zipfile
 
 import pytest
 
+from epochckpt.storage.schemes import SCHEMES
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-MAX_LINES = 600
-LONGER = {  # one class, which is read from top to bottom
-    "epochckpt/commit/conditional_put.py": 800,
-    "epochckpt/manager/manager.py": 820,
-}
+MAX_LINES = 1000
+LONGER = {"epochckpt/manager/manager.py": 820}  # one class, which is read from top to bottom
 SLEEP = re.compile(r"\btime\s*\.\s*sleep\s*\(|\bfrom\s+time\s+import\b.*\bsleep\b")
 ABANDONED = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 TEST_IMPORT = re.compile(
@@ -45,7 +44,7 @@ def bare_todos(source: str) -> list[int]:
 
 
 def test_every_module_is_short() -> None:
-    """Modules of epochckpt stay under 600 lines; `CheckpointManager` is one class in one file."""
+    """Modules of epochckpt stay under MAX_LINES lines; `CheckpointManager` is one class in one file."""
     lines = {
         path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in python_files("epochckpt")
@@ -149,3 +148,15 @@ def test_a_sleep_is_found(line: str) -> None:
 )
 def test_a_bare_todo_is_found(comment: str, expected: list[int]) -> None:
     assert bare_todos(f"{comment}\n") == expected
+
+
+def test_only_the_table_of_schemes_knows_one_by_name() -> None:
+    """A test on the scheme of a URL elsewhere would have to be found by whoever adds a scheme."""
+    names = "|".join(SCHEMES)
+    test = re.compile(rf"(?:startswith|removeprefix)\([^)]*[\"'](?:{names})(?::|[\"'])|[=!]= [\"'](?:{names})[\"']")
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files("epochckpt")
+        for line in hits(test, path.read_text(encoding="utf-8"))
+    ]
+    assert found == []

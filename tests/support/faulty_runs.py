@@ -77,7 +77,8 @@ class FaultyRun:
         self._keep: int | None = None
         self._proxies: list[Proxy] = []
         self._what = ""
-        (self._endpoint,) = (name for name, value in bucket.environment.items() if value == bucket.proxy.url)
+        (found,) = ((n, v) for n, v in bucket.environment.items() if v.startswith(bucket.proxy.url))
+        self._endpoint, self._at = found[0], found[1].removeprefix(bucket.proxy.url)
         self._open()
 
     # -- the way to the store
@@ -109,7 +110,7 @@ class FaultyRun:
     @contextmanager
     def _quietly(self) -> Any:
         """What is opened in the block meets no faults."""
-        before, os.environ[self._endpoint] = os.environ[self._endpoint], self._bucket.proxy.url
+        before, os.environ[self._endpoint] = os.environ[self._endpoint], self._bucket.proxy.url + self._at
         try:
             yield
         finally:
@@ -122,7 +123,7 @@ class FaultyRun:
         with self._lock:
             self._proxies.append(proxy)
             self._dies_at = -1
-        os.environ[self._endpoint] = proxy.url
+        os.environ[self._endpoint] = proxy.url + self._at
 
     def _open(self) -> None:
         """A new process opens the directory; it may need several tries, because of refusals."""
@@ -346,7 +347,7 @@ class FaultyRun:
         for proxy in self._proxies:
             proxy.settle(BOUND_SECS)
             proxy.close()
-        os.environ[self._endpoint] = self._bucket.proxy.url
+        os.environ[self._endpoint] = self._bucket.proxy.url + self._at
 
 
 def run(bucket: Bucket, seed: int, faults: int, retries: int = 12) -> FaultyRun:

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.support import azurite
 from tests.support.gcs_server import Handler, Server, gcs_server
 
 BUCKET = "bucket"
 _PIECE = 1 << 20
+_OWN_HEADERS = ("transfer-encoding", "expect", "content-length")  # a header that comes twice is refused by Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Fault:
         late: the connection breaks, and the server is asked when this returns: nobody hears its answer.
         slow_secs: the answer's body comes in two pieces, the second so much later.
         rewrite: gives another answer for the server's, as a cache or another proxy would.
+        flipped: one bit of the answer's body, at this byte, is another one; beyond its end, that of the last byte.
+        short: the answer's body, and the length that it is said to have, are only so long.
+        code: the error code in the body of a refusal.
     """
 
     delay_secs: float = 0.0
@@ -48,6 +53,9 @@ class Fault:
     late: Callable[[], object] | None = None
     slow_secs: float = 0.0
     rewrite: Callable[["Answer"], "Answer"] | None = None
+    flipped: int | None = None
+    short: int | None = None
+    code: str = "Injected"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +96,7 @@ class Proxy:
         self.requests: list[Request] = []
         self.decide: Callable[[Request], Fault | None] = lambda request: None
         self.delay_secs = 0.0
+        self.prefix = ""  # of the paths of all requests, which the server does not see
         self._under_way, self._changed = 0, threading.Condition()
         self._server = Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self.port: int = self._server.server_address[1]
@@ -137,6 +146,9 @@ class _Handler(Handler):
             self._do()
 
     def _do(self) -> None:
+        if not self.path.startswith(self.proxy.prefix):
+            return self.send_error(404)
+        self.path = self.path.removeprefix(self.proxy.prefix)
         request = Request(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
         self.proxy.requests.append(request)
         fault = self.proxy.decide(request) or Fault()
@@ -149,7 +161,7 @@ class _Handler(Handler):
             return self.break_off()
         if fault.status:
             self.send_response(fault.status)
-            text = b"" if self.command == "HEAD" else b"<Error><Code>Injected</Code></Error>"
+            text = b"" if self.command == "HEAD" else f"<Error><Code>{fault.code}</Code></Error>".encode()
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -159,12 +171,16 @@ class _Handler(Handler):
             fault.late()
         if self._forward is None:
             self._forward = http.client.HTTPConnection("127.0.0.1", self.proxy.upstream, timeout=60)
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in _OWN_HEADERS}
         if fault.heedless:
             headers = {name: value for name, value in headers.items() if "if-" not in name.lower()}
         self._forward.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
         answer = self._forward.getresponse()
         content = answer.read()
+        if fault.flipped is not None and content:
+            at = min(fault.flipped, len(content) - 1)
+            content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        content = content if fault.short is None else content[: fault.short]
         if fault.late is not None:
             return self.break_off()
         if fault.withheld is not None:
@@ -255,16 +271,20 @@ def s3_server(*names: str) -> Iterator[int]:
 
 @contextmanager
 def bucket(scheme: str, page: int = 50) -> Iterator[Bucket]:
-    """A bucket of this kind (`gs` or `s3`), and the environment in which clients find it.
+    """A bucket of this kind (`gs`, `s3` or `az`), and the environment in which clients find it.
 
     A `page` of a listing has so many names on `gs`; the real services have 1000.
     """
-    with s3_server(BUCKET) if scheme == "s3" else gcs_server(BUCKET, page=page) as upstream:
+    servers = {"s3": s3_server, "az": azurite.azurite_server}
+    with servers[scheme](BUCKET) if scheme in servers else gcs_server(BUCKET, page=page) as upstream:
         proxy = Proxy(upstream if isinstance(upstream, int) else upstream[0])
         settings = {"STORAGE_EMULATOR_HOST": proxy.url}
         if scheme == "s3":
             keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
             settings = {"AWS_ENDPOINT_URL": proxy.url, **keys}
+        elif scheme == "az":
+            account = {"AZURE_STORAGE_ACCOUNT_NAME": azurite.ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": azurite.KEY}
+            settings = {"AZURE_STORAGE_ENDPOINT": f"{proxy.url}/{azurite.ACCOUNT}", **account}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in settings.items():
                 patch.setenv(name, value)

@@ -1,0 +1,119 @@
+"""What is damaged on its way is read once more; what is stored damaged is damage."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import obstore
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.errors import DamagedError
+from epochckpt.storage.object_client import Client
+from tests.support.object_servers import Bucket, Fault, Request
+
+Options, Composite = ocp.CheckpointManagerOptions, ocp.args.Composite
+FAULTS = {
+    "the first byte flipped": Fault(flipped=0),
+    "the last byte flipped": Fault(flipped=10**9),
+    "cut": Fault(short=20),
+    "cut to nothing": Fault(short=0),
+}
+
+
+def state(epoch: int) -> dict[str, Any]:
+    return {"w": jnp.arange(1000.0) + epoch, "rows": np.arange(60_000).reshape(300, 200) * epoch}
+
+
+@pytest.fixture
+def url(cloud: Bucket) -> str:
+    """A run of two epochs, with arrays, JSON and a value of the node's own."""
+    found = cloud.new_url()
+    with ec.CheckpointManager(found, storage=ec.StorageOptions(block_bytes=64 * 1024)) as manager:
+        for epoch in (1, 2):
+            items = Composite(
+                state=ocp.args.StandardSave(state(epoch)),
+                config=ocp.args.JsonSave({"epoch": epoch}),
+                own=ec.args.NodeSave({"position": epoch}),
+            )
+            manager.save(epoch, args=items)
+    return found
+
+
+def restore_newest(url: str) -> Any:
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        return manager.restore(None)
+
+
+def nth_answer(number: int, fault: Fault, met: list[Request]) -> Callable[[Request], Fault | None]:
+    """The fault for one of the answers with an object's content, which is added to a list."""
+    seen: list[Request] = []
+
+    def decide(request: Request) -> Fault | None:
+        if request.kind != "GET":
+            return None
+        seen.append(request)
+        if len(seen) - 1 != number:
+            return None
+        met.append(request)
+        return fault
+
+    return decide
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["the last byte flipped", "cut to nothing"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("the first byte flipped", "cut")],
+)
+def test_one_damaged_answer_costs_no_epoch(name: str, cloud: Bucket, url: str) -> None:
+    """Of the head, the records, the blocks of arrays and other files, each in turn."""
+    number = 0
+    while True:
+        met: list[Request] = []
+        cloud.proxy.decide = nth_answer(number, FAULTS[name], met)
+        found = restore_newest(url)
+        cloud.proxy.decide = lambda request: None
+        jax.tree.map(np.testing.assert_array_equal, found["state"], state(2))
+        assert (found["config"], found["own"]) == ({"epoch": 2}, {"position": 2})
+        if not met:
+            break
+        number += 1
+    assert number >= 6
+
+
+def test_part_of_an_array_survives_a_damaged_answer(cloud: Bucket, url: str) -> None:
+    """Single leaves, and what `verify` looks at, go other ways."""
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        for look in (
+            lambda: np.testing.assert_array_equal(manager.restore_leaves(2, "w", "state")["w"], state(2)["w"]),
+            lambda: manager.verify(2).raise_if_damaged(),
+        ):
+            for number in range(4):
+                cloud.proxy.decide = nth_answer(number, Fault(flipped=10**9), [])
+                look()
+
+
+def test_bytes_that_are_stored_damaged_stay_damage(cloud: Bucket, url: str) -> None:
+    """Of arrays: the epoch is refused by its number, and the older one is taken by whoever names none."""
+    client = Client(url)
+    keys = [meta["path"] for page in obstore.list(client.kv, client.below("2")) for meta in page]
+    (key,) = [key for key in keys if key.endswith("state.safetensors")]
+    content = bytearray(obstore.get(client.kv, key).bytes())
+    content[-1] ^= 1
+    obstore.put(client.kv, key, bytes(content))
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        with pytest.raises(DamagedError, match="differ from what was written"):
+            manager.restore(2)
+        assert manager.restore(None)["config"] == {"epoch": 1}
+
+
+def test_an_answer_that_is_always_damaged_is_damage(cloud: Bucket, url: str) -> None:
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        flip = Fault(flipped=10**9)
+        cloud.proxy.decide = lambda request: flip if "safetensors" in request.target else None
+        with pytest.raises(DamagedError):
+            manager.restore(2)
