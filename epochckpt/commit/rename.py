@@ -36,6 +36,7 @@ class RenameCommits(Commits):
         self._views = Views()
         self._begun: set[str] = set()  # our own claims, also those that failed half-way
         self._given_up: collections.deque[str] = collections.deque(maxlen=_GIVEN_UP)
+        self._latest = -1  # the newest epoch that was seen by this object, which may be gone by now
 
     @property
     def _home(self) -> str:
@@ -185,6 +186,7 @@ class RenameCommits(Commits):
                 raise self._refusal(epoch, error) from error
         placing.settle(self.store, self._home, epoch, final, old)
         self._folders[epoch] = final
+        self._latest = max(self._latest, epoch)
         return None if old is None else partial(self.store.remove_tree, old)
 
     def _arrived(self, epoch: int, attempt: str, error: OSError) -> bool:
@@ -243,11 +245,13 @@ class RenameCommits(Commits):
 
     def _log(self, epoch: int) -> None:
         """Notes the metrics of an epoch that is about to be deleted, or that the run goes back to the one before."""
-        numbers = [self.names.parse(entry.name) for entry in self.store.list("") if entry.is_folder]
-        others = [number for number in numbers if number not in (None, epoch)]
-        if all(number < epoch for number in others):
-            self._append(Line(max(others, default=epoch - 1 if self._is_mirrored else -1), back=True))
-            return
+        if not (self._latest > epoch and self.store.exists(self.folder(self._latest))):  # else one of many deletions
+            numbers = [self.names.parse(entry.name) for entry in self.store.list("") if entry.is_folder]
+            others = [number for number in numbers if number not in (None, epoch)]
+            self._latest = max(others, default=-1)
+            if self._latest < epoch:
+                self._append(Line(max(others, default=epoch - 1 if self._is_mirrored else -1), back=True))
+                return
         with suppress(errors.DamagedError, errors.FormatError):
             found = self.read_head(epoch)
             metrics = attached_metrics.merge(found.metrics, attached_metrics.of_epoch(self, found))

@@ -420,7 +420,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if not self._async:
             try:
                 self.wait_until_finished()
-            except RemovalError as failure:  # of an earlier `delete`, not of this save, which is committed
+            except RemovalError as failure:  # of older epochs, not of this save, which is committed
                 self._attempts.failures.append(errors.kept(failure))
         return True
 
@@ -451,7 +451,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             SaveError: a save failed; each failure is raised once, several in a SaveErrorGroup.
-            RemovalError: what `delete` has deleted could not be removed; after a failed save this is a note there.
+            RemovalError: what `delete` has deleted could not be removed; or (RetentionError) an epoch that the options
+                no longer keep could not be deleted, which is raised once. After a failed save this is a note there.
         """
         self._step_log.waited(self._attempts.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)

@@ -910,6 +910,7 @@ def examples() -> list[Exception]:
         errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
         errors.UnfinishedError: [("/d", [1, 2], "reason")],
         errors.RemovalError: [("/d", 3, "reason")],
+        errors.RetentionError: [("/d", 3, "reason")],
         errors.UploadError: [(3, "elsewhere", "reason")],
         errors.SaveErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }
