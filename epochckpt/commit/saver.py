@@ -91,7 +91,7 @@ class Attempts:
         self._tries: dict[int, int] = {}  # how many attempts at an epoch the write lane has taken up
         self.failures: list[errors.SaveError | errors.RemovalError] = []  # that nobody has been told of
         self._failed: dict[int, tuple[str, str]] = {}
-        self._undeleted: dict[int, str] = {}  # why older epochs are still there; the commit lane's own
+        self._undeleted = set[int]()  # older epochs that are still there, as was reported; the commit lane's own
         self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_KEPT_KEYS)
         self._report_keys, self._keys = RecentKeys(_KEPT_REPORTS), RecentKeys(_KEPT_KEYS)
         self._resident = collections.deque[int]()  # epochs whose bytes the page cache may hold
@@ -380,7 +380,7 @@ class Attempts:
     def _delete_old(self, attempt: Attempt, commit: Committed, kind: type[errors.RemovalError]) -> Committed:
         """Takes the epochs that a commit deletes out of sight here; returns the commit without those that stay.
 
-        Each that stays is reported once, by an error of this `kind`, and again when the reason is another one.
+        Each that stays is reported once, by an error of this `kind`.
         """
         into, kept = self._policies.todelete_subdir, list[int]()
         for epoch in commit.hides if self._hosts is None else self._hosts.here(commit.hides):
@@ -391,15 +391,14 @@ class Attempts:
             except Exception as error:
                 kept.append(epoch)
                 self._claim.note(error)
-                reason = errors.say(error)
-                if self._undeleted.get(epoch) != reason and not isinstance(error, errors.FencedError):
-                    failure = kind(self._store.root, epoch, reason)
+                if epoch not in self._undeleted and not isinstance(error, errors.FencedError):
+                    failure = kind(self._store.root, epoch, errors.say(error))
                     failure.__cause__ = errors.kept(error)
                     logging.error("%s", failure)
                     self.failures.append(failure)
-                self._undeleted[epoch] = reason
+                self._undeleted.add(epoch)
                 continue
-            self._undeleted.pop(epoch, None)
+            self._undeleted.discard(epoch)
         return commit.keeping(kept)
 
     def _end(self, attempt: Attempt, failure: errors.SaveError | None) -> None:

@@ -37,6 +37,7 @@ _PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+\Z")
 _IN_VIEWS = frozenset({"manifest.ocdbt", "index.0", "array_metadatas"})  # lie beside links to nodes
 _PART = re.compile(r"-\d{5}\Z")
 _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
+_UNCLAIMED = re.compile(r"unclaimed-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _ATTEMPT = re.compile(r"[0-9a-f]{8,16}-(\d+)-\d+\Z")
 _NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-Za-z0-9._]")
@@ -137,6 +138,17 @@ def incarnation_folder(incarnation: str) -> str:
 def parse_incarnation(name: str) -> str | None:
     """The incarnation, if `name` is an incarnation folder, else None."""
     found = _INCARNATION.match(name)
+    return found[1] if found else None
+
+
+def unclaimed_folder(incarnation: str) -> str:
+    """What an incarnation's staging folder is called before it holds its owner, and while it is removed at the end."""
+    return f"unclaimed-{incarnation}{TMP_SUFFIX}"
+
+
+def parse_unclaimed(name: str) -> str | None:
+    """The incarnation, if `name` is a folder of `unclaimed_folder`, else None."""
+    found = _UNCLAIMED.match(name)
     return found[1] if found else None
 
 

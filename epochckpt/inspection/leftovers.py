@@ -131,6 +131,7 @@ _NAMED = (
         "parts of epochs that other hosts lack",
     ),
     (re.compile(f"(?s)export-{_STAGED}"), rows.ATTEMPT, "staging of an export"),
+    (re.compile(f"unclaimed-{_STAGED}"), rows.DELETED, "staging of a run that has not begun, or has ended"),
     (re.compile(f"(?s){GC_PREFIX}{_STAGED}"), rows.DELETED, "being removed, or left by a removal that was interrupted"),
 )
 _NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so

@@ -35,7 +35,7 @@ def on_storage(directory: pathlib.Path, options: ocp.CheckpointManagerOptions | 
 def test_an_epoch_whose_deletion_fails_stays_listed_and_is_tried_again(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`trash/1` exists already: the list is that of a reopen, and the failure is raised once, until it can be deleted."""
+    """`trash/1` exists already: the list is that of a reopen, and the failure is raised once, until 1 can go."""
     (tmp_path / "trash" / "1").mkdir(parents=True)
     manager = ec.CheckpointManager(tmp_path, options=TRASH)
     commit(manager, 1)
