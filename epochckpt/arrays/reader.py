@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 _CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
 _CHECK_OBJECTS_FROM = 2**30  # the same where that is a request for each file
+_OPEN_FILES = 64  # at the same time, of a file system: a process may have few descriptors
 
 
 class Request(NamedTuple):
@@ -141,16 +142,21 @@ class EpochReader:
         try:
             for epoch, _ in records:
                 epoch.tally = tally
-            with _collector.paused():
-                tasks = [task for file in files for task in file.tasks(wanted[file], packed[file])]
             asked = sum(request.out.nbytes for request in requests) + sum(int(pack.sizes.sum()) for pack in packs)
             _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), asked)
-            self.pool.run(tasks)
+            waiting, at_once = [*files], _OPEN_FILES if self.store.renames else max(len(files), 1)
+            for first in range(0, len(waiting), at_once):
+                batch = waiting[first : first + at_once]
+                try:
+                    with _collector.paused():
+                        tasks = [task for file in batch for task in file.tasks(wanted[file], packed[file])]
+                    self.pool.run(tasks)
+                finally:
+                    for file in batch:
+                        file.close()
         finally:
             for epoch, _ in records:
                 epoch.tally = None
-            for file in files:
-                file.close()
         if files:
             sizes = asked, sum(nbytes for nbytes, _ in tally)
             events.read(self.store.root, time.monotonic() - began, *sizes, sum(secs for _, secs in tally))

@@ -96,7 +96,15 @@ class RenameCommits(Commits):
                 raise self.lost(epoch)
         if swept:
             logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
-            _threads.start(lambda: [self.store.remove_tree(path) for path in swept])
+            _threads.start(lambda: [self._remove(path) for path in swept])
+
+    def _remove(self, path: str) -> None:
+        """Removes what is out of sight; a failure is logged, and the next claim tries again."""
+        _threads.logged(f"{self.store.root}/{path} stays", partial(self.store.remove_tree, path))
+
+    def check_claim(self, epoch: int) -> None:
+        if not self.store.exists(self._home):
+            raise self.lost(epoch)
 
     def _sweep(self, entry: Entry) -> str:
         """Fences off the earlier run whose staging this is; returns where that lies then, if it is to be removed."""
@@ -331,6 +339,10 @@ class RenameCommits(Commits):
                 self.finish_rollback()  # one is left from before; there is one at a time
                 self.roll_back(rollback)
                 return
+            except OSError as error:
+                if self.rollback() != rollback:
+                    raise
+                raise errors.UnfinishedError(self.store.root, rollback.epochs, errors.say(error)) from error
         self._finish(rollback)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:

@@ -212,8 +212,8 @@ class History:
 def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:
     """How good an epoch is by `best_fn`: larger is better, and NaN is worst of all.
 
-    None for an epoch without metrics. An epoch counts as one if `best_fn` returns no number, or raises KeyError for a
-    missing metric.
+    None for an epoch without metrics. An epoch counts as one if `best_fn` returns no number, or raises, as it does for
+    a missing metric, or for metrics that are not of the expected form.
     """
     if options.best_fn is None or info.metrics is None:
         return None
@@ -221,6 +221,8 @@ def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | Non
         found = options.best_fn(info.metrics)
     except KeyError as error:  # that metric may be attached later
         return _without_score(options, info, f"finds no {error}")
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:  # the metrics may be anything
+        return _without_score(options, info, f"raises {type(error).__name__} ({error!s:.200})")
     try:
         return rank(found, options.best_mode)
     except (TypeError, ValueError):  # another job may attach anything

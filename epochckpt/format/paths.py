@@ -8,6 +8,7 @@ folder for everything that is not committed. In an object store attempts lie sid
 import itertools
 import re
 import secrets
+import urllib.parse
 from collections.abc import Callable, Collection
 
 from epochckpt.errors import FormatError, InvalidArgumentError
@@ -30,6 +31,9 @@ MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
 METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `commit.metrics_log`
 HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
 ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
+
+MAX_EPOCH = 2**63 - 1
+"""The largest number of an epoch: the records' integers, and SQLite's, end there."""
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore names that contain this
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -74,6 +78,15 @@ def is_free_folder(name: object) -> bool:
         and not name.startswith(_ASIDE)
         and TMP_SUFFIX not in name
     )
+
+
+def is_movable(folder: str, into: str = "") -> bool:
+    """Whether a folder, and one that keeps it, have names that fit into those it has on its way; see `commit.placing`.
+
+    A damaged one goes to `damaged-<id>/`, one that is kept to `into`, both as `moving-<id>-<where to>`.
+    """
+    places = (urllib.parse.quote(join(place, folder), safe="") for place in (into, f"damaged-{new_id()}"))
+    return all(len(f"moving-{new_id()}-{place}") <= _MAX_PART for place in places)
 
 
 def check_node_name(name: object) -> str:

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from epochckpt import _text
 from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
+from epochckpt.format import paths
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import goodput, scan, tiers, usage, whole_run
 from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, MetricsView, UsageView
@@ -26,6 +27,8 @@ from epochckpt.manager.reader import epoch_number
 
 if TYPE_CHECKING:
     from epochckpt.inspection.plots import Plots
+
+_LOOKS = 16  # at a directory whose chosen epoch is deleted again and again
 
 
 def inspect(
@@ -166,7 +169,7 @@ class Inspection(Container):
     @property
     def latest(self) -> EpochInspection | None:
         """The newest epoch that is whole, as far as a look at its files tells; None if there is none."""
-        return self._epoch(self._latest_and_best()[0])
+        return self._epoch(lambda: self._latest_and_best()[0])
 
     @property
     def best(self) -> EpochInspection | None:
@@ -177,7 +180,7 @@ class Inspection(Container):
         """
         if self.metric is None:
             raise InvalidArgumentError("best by which metric? Pass it: inspect(directory, metric='loss', mode='min')")
-        return self._epoch(self._latest_and_best()[1])
+        return self._epoch(lambda: self._latest_and_best()[1])
 
     def _names(self) -> list[int]:
         return [row.epoch for row in self.epochs()]
@@ -191,7 +194,7 @@ class Inspection(Container):
         """
         if isinstance(epoch, slice):
             raise InvalidArgumentError("epochs are asked for one by one; .epochs() gives the rows of all of them")
-        if isinstance(epoch, int) and not isinstance(epoch, bool) and epoch < 0:
+        if isinstance(epoch, int) and not isinstance(epoch, bool) and -paths.MAX_EPOCH <= epoch < 0:
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
         if scan.find(self.commits, number) is not None:
@@ -255,10 +258,18 @@ class Inspection(Container):
 
         return Plots(look, lambda: self.goodput().goodput)
 
-    def _epoch(self, number: int | None) -> EpochInspection | None:
-        if number is None or not self.commits.store.renames:
-            return None if number is None else self._at(self.commits, number)
-        return self[number]  # it may be in the mirror alone
+    def _epoch(self, choose: Callable[[], int | None]) -> EpochInspection | None:
+        """The epoch that is chosen; another one is, if a run has deleted it meanwhile."""
+        for left in reversed(range(_LOOKS)):
+            number = choose()
+            if number is None or not self.commits.store.renames:
+                return None if number is None else self._at(self.commits, number)
+            try:
+                return self[number]  # it may be in the mirror alone
+            except EpochNotFoundError:
+                if not left:
+                    raise
+        return None
 
     def _at(self, commits: Commits, number: int) -> EpochInspection:
         return EpochInspection(commits, number, self._latest_and_best, self._unit)

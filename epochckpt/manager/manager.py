@@ -287,6 +287,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         It is False if this epoch or a later one was requested; with `ignore_later` those do not count.
         """
+        step = epoch_number(step)
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self.root)
             return False
@@ -338,8 +339,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began = time.monotonic()
         step = epoch_number(step)
-        if self._closed:
-            raise InvalidArgumentError(f"this manager of {self.root} is closed")
+        self._check_open("save")
         if not self._options.read_only:
             self._check_may_write("save")
         args = self._handlers.arguments(items, save_kwargs, args, "save")
@@ -432,14 +432,18 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         meanwhile, the save fails. A save that fails, or that raises, has used the permission up: call this again.
 
         Raises:
-            InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only.
+            FencedError: a newer run has taken over the directory.
+            InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only, or closed.
             UnsupportedError: the processes have local disks.
         """
         epoch = epoch_number(epoch)
         self._check_may_write("allow_overwrite")
         if self._hosts is not None:
             raise UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
+        self._claim.check(epoch)
         self._attempts.drain(epoch)
+        if self._claim.known:
+            self._commits.check_claim(epoch)
         self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
 
     def is_saving_in_progress(self) -> bool:
@@ -653,6 +657,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._options.read_only:
             logging.warning("%s is read only: checkpoint %d is not deleted", self.root, step)
             return
+        self._check_open("delete")
         self._attempts.drain()
 
         def decide() -> None:
@@ -688,6 +693,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             [0, 1]
         """
         epoch = epoch_number(epoch)
+        self._check_open("rollback_to")
         self._attempts.drain()
 
         def decide() -> None:
@@ -726,7 +732,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         call = f"{verb}({'' if epoch is None else epoch})"
         self._common.change(self._calls, call, epoch or 0, decide, follow)
 
+    def _check_open(self, verb: str) -> None:
+        if self._closed:
+            raise InvalidArgumentError(f"{verb}: this manager of {self.root} is closed; open another one")
+
     def _check_may_write(self, verb: str) -> None:
+        self._check_open(verb)
         if self._options.read_only:
             raise InvalidArgumentError(f"{verb}: {self.root} is open read only")
         if self._forked:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -271,20 +272,26 @@ as_user(4002, second)
 """
 
 
+@pytest.fixture
+def shared() -> Iterator[pathlib.Path]:
+    """A folder that every user may enter; pytest closes its own to other users whenever it starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder).chmod(0o755)
+        yield pathlib.Path(folder)
+
+
 @pytest.mark.parametrize(("mode", "end"), [("0", "is killed"), ("0", "closes"), ("2775", "is killed")])
 def test_what_another_user_left_is_named_with_its_owner_and_the_remedy(
-    tmp_path: pathlib.Path, mode: str, end: str
+    shared: pathlib.Path, mode: str, end: str
 ) -> None:
     """The first of two users of a group is killed: no try of the second leaves a folder. If it has closed, the second
     saves, and cannot delete the epoch of the first. With the remedy it can do both."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    directory = tmp_path / "run"
+    directory = shared / "run"
     directory.mkdir()
     os.chown(directory, 0, 4000)
     directory.chmod(0o2775)
-    for folder in (f for f in directory.parents if f.is_relative_to("/tmp") and f.name):
-        folder.chmod(0o755)
     env = {**os.environ, "HOME": "/nonexistent", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-W", "ignore", "-c", TWO_USERS, str(directory), mode, end]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)

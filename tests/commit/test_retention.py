@@ -82,6 +82,32 @@ def test_an_epoch_that_went_out_of_sight_before_the_error_is_not_listed(
     manager.close()
 
 
+def test_a_rollback_that_was_recorded_before_the_error_holds(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is in its place, and the flush of the directory fails: no reader sees the later epochs, and the
+    manager lists what a reopen lists; the next claim moves them."""
+    manager = ec.CheckpointManager(tmp_path)
+    commit(manager, 1, 2, 3)
+    sync, broken = PosixStore.sync_folder, list[str]()
+
+    def failing(store: Any, path: str) -> None:
+        if not path and (tmp_path / "rollback.json").exists() and not broken:
+            broken.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
+        sync(store, path)
+
+    monkeypatch.setattr(PosixStore, "sync_folder", failing)
+    with pytest.raises(errors.UnfinishedError, match="Input/output error"):
+        manager.rollback_to(1)
+    assert broken
+    assert manager.all_steps() == on_storage(tmp_path) == [1]
+    manager.close()
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.claim()
+        assert sorted(path.name for path in tmp_path.glob("rolled-back-*/*")) == ["2", "3"]
+
+
 def test_every_process_lists_an_epoch_whose_deletion_failed(tmp_path: pathlib.Path) -> None:
     """Two real processes: the verdict says what is gone, not what should be."""
     (tmp_path / "trash" / "1").mkdir(parents=True)
