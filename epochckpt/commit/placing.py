@@ -14,8 +14,8 @@ does with a folder whose owner was killed:
 Epochs that are *kept* out of sight lie in the directory itself: in `rolled-back-<id>/`, in `damaged-<id>/`, or in the
 folder that `todelete_subdir` names. In names `/` is `%2F`.
 
-`unclaimed-<id>…` beside the homes is no home: a run makes its home under that name, gives it its own once the owner is
-in it, and gives it that name again before it removes it. The newer run removes it, whatever is in it.
+`unclaimed-<id>…` beside the homes is no home. A run makes its home under that name, and renames it once it holds the
+owner. At its end the run gives its home that name again, and then removes it. A newer run removes what has such a name.
 """
 
 import contextlib

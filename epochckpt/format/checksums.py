@@ -106,7 +106,7 @@ def pack_json(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def unpack_json(value: Any, depth: int = 0) -> Any:
-    """The inverse of `pack_json`; RecursionError for what is nested deeper than that packs."""
+    """The inverse of `pack_json`. Raises RecursionError where a value is nested more deeply than `pack_json` allows."""
     if depth > _MAX_DEPTH:
         raise RecursionError(f"user data is nested deeper than {_MAX_DEPTH}")
     if isinstance(value, dict):

@@ -81,9 +81,9 @@ def is_free_folder(name: object) -> bool:
 
 
 def is_movable(folder: str, into: str = "") -> bool:
-    """Whether a folder, and one that keeps it, have names that fit into those it has on its way; see `commit.placing`.
+    """Whether an epoch's folder can be moved away, perhaps `into` another folder, without a name that is too long.
 
-    A damaged one goes to `damaged-<id>/`, one that is kept to `into`, both as `moving-<id>-<where to>`.
+    On its way it is called `moving-<id>-<destination>`, see `commit.placing`. A damaged epoch goes to `damaged-<id>/`.
     """
     places = (urllib.parse.quote(join(place, folder), safe="") for place in (into, f"damaged-{new_id()}"))
     return all(len(f"moving-{new_id()}-{place}") <= _MAX_PART for place in places)

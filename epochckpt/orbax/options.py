@@ -74,8 +74,8 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
     if not (options.read_only or paths.is_movable(longest, folder or "")):
         raise InvalidArgumentError(
             f"the names of epochs, such as {longest!r}{f', and todelete_subdir {folder!r}' if folder else ''} are too "
-            "long: an epoch that is deleted or set aside gets a longer name on its way, which must fit into 255 bytes, "
-            "and in which characters other than letters, digits and '_.-~' count three times or more. Shorten "
+            "long. An epoch that is deleted or set aside gets a longer name on its way, which must fit into 255 bytes. "
+            "Characters other than letters, digits and '_.-~' count three times or more in it. Shorten "
             f"{'step_prefix or todelete_subdir' if folder else 'step_prefix'}"
         )
     hints = [f"{name} ({HINTS[name]})" for name in changed if name in HINTS]
