@@ -67,9 +67,24 @@ class Process:
     @classmethod
     def parse(cls, owner: Any) -> Self:
         """The process that an owner describes, which may be anything; what cannot be used is not known."""
-        fields = owner if isinstance(owner, Mapping) else {}
-        known = {f.name: fields.get(f.name) for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in known.items() if type(value) is type(getattr(cls, name))})
+        said = owner if isinstance(owner, Mapping) else {}
+
+        def text(name: str) -> str:
+            value = said.get(name)
+            return value if isinstance(value, str) else ""
+
+        def number(name: str) -> int:
+            value = said.get(name)
+            return value if type(value) is int else 0
+
+        return cls(
+            host=text("host"),
+            pid=number("pid"),
+            boot=text("boot"),
+            machine=text("machine"),
+            namespace=text("namespace"),
+            started=number("started"),
+        )
 
     @property
     def has_ended(self) -> bool:
