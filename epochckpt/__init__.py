@@ -5,6 +5,7 @@
     orbax       all we know of stock Orbax: options, handlers, steps, the view that lets it read our epochs
     arrays      one epoch's arrays: plan, snapshot, write, read, restore
     commit      when an epoch is visible, and how the processes of a job agree
+    tiers       an epoch in more than one place: copies, and the mirror of a directory
     manager     what a user does to a directory: save, restore, delete, follow, export, import
     v1          the same in Orbax's v1 style
     jobs        a whole run: job, stop conditions, resume, the runner, Caffe2's managers

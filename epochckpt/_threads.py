@@ -142,6 +142,13 @@ def start(fn: Callable[[], T]) -> Future[T]:
     return future
 
 
+def start_thread(fn: Callable[[], T]) -> Future[T]:
+    """Runs `fn`, which may take as long as the process, in a daemon thread of its own; RuntimeError: there is none."""
+    future: Future[T] = Future()
+    threading.Thread(target=future.run, args=(fn,), daemon=True, name="epochckpt").start()
+    return future
+
+
 def logged(what: str, fn: Callable[[], T], failed: Callable[[Any], None] = lambda error: None) -> T | None:
     """Runs a call whose failure must not stop the caller: it is logged, `failed` hears of it, and None is returned."""
     try:

@@ -33,6 +33,19 @@ _DIRECTORY = (
 _EPOCH = "a number, `latest`, or `best` (with --metric)"
 _PATTERN = "leaves, parts of the tree, items or ITEM:LEAF, by name or shell pattern (params, '*/bias', model:*)"
 
+_LOOKING_AT_MIRRORS = (
+    commands.ls,
+    commands.show,
+    commands.tree,
+    commands.stat,
+    commands.diff,
+    commands.verify,
+    commands.export,
+    changes.rm,
+    changes.rollback,
+    changes.cp,
+)
+
 
 def span(value: str) -> float:
     """Seconds of a duration such as `90`, `15min`, `2h`, `1d`."""
@@ -142,6 +155,9 @@ def parser(version: str) -> argparse.ArgumentParser:
         names = added.add_argument_group("names of epochs' folders, as the manager's options have them")
         names.add_argument("--step-prefix", metavar="TEXT", help="PREFIX_12 instead of 12")
         names.add_argument("--step-format-fixed-length", metavar="N", type=count, help="00000012 instead of 12")
+        if run in _LOOKING_AT_MIRRORS:
+            mirror = "the directory's mirror, which is looked at, too; the address that the directory has is only shown"
+            added.add_argument("--mirror", metavar="URL", help=mirror)
         if marks:
             best = added.add_argument_group("which epoch is the best")
             best.add_argument(

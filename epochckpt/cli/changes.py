@@ -19,11 +19,11 @@ from epochckpt.inspection.directory import Inspection
 from epochckpt.inspection.directory_views import noun, several
 from epochckpt.inspection.rows import DAMAGED, MIRROR, EpochRow
 from epochckpt.inspection.text import render
-from epochckpt.inspection.tiers import mirror_of
 from epochckpt.manager import CheckpointManager
-from epochckpt.manager.changes import DirectoryCopy, changing, check_changeable
+from epochckpt.manager.changes import DirectoryCopy, changing, check_both_changeable, check_changeable
 from epochckpt.manager.import_files import plan_import
 from epochckpt.storage import open_store
+from epochckpt.tiers import read_ledger
 
 _UNCHANGED = Line(Span("Nothing was changed; --yes does it.", Tone.FAINT))
 
@@ -56,6 +56,7 @@ class Changes:
         destination: the directory that they are copied to, if it is another one.
         remark: what else there is to say.
         mirror: the URL of its mirror.
+        follows: whether the mirror follows at once.
         problems: why other epochs are left out.
         unit: what their numbers are called: `epoch` or `step`.
     """
@@ -66,6 +67,7 @@ class Changes:
     destination: str | None = None
     remark: str = ""
     mirror: str | None = None
+    follows: bool = False
     problems: Mapping[int, str] = dataclasses.field(default_factory=dict)
     unit: str = "epoch"
 
@@ -78,7 +80,8 @@ class Changes:
 def rm(args: argparse.Namespace, output: Output) -> int:
     """Delete epochs: those that are named, and no others.
 
-    It is a dry run without --yes, and refused while a run is alive in the directory. The directory's mirror follows.
+    It is a dry run without --yes, and refused while a run is alive in the directory, or writes to the mirror that
+    --mirror names, which follows.
     """
     run = _directory(args)
     rows = {row.epoch: row for row in run.epochs()}
@@ -104,7 +107,7 @@ def rollback(args: argparse.Namespace, output: Output) -> int:
     """Go back to an epoch: those after it are set aside, and the next run goes on from it.
 
     They are kept in a folder rolled-back-…, until `gc --rolled-back --delete` removes them. It is a dry run without
-    --yes, and refused while a run is alive in the directory. The directory's mirror follows.
+    --yes, and refused while a run is alive in the directory, or writes to the mirror that --mirror names; that follows.
     """
     run = _directory(args)
     to = epoch_of(run, args.epoch, output)
@@ -130,8 +133,15 @@ def cp(args: argparse.Namespace, output: Output) -> int:
     rows = {row.epoch: row for row in run.epochs()}
     chosen = {epoch_of(run, epoch, output).epoch for epoch in args.epochs} or rows.keys()
     _destination(args, args.destination)
-    whole = {"whole": not args.epochs, "take_over": args.take_over}
-    copy = DirectoryCopy(run.commits, args.destination, sorted(chosen), options_of(args), **whole)
+    copy = DirectoryCopy(
+        run.commits,
+        args.destination,
+        sorted(chosen),
+        options_of(args),
+        whole=not args.epochs,
+        take_over=args.take_over,
+        mirror=run.viewed_mirror(),
+    )
     present = len(copy.present)
     there = f"{several(present, run.unit)} {'is' if present == 1 else 'are'} there already" if present else ""
     left = [rows[epoch] for epoch in copy.epochs]
@@ -190,13 +200,13 @@ def import_(args: argparse.Namespace, output: Output) -> int:
 def _directory(args: argparse.Namespace) -> Inspection:
     """The directory of a command, if it may be changed."""
     commits = scan.open_commits(args.directory, options_of(args))  # which refuses the folder of a single epoch
-    check_changeable(commits, args.take_over)
+    check_both_changeable(commits, args.mirror, args.take_over)
     return opened(args)
 
 
 def _changing(args: argparse.Namespace) -> contextlib.AbstractContextManager[CheckpointManager]:
     only_cpu()
-    return changing(args.directory, options_of(args), take_over=args.take_over)
+    return changing(args.directory, options_of(args), args.mirror, take_over=args.take_over)
 
 
 def _destination(args: argparse.Namespace, directory: str) -> Commits | None:
@@ -217,9 +227,12 @@ def _destination(args: argparse.Namespace, directory: str) -> Commits | None:
 
 def _check_mirror(run: Inspection, output: Output) -> None:
     """Says so if the mirror has not followed a change."""
-    record = mirror_of(run.commits)
-    if record is not None and record.withdrawn:
-        output.note(f"the mirror {record.url} has not followed yet: the next run that writes here goes on with that")
+    ledger = read_ledger(run.commits.store)
+    if ledger is not None and ledger.withdrawals:
+        output.note(
+            f"the mirror {ledger.url} has not followed yet: the next run here that is given this mirror goes on with "
+            "that, and so does a command with --mirror"
+        )
 
 
 def _in(root: str, path: str) -> str:
@@ -229,20 +242,33 @@ def _in(root: str, path: str) -> str:
 def _changes(
     args: argparse.Namespace, run: Inspection, rows: Sequence[EpochRow], to: Callable[[EpochRow], str], remark: str
 ) -> Changes:
-    mirror, root = mirror_of(run.commits), run.commits.store.root
-    homes = {MIRROR: mirror.url if mirror is not None else root}
+    root = run.commits.store.root
+    ledger = read_ledger(run.commits.store)
+    named = None if args.mirror is None else open_store(args.mirror).root
+    homes = {MIRROR: named or root}
     changes = [Change(r.epoch, r.nbytes, _in(homes.get(r.tier, root), r.folder), to(r)) for r in rows]
     where = getattr(args, "destination", None)
     destination = None if where is None else open_store(where).root
-    url = None if mirror is None else mirror.url
-    return Changes(run.directory, bool(args.yes), tuple(changes), destination, remark, url, unit=run.unit)
+    return Changes(
+        directory=run.directory,
+        done=bool(args.yes),
+        changes=tuple(changes),
+        destination=destination,
+        remark=remark,
+        mirror=named or (None if ledger is None else ledger.url),
+        follows=named is not None,
+        unit=run.unit,
+    )
 
 
 def _answer(output: Output, found: Changes, verb: str) -> int:
     """Prints what a command does, or would do; returns the exit code."""
     title = found.directory + (f" → {found.destination}" if found.destination else "")
     count = f"{verb} {several(len(found.changes), found.unit)}, {_units.nbytes(found.nbytes)}"
-    mirror = f"its mirror {found.mirror} follows" if found.mirror and verb != "copy" else ""
+    mirror = ""
+    if found.mirror and verb != "copy":
+        later = "" if found.follows else " later: no --mirror names it now"
+        mirror = f"its mirror {found.mirror} follows{later}"
 
     def shown(path: str) -> Span:  # below the title's directories
         for root in filter(None, (found.destination, found.directory)):

@@ -60,7 +60,7 @@ def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection
     """The directory of a command, or another one that it names."""
     metric = args.metric[0] if args.metric and len(args.metric) == 1 else args.metric
     asked = {"metric": metric, "mode": args.mode, "options": options_of(args), "unit": args.unit}
-    return inspect(directory or args.directory, **asked)
+    return inspect(directory or args.directory, **asked, mirror=args.mirror if directory is None else None)
 
 
 def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspection:
@@ -332,6 +332,7 @@ def export(args: argparse.Namespace, output: Output) -> int:
     asked: dict[str, Any] = {"item": args.item, "separator": args.separator, "skip_unsupported": args.skip_unsupported}
     chosen = {"include": args.include, "exclude": args.exclude, "rename": dict(args.rename), "dtype": args.dtype}
     asked |= {**chosen, "framework": args.framework, "config": args.config, "options": options_of(args)}
+    asked |= {"mirror": args.mirror}
     asked |= {"max_file_bytes": args.max_file_size} if args.max_file_size else {}
     row = epoch.plain_row()
     with _progress.work(f"exporting {row.unit} {epoch.epoch}", None if any(chosen.values()) else row.nbytes):

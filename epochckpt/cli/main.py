@@ -58,7 +58,9 @@ def _take_store(args: argparse.Namespace) -> None:
     """Gives the settings of `--store` to the buckets that a command names."""
     if not args.store:
         return
-    given = {name: place for name in ("directory", "other", "destination") if (place := getattr(args, name, None))}
+    given = {
+        name: place for name in ("directory", "other", "destination", "mirror") if (place := getattr(args, name, None))
+    }
     found = {name: with_settings(place, args.store) for name, place in given.items()}
     if found == given:
         raise errors.InvalidArgumentError(f"--store is about buckets, and {args.directory} is none")

@@ -248,8 +248,10 @@ class Claim:
             if self.fenced is not None:
                 raise FencedError(epoch, self.fenced.reason)
             try:
-                check = functools.partial(check_idle, self._commits)
-                self._commits.claim(epoch, *([] if self.may_take_over else [check]))
+                if self.may_take_over:
+                    self._commits.claim(epoch)
+                else:
+                    self._commits.claim(epoch, functools.partial(check_idle, self._commits))
                 if self._hosts is not None:
                     self._taken = {"incarnation": self._commits.incarnation}
                     return self._taken

@@ -27,6 +27,7 @@ from epochckpt import _threads
 from epochckpt.commit import claiming, head_record, metrics_log, surroundings
 from epochckpt.commit.departures import Departures
 from epochckpt.commit.head_record import Head, HeadEpoch, send_off
+from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.commit.object_log import ObjectLog
 from epochckpt.commit.object_views import ObjectViews
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
@@ -333,11 +334,21 @@ class PutCommits(Commits):
         found = self.head()
         return [] if found is None or found.closed else [found.owner]
 
-    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
+    def lineage(self) -> Lineage | None:
+        found = self.head()
+        return None if found is None else found.lineage
+
+    def claim(
+        self,
+        epoch: int = 0,
+        check: Callable[[], None] = lambda: None,
+        lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
+    ) -> None:
         owner = claiming.owner()
         while True:
             old, data = self._look() or (None, None)
             check()
+            following = lineage.apply(None if old is None else old.lineage)
             beside, stock = self.beside(old or Head())
             if old is None and any(map(self._is_copy, beside)):
                 self.scan()  # raises
@@ -345,7 +356,7 @@ class PutCommits(Commits):
             others = beside.keys() - stock.keys() - leaving.keys()
             new = (old or Head()).claimed(owner, tuple(sorted(n for n in others if beside[n] is None)))
             strays = {attempt: name for name, attempts in beside.items() for attempt in attempts or ()}
-            new = new.next(stock=stock, leaving=leaving, dead={**new.dead, **strays})
+            new = new.next(lineage=following, stock=stock, leaving=leaving, dead={**new.dead, **strays})
             if self._put(data, new):
                 break
             logging.info("%s: another run claims it at this moment", self.store.root)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from epochckpt.commit.lineage import Lineage
 from epochckpt.commit.metrics_log import Line
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 
@@ -123,6 +124,7 @@ class Head:
     foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
     log: tuple[Line, ...] = ()  # of deleted epochs: the last lines, which come after those of the file
     logged: int = 0  # lines that are in the file alone, see `commit.metrics_log`
+    lineage: Lineage | None = None  # of the directory whose mirror this is
     change: str = ""  # unlike that of every other content
 
     def knows(self, attempt: str) -> bool:
@@ -144,6 +146,7 @@ class Head:
         for name in ("epochs", "stock", "aside"):
             head[name] = {folder: entry.to_json(nodes) for folder, entry in head[name].items()}
         head["log"] = [line.to_json() for line in self.log]
+        head["lineage"] = None if self.lineage is None else self.lineage.to_json()
         head["leaving"] = {folder: [step.attempt, step.to] for folder, step in self.leaving.items()}
         return checksums.seal(head)
 
@@ -260,5 +263,6 @@ def parse(path: str, data: bytes) -> Head:
             for number, line in enumerate(fields.array("log") if "log" in fields.data else [])
         ),
         logged=fields.integer("logged") if "logged" in fields.data else 0,
+        lineage=None if fields.data.get("lineage") is None else Lineage.from_json(path, fields.data["lineage"]),
         change=fields.text("change", 16),
     )

@@ -102,7 +102,8 @@ class Hosts:
 
         def moved() -> dict[str, Any]:
             self._move_aside(self.ignore(survey))
-            self._commits.overwrite(paths.MIRROR_RECORD, agreed["mirror"].encode())
+            if agreed["mirror"]:
+                self._commits.overwrite(paths.MIRROR_RECORD, agreed["mirror"].encode())
             write()
             return {}
 

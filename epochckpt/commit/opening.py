@@ -49,6 +49,8 @@ class Survey:
     costs: tuple[SaveCost, ...] = ()  # of the newest epochs, if the options need them
     # With local disks, by process: what its disk has under these numbers are no parts of the job's epochs.
     aside: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    copies: Mapping[int, str] = dataclasses.field(default_factory=dict)  # ids of the mirror's copies of the remote ones
+    diverged: tuple[int, ...] = ()  # epochs that lie here and are no part of the mirror's history
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -59,6 +61,8 @@ class Survey:
             "remote": list(self.remote),
             "runs": [dataclasses.astuple(run) for run in self.runs],
             "costs": [dataclasses.astuple(cost) for cost in self.costs],
+            "copies": sorted(self.copies.items()),
+            "diverged": list(self.diverged),
             "aside": [[process, list(epochs)] for process, epochs in self.aside.items()],
         }
 
@@ -68,7 +72,18 @@ class Survey:
         attached = checksums.unpack_by_number(wire["attached"])
         runs, costs = tuple(RunEntry(*row) for row in wire["runs"]), tuple(SaveCost(*row) for row in wire["costs"])
         foreign, aside = dict(map(tuple, wire["foreign"])), {process: tuple(found) for process, found in wire["aside"]}
-        return cls(wire["epochs"], damaged, foreign, attached, tuple(wire["remote"]), runs, costs, aside)
+        return cls(
+            epochs=wire["epochs"],
+            damaged=damaged,
+            foreign=foreign,
+            attached=attached,
+            remote=tuple(wire["remote"]),
+            runs=runs,
+            costs=costs,
+            aside=aside,
+            copies=dict(map(tuple, wire["copies"])),
+            diverged=tuple(wire["diverged"]),
+        )
 
 
 class Completing(Protocol):
@@ -84,11 +99,11 @@ class Completing(Protocol):
         ...
 
     def newest(self, texts: Sequence[str]) -> str:
-        """The newest of such records; an empty one if none can be used."""
+        """The newest of such records; empty if none can be used."""
         ...
 
     def text(self) -> str:
-        """The record as it is now."""
+        """The record as it is now; empty if there is none."""
         ...
 
     def adopt(self, text: str) -> None:
@@ -209,6 +224,10 @@ def survey_of_disks(
         elif epoch in found.faults:
             logging.error("checkpoint %d is not whole, and the mirror does not have it: %s", epoch, found.faults[epoch])
             damaged[epoch] = ReplaceCondition(None, found.faults[epoch])
+    for epoch in survey.diverged:
+        for process, disk in enumerate(found.disks):
+            if epoch in disk.parts:
+                aside.setdefault(process, []).append(epoch)
     away = {process: tuple(epochs) for process, epochs in aside.items()}
     return dataclasses.replace(survey, damaged=damaged, remote=tuple(sorted(remote)), aside=away)
 
@@ -295,7 +314,7 @@ def open_directory(
     # Each process opens the directory as the primary has resolved it.
     where, found = answer["directory"] if host is None else directory, tuple(answer["nodes"] or defaults)
     commits, there = _commits_at(where, options, names, storage), Survey.from_wire(answer["survey"])
-    commits.ignored = frozenset(there.aside.get(coordinator.process, ()))
+    commits.ignored = frozenset((*there.aside.get(coordinator.process, ()), *there.diverged))
     given = node is not None or (coordinator.processes > 1 and found != tuple(defaults))
     nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
     refused = commits.write_refusal() if coordinator.primary and not options.read_only else None

@@ -30,6 +30,7 @@ from absl import logging
 from epochckpt import errors
 from epochckpt.commit import metrics_log
 from epochckpt.commit.head_record import HeadEpoch
+from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Store
@@ -324,8 +325,19 @@ class Commits(abc.ABC):
         """What is known of the processes whose runs have not closed the directory; see `claiming.owner`."""
 
     @abc.abstractmethod
-    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
+    def lineage(self) -> Lineage | None:
+        """Whose mirror this directory is, as storage has it now; None if no directory has claimed it as one."""
+
+    @abc.abstractmethod
+    def claim(
+        self,
+        epoch: int = 0,
+        check: Callable[[], None] = lambda: None,
+        lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
+    ) -> None:
         """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps their leftovers.
+
+        The `lineage` changes with it, or the claim fails with a FencedError.
 
         After a failure in the middle of it, a second call makes another incarnation. Errors name `epoch`. FencedError
         says that another run has claimed at the same moment, and is the later one. `check` raises what keeps this run

@@ -20,9 +20,11 @@ from absl import logging
 
 from epochckpt import _threads, errors
 from epochckpt.commit import attached_metrics, claiming, metrics_log, placing
+from epochckpt.commit import lineage as lineages
+from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.commit.metrics_log import Line
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
-from epochckpt.format import EpochRecord, paths
+from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.orbax import StepNames, Views, linked_view, step_names
 from epochckpt.storage import Entry, Store
 from epochckpt.storage.posix import owner_of, this_user
@@ -61,9 +63,27 @@ class RenameCommits(Commits):
                 found += [{}] * self.store.exists(home)
         return found
 
-    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
+    def lineage(self) -> Lineage | None:
+        return parsing.read_record(self.store, paths.LINEAGE_RECORD, lineages.parse)
+
+    def claim(
+        self,
+        epoch: int = 0,
+        check: Callable[[], None] = lambda: None,
+        lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
+    ) -> None:
         check()
         self.claim_as(paths.new_id(), epoch)
+        # Every older run is fenced off by now. If a newer one changes it between the next two steps, the second of them
+        # fails, because it goes through this run's home.
+        try:
+            found = self.lineage()
+            claimed = lineage.apply(found)
+            if claimed is not None and claimed != found:
+                self.overwrite(paths.LINEAGE_RECORD, claimed.to_bytes())
+        except BaseException:
+            _threads.logged(f"{self.store.root}: a claim that failed", self.release)
+            raise
 
     def claim_as(self, incarnation: str, epoch: int = 0) -> None:
         """The same as a given incarnation, which the processes of a job with local disks share."""

@@ -28,6 +28,7 @@ DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
 LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax keep it
 MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
+LINEAGE_RECORD = "_epochckpt/lineage.json"  # of a mirror on a file system, see `commit.lineage`
 METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `commit.metrics_log`
 HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
 ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
@@ -48,7 +49,7 @@ _ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
-_ASIDE = ("rolled-back-", "damaged-", "partial-")  # prefixes of folders with quarantined epochs
+_ASIDE = ("rolled-back-", "damaged-", "partial-", "diverged-")  # prefixes of folders with quarantined epochs
 _OWN = frozenset({".", "..", ROOT_METADATA[0], ROLLBACK_RECORD, HEAD.partition("/")[0]})
 MAX_NAME = 120
 _MAX_PART = 255  # bytes, of most file systems

@@ -26,6 +26,7 @@ from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow,
 from epochckpt.orbax import OrbaxRecord, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store
+from epochckpt.tiers import Mirror
 
 MAX_DRAWN, MAX_DEVICES = 64, 512  # parts and devices of an array of which a row says which lie where
 MAX_REPR = 120  # characters of a Python value that a row shows
@@ -35,8 +36,8 @@ _MAX_FILES = 100_000
 _MAX_JSON, _MAX_READ = 16_384, 8  # bytes of a file that is read to be shown, and how many of an item
 
 
-def describe(commits: Commits, row: EpochRow) -> EpochDetail:
-    """Everything that is known of one epoch without reading arrays.
+def describe(commits: Commits, row: EpochRow, mirror: Mirror | None = None) -> EpochDetail:
+    """Everything that is known of one epoch without reading arrays; of one host's part, with what its `mirror` has.
 
     An item that cannot be looked into has a `problem`; it hides no other item. If the epoch's record itself cannot be
     read there are no items, and the row says why. Attempts that were not committed have no items.
@@ -48,7 +49,7 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
     if row.state not in (COMMITTED, DAMAGED):
         return EpochDetail(row, ())
     try:
-        reader = open_reader(commits, row.epoch)
+        reader = open_reader(commits, row.epoch, mirror)
     except EpochNotFoundError as error:
         if row.state == DAMAGED:
             return EpochDetail(row, ())

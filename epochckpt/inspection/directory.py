@@ -19,11 +19,12 @@ from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import goodput, scan, tiers, usage, whole_run
+from epochckpt.inspection import goodput, scan, usage, whole_run
 from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, MetricsView, UsageView
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview, RunMetrics
 from epochckpt.inspection.select import narrowed
 from epochckpt.manager.reader import epoch_number
+from epochckpt.tiers import Mirror, viewed
 
 if TYPE_CHECKING:
     from epochckpt.inspection.plots import Plots
@@ -38,6 +39,7 @@ def inspect(
     mode: str = "max",
     options: ocp.CheckpointManagerOptions | None = None,
     unit: str | None = None,
+    mirror: str | os.PathLike[str] | None = None,
 ) -> Inspection:
     """Opens a directory of checkpoints to look at: ours or stock Orbax's, also a live or a damaged one.
 
@@ -68,6 +70,8 @@ def inspect(
         options: the step name format and `todelete_subdir`, if they are not the defaults.
         unit: what views call a number: `epoch` or `step`; None: what the job counts that saved the newest one, see
             `Job`.
+        mirror: the directory's mirror (`StorageOptions.mirror`), which is looked at, too. The mirror that the directory
+            itself names is only shown: an address that comes out of a directory is never opened.
 
     Raises:
         NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
@@ -78,7 +82,7 @@ def inspect(
         raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
     if unit not in (None, "epoch", "step"):
         raise InvalidArgumentError(f"unit {unit!r} is not known; expected 'epoch' or 'step'")
-    return Inspection(directory, metric, mode, options, unit)
+    return Inspection(directory, metric, mode, options, unit, None if mirror is None else os.fspath(mirror))
 
 
 class Inspection(Container):
@@ -96,7 +100,9 @@ class Inspection(Container):
         mode: str,
         options: ocp.CheckpointManagerOptions | None,
         unit: str | None = None,
+        mirror: str | None = None,
     ):
+        self._mirror = mirror
         self._given, self._mode, self._options, self._unit = os.fspath(directory), mode, options, unit
         self._asked = () if metric is None or isinstance(metric, str) else tuple(metric)
         self.metric = metric if metric is None or isinstance(metric, str) else next(iter(self._asked), None)
@@ -106,6 +112,10 @@ class Inspection(Container):
     def directory(self) -> str:
         """Its path or URL, in full."""
         return scan.place(self.commits)
+
+    def viewed_mirror(self) -> Mirror | None:
+        """The mirror that the caller has named, looked at now; None without one."""
+        return None if self._mirror is None else viewed(self._mirror, self.commits)
 
     @property
     def unit(self) -> str:
@@ -124,8 +134,16 @@ class Inspection(Container):
 
     def _look(self, limit: int | None, check: bool) -> Overview:
         known = self.commits if self._has_head() else None
-        asked = {"metric": self.metric, "mode": self._mode, "options": self._options, "known": known}
-        found = scan.look(self._given, limit=limit, check=check, **asked)
+        found = scan.look(
+            self._given,
+            metric=self.metric,
+            mode=self._mode,
+            limit=limit,
+            options=self._options,
+            check=check,
+            known=known,
+            mirror=self._mirror,
+        )
         return dataclasses.replace(found, asked=self._asked, unit=self._unit or found.unit)
 
     def _has_head(self) -> bool:
@@ -200,11 +218,9 @@ class Inspection(Container):
         if scan.find(self.commits, number) is not None:
             return self._at(self.commits, number)
         with contextlib.suppress(EpochCheckpointError, OSError):  # the mirror does not answer
-            mirror = tiers.mirror_of(self.commits)
-            if mirror is not None and number not in mirror.hidden:
-                there = tiers.in_mirror(self.commits, mirror)
-                if scan.find(there, number) is not None:
-                    return self._at(there, number)
+            mirror = self.viewed_mirror()
+            if mirror is not None and number in mirror.readable() and scan.find(mirror.there, number) is not None:
+                return self._at(mirror.there, number)
         rows = self.overview(None, check=False).epochs
         known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
         error = EpochNotFoundError(number, self.directory, known)
@@ -272,7 +288,14 @@ class Inspection(Container):
         return None
 
     def _at(self, commits: Commits, number: int) -> EpochInspection:
-        return EpochInspection(commits, number, self._latest_and_best, self._unit)
+        here = commits is self.commits and self._mirror is not None
+        return EpochInspection(
+            commits=commits,
+            epoch=number,
+            latest_and_best=self._latest_and_best,
+            unit=self._unit,
+            mirror=self.viewed_mirror if here else lambda: None,
+        )
 
     def _latest_and_best(self) -> tuple[int | None, int | None]:
         """Of the epochs that are whole as far as a look at their files tells."""

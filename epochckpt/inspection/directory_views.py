@@ -130,7 +130,8 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
             yield Span(f"{_units.count(states[state])} {state}", tone(state))
     yield from _host(found)
     if found.mirror:
-        yield f"mirror {_text.shown(found.mirror, 60)}"
+        unseen = "" if found.mirror_seen else " (as recorded here; --mirror or mirror= looks there)"
+        yield f"mirror {_text.shown(found.mirror, 60)}{unseen}"
     for row in found.epochs:
         if row.latest:
             yield Span(f"{LATEST} latest {row.epoch}", Tone.LIVE)

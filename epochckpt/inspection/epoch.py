@@ -44,6 +44,7 @@ from epochckpt.inspection.rows import (
 from epochckpt.inspection.select import narrowed, quoted
 from epochckpt.manager import CheckpointReader, Verification
 from epochckpt.manager.reader import ignore
+from epochckpt.tiers import Mirror
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that have been read since the last call."""
@@ -201,8 +202,13 @@ class EpochInspection(Container):
         epoch: int,
         latest_and_best: Callable[[], tuple[int | None, int | None]],
         unit: str | None = None,
+        mirror: Callable[[], Mirror | None] = lambda: None,
     ):
-        self._commits, self.epoch, self._latest_and_best, self._unit = commits, epoch, latest_and_best, unit
+        self.epoch = epoch
+        self._commits = commits
+        self._latest_and_best = latest_and_best
+        self._unit = unit
+        self._mirror = mirror
 
     @property
     def row(self) -> EpochRow:
@@ -228,18 +234,18 @@ class EpochInspection(Container):
 
     def detail(self) -> EpochDetail:
         """The row, the items and their leaves."""
-        return describe.describe(self._commits, self.row)
+        return describe.describe(self._commits, self.row, self._mirror())
 
     def leaves(self) -> CheckpointReader:
         """A reader of the leaves of the attempt that is committed now."""
         try:
-            return open_reader(self._commits, self.epoch)
+            return open_reader(self._commits, self.epoch, self._mirror())
         except EpochNotFoundError as error:
             row = self.plain_row()
             raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error
 
     def _described(self) -> EpochDetail:
-        detail = describe.describe(self._commits, self.plain_row())
+        detail = describe.describe(self._commits, self.plain_row(), self._mirror())
         if not detail.items and detail.row.state == DAMAGED:
             raise _unusable(detail.row)
         return detail

@@ -12,13 +12,17 @@ from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentEr
 from epochckpt.format import parsing, paths
 from epochckpt.manager import CheckpointReader, Readers, Verification
 from epochckpt.manager.reader import NativeReader, ignore
+from epochckpt.tiers import Mirror
 
 _THREADS = 4
 
 
-def open_reader(commits: Commits, epoch: int) -> CheckpointReader:
-    """A reader of the attempt that is committed now; raises what `Readers.open` raises."""
-    readers = Readers(commits, Pool(_THREADS))
+def open_reader(commits: Commits, epoch: int, mirror: Mirror | None = None) -> CheckpointReader:
+    """A reader of the attempt that is committed now; raises what `Readers.open` raises.
+
+    What a directory on a disk of one host lacks is read from its `mirror`.
+    """
+    readers = Readers(commits, Pool(_THREADS), mirror=mirror)
     try:
         return readers.open(epoch)
     except EpochNotFoundError:

@@ -108,6 +108,7 @@ class Overview:
     mode: str = "max"  # or `min`
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
     mirror: str = ""  # its path or URL, if the directory has one
+    mirror_seen: bool = False  # whether it was looked at; else `tier` is what the directory knows of it
     host: str = ""  # the node that wrote there last, if the directory is on a disk of one host and has its part alone
     asked: tuple[str, ...] = ()  # the metrics that a view shows, in this order; empty: all
     # The finite values of each metric by epoch, ascending: of all committed epochs, also those not in `epochs`, and of

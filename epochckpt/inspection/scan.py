@@ -438,20 +438,22 @@ def look(
     options: ocp.CheckpointManagerOptions | None = None,
     check: bool = True,
     known: Commits | None = None,
+    mirror: str | None = None,
 ) -> Overview:
     """Looks at a directory, which jobs may be writing to; for the arguments see `inspect` and `Inspection.overview`.
 
     The newest epochs up to the limit become rows. The best epoch and attempts always do, and so does the latest that
     can be read, unless the limit is 0. `check` looks at about `CHECKED_FILES` files: are they there, with the sizes
     that were recorded? In an object store it looks at about `CHECKED_REQUESTS / 2` epochs, and the rows of the others
-    are those of the head: no request is made for them. `known`: the directory as it was opened before.
+    are those of the head: no request is made for them. `known`: the directory as it was opened before. `mirror`: its
+    mirror, which is looked at, too.
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise errors.InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
     commits = known or open_commits(directory, options, single=True)
     with access(commits.store):
         found = _Scan(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
-        return found if commits.names.only else tiers.with_tiers(commits, found, limit, _row_of)
+        return found if commits.names.only else tiers.with_tiers(commits, found, limit, _row_of, mirror)
 
 
 def _row_of(commits: Commits, epoch: int) -> EpochRow | LeftoverRow | None:

@@ -1,6 +1,6 @@
 """`CopyUpload`: the last epoch of a run, copied to another directory.
 
-`manager.epoch_copy` makes the copy; here the processes of the job do it together.
+`tiers.epoch_copy` makes the copy; here the processes of the job do it together.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from epochckpt.jobs.job import Task, TaskGroup
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
-from epochckpt.manager.epoch_copy import EpochCopy, check_place
 from epochckpt.manager.reader import epoch_number
 from epochckpt.storage import open_store, plain
+from epochckpt.tiers import EpochCopy, check_place
 
 
 class CopyUpload(UploadTaskGroupBuilder):

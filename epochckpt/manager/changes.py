@@ -28,14 +28,13 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.format import paths
-from epochckpt.manager.epoch_copy import EpochCopy, check_place
 from epochckpt.manager.manager import CheckpointManager
-from epochckpt.manager.mirror_record import RecordedMirror, read_mirror_record
 from epochckpt.manager.reader import CheckpointReader, ignore
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
+from epochckpt.tiers import EpochCopy, Mirror, check_place
 
 _THREADS = 4
 _NEVER = 2**62  # of epochs after which one is mirrored
@@ -56,6 +55,14 @@ def check_changeable(commits: Commits, take_over: bool = False) -> None:
         claiming.check_idle(commits)
 
 
+def check_both_changeable(commits: Commits, mirror: str | None, take_over: bool = False) -> None:
+    """The same, also for the mirror that a caller names."""
+    check_changeable(commits, take_over)
+    if mirror is not None:
+        with contextlib.suppress(FileNotFoundError):  # it is not there yet
+            check_changeable(commits_of(open_store(mirror), commits.names), take_over)
+
+
 def _check_whole(commits: Commits, verb: str) -> None:
     host = read_host_record(commits.store) if commits.store.renames else None
     if host is not None:
@@ -68,18 +75,21 @@ def _check_whole(commits: Commits, verb: str) -> None:
 
 @contextlib.contextmanager
 def changing(
-    directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions, *, take_over: bool = False
+    directory: str | os.PathLike[str],
+    options: ocp.CheckpointManagerOptions,
+    mirror: str | None = None,
+    *,
+    take_over: bool = False,
 ) -> Generator[CheckpointManager]:
     """A manager that has claimed an existing directory, to delete epochs of it or to roll back; see `check_changeable`.
 
-    The mirror that the directory names is changed alike. No policy of `options` deletes anything: nothing is saved.
+    The `mirror` that the caller names is changed alike; without one the directory notes what its mirror has yet to
+    follow. No policy of `options` deletes anything: nothing is saved.
     """
-    commits = commits_of(open_store(directory), StepNames.of(options))
-    check_changeable(commits, take_over)
-    record = read_mirror_record(commits.store) if commits.store.renames else None
+    check_both_changeable(commits_of(open_store(directory), StepNames.of(options)), mirror, take_over)
     storage = StorageOptions()
-    if record is not None:
-        storage = StorageOptions(mirror=record.address, mirror_every=_NEVER)  # of the rest, only what close() owes it
+    if mirror is not None:
+        storage = StorageOptions(mirror=mirror, mirror_every=_NEVER)  # of the rest, only what close() owes it
     asked = dataclasses.replace(options, read_only=False, create=False)
     with CheckpointManager(directory, options=asked, storage=storage) as manager:
         manager.claim(take_over=take_over)
@@ -105,10 +115,12 @@ class DirectoryCopy:
         *,
         whole: bool = False,
         take_over: bool = False,
+        mirror: Mirror | None = None,
     ):
         """Looks whether the epochs can be copied; changes nothing. `options` have the step name format of both.
 
-        With `whole`, what the source says of the directory as such is copied, too.
+        With `whole`, what the source says of the directory as such is copied, too. Epochs that are not in the source,
+        or are damaged there, are read from its `mirror`.
 
         Raises:
             EpochExistsError: the destination has another epoch of one of the numbers.
@@ -119,7 +131,7 @@ class DirectoryCopy:
         _check_whole(source, "copy")
         check_place(source.store, self._target.store)
         self.problems, self.present = dict[int, str](), list[int]()
-        self._readers = Readers(source, _threads.Pool(_THREADS), mirror=RecordedMirror())
+        self._readers = Readers(source, _threads.Pool(_THREADS), mirror=mirror)
         self.destination = self._target.store.root
         self.exists = not self._target.store.renames or os.path.lexists(self.destination)
         if self.exists:

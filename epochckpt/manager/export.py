@@ -30,6 +30,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
 from epochckpt.storage import PosixStore, Store, expanded, open_store, path_text, plain
 from epochckpt.storage.posix import PosixWriter
+from epochckpt.tiers import viewed
 
 FORMATS = ("orbax", "safetensors", "huggingface")
 
@@ -68,6 +69,7 @@ def export(
     max_buffer_bytes: int = 64 * 2**20,
     skip_unsupported: bool = False,
     options: ocp.CheckpointManagerOptions | None = None,
+    mirror: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Exported:
     """Writes an epoch in a form that needs nothing of ours, into a new local folder. Every byte is verified first.
@@ -104,6 +106,7 @@ def export(
         max_buffer_bytes: bound on the bytes of tensors that are held at a time.
         skip_unsupported: leave out, and log, what the format cannot express, instead of refusing.
         options: the step name format, if it is not the default.
+        mirror: the directory's mirror, for epochs that are not in the directory, or are damaged there.
         progress: is called with the bytes of each piece that was written, from any thread.
 
     Raises:
@@ -139,7 +142,12 @@ def export(
     commits = commits_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
     place = _destination(destination, store)
     how = export_formats.FormatOptions(separator, framework, max_file_bytes, max_buffer_bytes, skip_unsupported)
-    readers = Readers(commits, _threads.Pool(max(StorageOptions().io_threads, store.concurrency)))
+    pool = _threads.Pool(max(StorageOptions().io_threads, store.concurrency))
+    copies = None if mirror is None else viewed(mirror, commits)
+    readers = Readers(commits, pool, mirror=copies)
+
+    def listed() -> list[int]:
+        return sorted({*commits.list_epochs(), *(() if copies is None else copies.readable())})
 
     def run(number: int) -> Exported:
         reader, arrays = readers.open(number), None
@@ -172,7 +180,7 @@ def export(
             done = run(epoch_number(epoch))
         else:
             _, done, _ = restore_vote.newest_readable(
-                commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), Coordinator(), "", 0.0, store.root
+                listed(), run, lambda _: (listed(), {}), Coordinator(), "", 0.0, store.root
             )
     except NotADirectoryError as error:
         if not store.renames or os.path.isdir(store.root):

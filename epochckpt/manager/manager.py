@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
@@ -24,6 +25,7 @@ from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.saver import LONG_SECS
 from epochckpt.errors import (
     EpochExistsError,
+    EpochNotFoundError,
     InvalidArgumentError,
     RemovalError,
     SaveError,
@@ -33,7 +35,6 @@ from epochckpt.errors import (
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
 from epochckpt.manager.metadata_handlers import check_handler
-from epochckpt.manager.mirror import Mirror
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import CheckpointReader, epoch_number, shown_path
 from epochckpt.manager.readers import Readers, apart, together
@@ -41,6 +42,7 @@ from epochckpt.manager.restoring import Asked, Response, Restores
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
+from epochckpt.tiers import LedgerFile, Mirror
 
 T = TypeVar("T")
 
@@ -130,6 +132,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self.root = self._store.root  # the directory as text: a path or URL
         self.address = self._store.address  # what opens it again: with the settings of a bucket as its query
         self._prefix = opened.prefix
+        self._ledger = LedgerFile(self._commits, serials=self._storage.local_disks)
+        if self._mirror is not None:
+            self._mirror.learn(opened.survey.copies)
         self._history = History(lambda epoch: self._readers.brief(epoch), coordinator.processes == 1)
         self._history.reset(opened.survey)
         self._history.mirror = self._mirror
@@ -266,6 +271,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         known = self.all_steps()
         survey = self._common.survey(self._calls)
         self._foreign = survey.foreign
+        if self._mirror is not None:
+            self._mirror.learn(survey.copies)
         self._history.reset(survey, known)
 
     def damaged_epochs(self) -> list[int]:
@@ -444,7 +451,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._attempts.drain(epoch)
         if self._claim.known:
             self._commits.check_claim(epoch)
-        self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
+        if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
+            self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).attempt)
+        else:
+            self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save of this process has not ended yet."""
@@ -661,12 +671,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._attempts.drain()
 
         def decide() -> None:
-            if self._is_remote(step):
-                self._withdraw(None, [step])
-                return
-            self._commits.require(step)
-            self._withdraw(None, [step])
-            self._attempts.remove(retention.hide(self._commits, step, self._options.todelete_subdir))
+            remote = self._is_remote(step)
+            if not remote:
+                self._commits.require(step)
+
+            def hide() -> None:
+                if not remote:
+                    self._attempts.remove(retention.hide(self._commits, step, self._options.todelete_subdir))
+
+            self._withdraw(None, [step], hide)
 
         def follow(hosts: Hosts) -> None:
             for epoch in hosts.here([step]):
@@ -699,30 +712,48 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         def decide() -> None:
             remote = self._is_remote(epoch)
             local = self._commits.list_epochs() if remote else self._commits.require(epoch)
-            self._withdraw(epoch, sorted(e for e in {*local, *self.all_steps()} if e > epoch))
-            retention.roll_back(self._commits, epoch, remote)
+            later = sorted(e for e in {*local, *self.all_steps()} if e > epoch)
+            with self._pinned(epoch if remote else None):
+                self._withdraw(epoch, later, lambda: retention.roll_back(self._commits, epoch, remote))
 
         self._write("rollback_to", epoch, decide, lambda _: retention.roll_back(self._commits, epoch, remote=True))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
         self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
 
+    @contextlib.contextmanager
+    def _pinned(self, epoch: int | None) -> Generator[None]:
+        """On the primary: an epoch that only the mirror has stays there; EpochNotFoundError if it is going already."""
+        mirror = self._mirror
+        if mirror is None or epoch is None:
+            yield
+            return
+        if not _threads.start(lambda: mirror.pin(epoch)).result():
+            raise EpochNotFoundError(epoch, self.root, self.all_steps())
+        try:
+            yield
+        finally:
+            _threads.start(lambda: mirror.pin(None)).result()
+
     def _is_remote(self, epoch: int) -> bool:
         """On the primary: whether only the mirror has an epoch."""
         return self._mirror is not None and self._mirror.has(epoch) and epoch not in self._commits.list_epochs()
 
-    def _withdraw(self, to: int | None, epochs: Sequence[int]) -> None:
-        """On the primary: has the mirror follow a deletion, or a rollback, once that is recorded here."""
-        if (mirror := self._mirror) is not None and epochs:
-            _threads.start(lambda: mirror.withdraw(to, epochs)).result()
+    def _withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
+        """On the primary: deletes epochs or rolls back, and has the mirror follow; see `LedgerFile.withdraw`."""
+        self._ledger.withdraw(to, epochs, act)
+        if self._mirror is not None:
+            self._mirror.withdrawn(epochs)
 
     def _claimed(self, epochs: list[int]) -> None:
         """On every process, when the directory is claimed: these epochs are committed there."""
         self._listener.claimed(epochs)
         if self._coordinator.processes == 1:
             self._history.forget_gone()
+        if self._coordinator.primary:
+            self._ledger.settle()
         if self._mirror is not None:
-            self._mirror.claimed(self._commits, self._coordinator, self._prefix, epochs)
+            self._mirror.claimed(self._commits, self._ledger, self._coordinator, self._prefix, epochs)
 
     def _write(
         self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[Hosts], None] = lambda _: None

@@ -13,10 +13,10 @@ from epochckpt import _monitoring
 from epochckpt.commit import Attempt, Commits, History
 from epochckpt.commit.attempt import Committed
 from epochckpt.errors import SaveError, StorageBehindError
-from epochckpt.manager.mirror import Mirror
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import SaveResult
 from epochckpt.orbax.step_log import StepLog
+from epochckpt.tiers import Mirror
 
 _KEPT = 1000  # results that are kept until they are popped; the newest
 

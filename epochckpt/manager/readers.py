@@ -29,7 +29,6 @@ from epochckpt.errors import (
     FormatVersionError,
 )
 from epochckpt.format import EpochRecord
-from epochckpt.manager.mirror_record import RecordedMirror
 from epochckpt.manager.orbax_reader import OrbaxReader
 from epochckpt.manager.reader import CheckpointReader, NativeReader
 from epochckpt.manager.status import EpochStatus, Verification
@@ -80,7 +79,7 @@ class Readers:
     """Opens the epochs of one directory; by default for one node, with Orbax's handlers.
 
     An epoch that is missing or damaged there is opened in the `mirror`, if that has it. What a disk that only its own
-    host sees lacks of an epoch is read from there, too, or without one from the mirror that the directory names.
+    host sees lacks of an epoch is read from there, too.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Readers:
 
     def _copy(self, record: EpochRecord) -> EpochReader | None:
         """A reader of the mirror's copy of the save that `record` is of; None if there is none."""
-        if (there := (self._mirror or RecordedMirror()).copy_of(record.epoch, self.commits)) is None:
+        if self._mirror is None or (there := self._mirror.copy_of(record.epoch, self.commits)) is None:
             return None
         copy = there.read_record(record.epoch)
         if (copy.plan, len(copy.nodes)) != (record.plan, len(record.nodes)):

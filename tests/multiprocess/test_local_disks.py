@@ -60,7 +60,7 @@ def check_disk(disk: pathlib.Path, node: str, processes: int, capsys: pytest.Cap
     record = parsing.parse_node("node.json", (disk / "2" / node / "node.json").read_bytes())
     written = disk / "2" / node / record.also[0].path
     assert written.stat().st_size == record.also[0].size
-    run = ec.inspect(disk)
+    run = ec.inspect(disk, mirror=disk.parent / "mirror")
     overview = run.overview()
     assert (overview.host, overview.mirror) == (node, str(disk.parent / "mirror"))
     row = overview.epochs[-1]

@@ -20,9 +20,9 @@ from epochckpt.commit import commits_of
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import InvalidArgumentError, StorageError, UnsupportedError
 from epochckpt.format import paths
-from epochckpt.manager import mirror as mirror_module
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, object_client, open_store
+from epochckpt.tiers import copying
 from tests.support import mirror_jobs
 from tests.support.object_servers import Bucket, Fault, Request
 from tests.support.processes import run_worker, start_processes
@@ -35,7 +35,7 @@ Save, Restore, Options = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.Ch
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a test need not wait for."""
     monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 3)
-    monkeypatch.setattr(mirror_module, "_PAUSES_SECS", (0.01, 0.05))
+    monkeypatch.setattr(copying, "_PAUSES_SECS", (0.01, 0.05))
 
 
 def opened(directory: pathlib.Path, mirror: str, keep: int | None = None, **options: Any) -> ec.CheckpointManager:
@@ -244,7 +244,7 @@ def test_a_damaged_epoch_is_read_from_the_mirror(
         save(manager, 0)
         save(manager, 1)
     damage(directory / "1")
-    (row,) = [row for row in ec.inspect(directory).overview().epochs if row.epoch == 1]
+    (row,) = [row for row in ec.inspect(directory, mirror=url).overview().epochs if row.epoch == 1]
     if damage is damage_record:  # a look does not read the data
         assert (row.state, row.tier) == ("damaged", "mirror")
         assert row.detail.endswith("; it is read from the mirror")
@@ -292,10 +292,12 @@ def test_some_epochs_are_copied_and_kept(cloud: Bucket, tmp_path: pathlib.Path) 
     with opened(directory, url, keep=1, mirror_keep=2) as manager:
         save(manager, 8)
     assert mirrored(url) == [7, 8]
-    found = ec.inspect(directory).overview()
+    unseen = ec.inspect(directory).overview()
+    assert [(row.epoch, row.tier) for row in unseen.epochs] == [(8, "both")]
+    found = ec.inspect(directory, mirror=url).overview()
     assert [(row.epoch, row.tier) for row in found.epochs] == [(7, "mirror"), (8, "both")]
-    assert found.mirror == url
-    assert "w" in str(ec.inspect(directory)[7])
+    assert (unseen.mirror, unseen.mirror_seen, found.mirror, found.mirror_seen) == (url, False, url, True)
+    assert "w" in str(ec.inspect(directory, mirror=url)[7])
 
 
 @GOOGLE

@@ -379,5 +379,4 @@ def abandon(manager: ec.CheckpointManager) -> None:
     """Ends the threads of a manager whose process is dead."""
     _threads._drains.discard(manager)
     if manager._mirror is not None:
-        manager._mirror._ended = manager._mirror._closing = True
-        manager._mirror._ring()
+        manager._mirror.stop(10.0)

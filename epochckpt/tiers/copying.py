@@ -1,0 +1,645 @@
+"""Copies to a mirror, in the background: which epochs are due, and who copies what.
+
+Each process copies the folders of its own nodes. The primary (`Worker`) publishes each copy as a task, under
+`task/<number>`, for all processes; they (`Follower`) answer under `report/<number>/<process>`, and the primary commits
+when all have. The other processes do the newest task that there is; the last one says that there will be no more.
+
+The worker does one step after the other, the first of these that there is to do:
+
+1. claim the mirror, and compare what it has with what is here;
+2. follow a deletion or a rollback that the ledger names;
+3. remove the oldest epoch, where the mirror has more than `mirror_keep`;
+4. remove what a failed copy has left;
+5. copy the oldest epoch that is due;
+6. attach metrics that were attached here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from epochckpt import _threads
+from epochckpt._threads import Deadline
+from epochckpt.arrays import EpochReader
+from epochckpt.commit import Commits, Coordinator, attached_metrics
+from epochckpt.commit.attempt import NodeReport, ProcessReport
+from epochckpt.commit.coordination import RecentKeys
+from epochckpt.commit.lineage import ClaimLineage
+from epochckpt.commit.protocol import ReplaceCondition, Rollback
+from epochckpt.errors import (
+    CoordinationError,
+    CoordinationTimeoutError,
+    DamagedError,
+    EpochNotFoundError,
+    FencedError,
+    FormatError,
+    InvalidArgumentError,
+    LateNodesError,
+    UncertainError,
+    UnsupportedError,
+    kept,
+    say,
+)
+from epochckpt.format import NodeEntry, paths
+from epochckpt.options import StorageOptions
+from epochckpt.tiers.epoch_copy import EpochCopy
+from epochckpt.tiers.ledger import Copy, Ledger, LedgerFile, save_id
+from epochckpt.tiers.standing import claim_of
+
+_PAUSES_SECS = (1.0, 60.0)  # the first and the longest, before the mirror is asked again
+_LISTEN_SECS = 60.0  # one question of another process for the next task
+_KEPT_TASKS = 8  # in the coordination service
+_RECLAIMS = 16  # times in a row that a run may be fenced off from a mirror that is still its directory's
+_END = {"end": True}
+
+
+class MirrorEpochs:
+    """The epochs that a mirror has, as the primary knows; any thread may look.
+
+    `there` are the ids of all of them. Those that are `readable` are copies of this directory's history.
+    """
+
+    def __init__(self, there: Mapping[int, str], readable: Mapping[int, str]):
+        self.there = dict(there)
+        self.readable = dict(readable)
+        self._removed: list[int] = []
+        self._lock = threading.Lock()  # of the next two: which epoch must stay, and which is going
+        self._pinned: int | None = None
+        self._leaving: int | None = None
+
+    def pin(self, epoch: int | None) -> bool:
+        """Has one epoch stay in the mirror, whatever `mirror_keep` says; None: none. False if it is going already."""
+        with self._lock:
+            self._pinned = None if epoch == self._leaving else epoch
+            return epoch is None or (epoch != self._leaving and epoch in self.readable)
+
+    def leaves(self, epoch: int) -> bool:
+        """Says that an epoch is being removed from the mirror; False if it must stay."""
+        with self._lock:
+            self._leaving = None if epoch == self._pinned else epoch
+            return epoch != self._pinned
+
+    def set(self, epoch: int, mirror_id: str) -> None:
+        """The mirror has a copy of the epoch that is here."""
+        self.there = {**self.there, epoch: mirror_id}
+        self.readable = {**self.readable, epoch: mirror_id}
+
+    def drop(self, epochs: Collection[int]) -> None:
+        """The mirror has these epochs no longer."""
+        self.there = {epoch: id for epoch, id in self.there.items() if epoch not in epochs}
+        self.disown(epochs)
+
+    def disown(self, epochs: Collection[int]) -> None:
+        """What the mirror has under these numbers is no copy of this directory's any more."""
+        self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
+
+    def removed(self, epoch: int) -> None:
+        """The mirror keeps an epoch no longer."""
+        self._removed = [*self._removed, epoch]
+
+    def pop_removed(self) -> list[int]:
+        """Epochs that the mirror has lost since the last call."""
+        popped, self._removed = self._removed, []
+        return popped
+
+
+class Backlog:
+    """The epochs that are to be copied, in order; any background thread may use it."""
+
+    def __init__(self, url: str, options: StorageOptions):
+        self._url = url
+        self._options = options
+        self._lock = threading.Lock()
+        self._due: list[int] = []
+        self._copying: int | None = None
+        self._since = 0  # epochs that were committed since the last that is to be copied
+
+    def begin(self, epochs: Sequence[int], there: Collection[int], outdated: Collection[int]) -> None:
+        """The directory has these epochs, of which the mirror has `there`, some of them `outdated`."""
+        newest = max(there, default=-1)
+        missing = [epoch for epoch in epochs if epoch > newest]
+        every = self._options.mirror_every
+        with self._lock:
+            self._due = [*sorted(outdated), *missing[every - 1 :: every]]
+            self._since = len(missing) % every
+            self._bound(there)
+
+    def committed(self, epoch: int, there: Collection[int]) -> None:
+        """An epoch was committed here."""
+        with self._lock:
+            self._since += 1
+            if self._since >= self._options.mirror_every or epoch in there:
+                self._since = 0
+                self._due = [*(each for each in self._due if each != epoch or each == self._copying), epoch]
+                self._bound(there)
+
+    def _bound(self, there: Collection[int]) -> None:
+        """Keeps the backlog within its bound, under the lock: the oldest epochs are not mirrored.
+
+        What the mirror has in an older form is never left out.
+        """
+        waiting = [epoch for epoch in self._due if epoch != self._copying and epoch not in there]
+        skipped = waiting[: max(0, len(waiting) - self._options.mirror_backlog)]
+        if skipped:
+            self._due = [epoch for epoch in self._due if epoch not in skipped]
+            names = ", ".join(map(str, skipped))
+            text = "%s: it is behind, and checkpoint %s is left out: at most %d may wait (mirror_backlog)"
+            logging.warning(text, self._url, names, self._options.mirror_backlog)
+
+    def correct(self, outdated: Collection[int], present: Collection[int]) -> None:
+        """After a look at the mirror: which epochs it has in an older form, and which as they are here."""
+        with self._lock:
+            self._due = sorted({*outdated, *(epoch for epoch in self._due if epoch not in present)})
+
+    def withdraw(self, epochs: Collection[int]) -> None:
+        """These epochs are not to be copied any more."""
+        with self._lock:
+            self._due = [epoch for epoch in self._due if epoch not in epochs]
+
+    def add(self, epoch: int) -> None:
+        """One more epoch is due, unless it is already."""
+        with self._lock:
+            if epoch not in self._due:
+                self._due.append(epoch)
+
+    def take(self) -> int | None:
+        """The next epoch to be copied, if there is one."""
+        with self._lock:
+            self._copying = self._due[0] if self._due else None
+            return self._copying
+
+    def done(self, epoch: int) -> None:
+        """An epoch has been copied, or cannot be; it may have been committed anew meanwhile, and be due again."""
+        with self._lock:
+            self._copying = None
+            if epoch in self._due:
+                self._due.remove(epoch)
+
+    def failed(self) -> None:
+        """The copy that was taken has failed for now."""
+        with self._lock:
+            self._copying = None
+
+    def waiting(self) -> frozenset[int]:
+        """The epochs that are due."""
+        with self._lock:
+            return frozenset(self._due)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What both the primary and the other processes need to copy the nodes of this process.
+
+    Attributes:
+        url: of the mirror.
+        local: the directory.
+        copies: the mirror, to write.
+        coordinator: the processes.
+        prefix: of the keys of this manager's mirror.
+        options: how it is mirrored.
+        hosted: gives the names of this process's nodes.
+    """
+
+    url: str
+    local: Commits
+    copies: Commits
+    coordinator: Coordinator
+    prefix: str
+    options: StorageOptions
+    hosted: Callable[[], Sequence[str]]
+
+    def copy(self, epoch: int, attempt: str) -> EpochCopy:
+        """The copy of an epoch under the id of an attempt of the mirror."""
+        record = self.local.read_record(epoch)
+        reader = EpochReader(self.local.store, self.local.folder(epoch), record, _threads.Pool(1))
+        return EpochCopy(reader, self.copies, attempt)
+
+
+class Worker:
+    """The primary's work: it claims the mirror, and keeps it as the directory is."""
+
+    def __init__(
+        self,
+        job: Job,
+        ledger: LedgerFile,
+        epochs: MirrorEpochs,
+        backlog: Backlog,
+    ):
+        """The `ledger` has the claim of the mirror that this run replaces."""
+        self._job = job
+        self._local = job.local
+        self._copies = job.copies
+        self._ledger = ledger
+        self._epochs = epochs
+        self._backlog = backlog
+        self._keys = RecentKeys(_KEPT_TASKS)
+        self._bell: _threads.Future[None] = _threads.Future()
+        self._metrics_changed = True
+        self._claimed = False
+        self._closing = False
+        self._ended = False
+        self._failures = 0  # in a row
+        self._fenced = 0  # in a row
+        self._attempts = 0
+        self._tasks = 0
+        self._dead: list[tuple[int, str]] = []  # attempts in the mirror that failed
+        self._unfit = set[int]()  # epochs that cannot be copied
+        self._attached: dict[tuple[int, str], Any] = {}
+
+    # -- what the manager tells ----------------------------------------------------------------------------------
+
+    def committed(self, epoch: int) -> None:
+        """An epoch was committed here."""
+        if self._ended:
+            return
+        self._epochs.disown([epoch])
+        self._unfit.discard(epoch)
+        self._backlog.committed(epoch, self._epochs.there.keys())
+        self._metrics_changed = True
+        self._ring()
+
+    def withdrawn(self, epochs: Collection[int]) -> None:
+        """Epochs were deleted here or rolled back, and the ledger says so."""
+        self._backlog.withdraw(epochs)
+        self._epochs.disown(epochs)
+        self._ring()
+
+    def waiting(self) -> frozenset[int]:
+        """The epochs that are to be copied."""
+        return frozenset() if self._ended else self._backlog.waiting()
+
+    def close(self) -> None:
+        """Has the work end when nothing is left to do, or when the mirror refuses once more."""
+        self._closing = True
+        self._ring()
+
+    def stop(self) -> None:
+        """Ends the work after the step that is being done."""
+        self._ended = True
+        self._closing = True
+        self._ring()
+
+    def end(self) -> list[int]:
+        """Ends the work now; returns the epochs that the mirror is to have, and has not."""
+        left = sorted({*self._backlog.waiting(), *self._unmirrored()})
+        self._ended = True
+        return left
+
+    def _ring(self) -> None:
+        self._bell.set(None)
+
+    def _unmirrored(self) -> list[int]:
+        """The newest epoch here, if the mirror does not have it."""
+        newest = max(self._local.list_epochs(), default=None)
+        return [] if newest is None or newest in {*self._epochs.readable, *self._unfit} else [newest]
+
+    # -- in the background ---------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Does one step after the other, until the manager is closed or another run has taken over."""
+        pause, longest = _PAUSES_SECS
+        url = self._job.url
+        while not self._ended:
+            self._bell = _threads.Future()
+            try:
+                busy = self._step()
+                if busy:
+                    self._fenced = 0
+                if self._failures and busy:
+                    logging.info("%s: the mirror goes on, after %d failures", url, self._failures)
+                    self._failures = 0
+                    pause = _PAUSES_SECS[0]
+            except FencedError as error:
+                if self._may_claim_again():
+                    continue
+                if not self._ended:
+                    logging.error("%s: nothing more is mirrored: %s", url, error.reason)
+                break
+            except Exception as error:  # whatever it is, training does not depend on it
+                if not self._failures:
+                    text = "%s: the mirror is behind, and tries again; saving to %s goes on: %s"
+                    logging.warning(text, url, self._local.store.root, say(error))
+                kept(error)
+                self._failures += 1
+                if self._closing:
+                    break
+                self._bell.wait(pause)
+                pause = min(2 * pause, longest)
+                continue
+            if not busy:
+                if self._closing:
+                    break
+                self._bell.wait()
+        self._finish()
+
+    def _may_claim_again(self) -> bool:
+        """After another run has claimed the mirror: whether the mirror is this directory's all the same.
+
+        A run of an older claim that was paused may fence this one off before it sees that the lineage has gone on.
+        """
+        claimed = self._claimed
+        self._claimed = False
+        self._fenced += 1
+        if not claimed or self._fenced > _RECLAIMS:
+            return False
+        try:
+            found = self._copies.lineage()
+            ledger = self._ledger.read()
+        except Exception as error:
+            logging.warning("%s: whose mirror it is cannot be read: %s", self._job.url, say(error))
+            return False
+        return ledger is not None and claim_of(found) in ledger.claims
+
+    def _finish(self) -> None:
+        self._ended = True
+        if self._job.coordinator.processes > 1:
+            what = f"{self._job.url}: the other processes do not hear of its end"
+            _threads.logged(what, lambda: self._publish(_END))
+        if self._claimed:
+            _threads.logged(f"{self._job.url}: at its end", self._copies.release)
+
+    def _step(self) -> bool:
+        """The next piece of work; False if there is none."""
+        if not self._claimed:
+            self._claim()
+        elif (ledger := self._ledger.known()).may_follow:
+            self._follow(ledger)
+        elif len(self._epochs.there) > (self._job.options.mirror_keep or math.inf):
+            self._remove(min(self._epochs.there))
+        elif self._dead:
+            self._copies.discard(*self._dead[-1])
+            self._dead.pop()
+        elif (epoch := self._take()) is not None:
+            self._copy(epoch)
+        elif self._metrics_changed:
+            self._metrics_changed = False
+            try:
+                self._follow_metrics()
+            except BaseException:
+                self._metrics_changed = True
+                raise
+        else:
+            return False
+        return True
+
+    # -- claiming ------------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        """Claims the mirror for this directory, in place of the claim that the ledger knows, and looks at it."""
+        found = self._copies.lineage()
+        ledger = self._ledger.known()
+        empty = found is None and not self._copies.list_epochs()
+        if not empty and claim_of(found) not in ledger.claims:
+            root = self._local.store.root
+            raise FencedError(
+                0,
+                f"it has been claimed for another directory than {root}, or written to directly, since this manager "
+                "looked. Nothing is changed there: open the directory again to go on from it",
+            )
+        claim = paths.new_id()
+        # The ledger first, through this run's own claim of the directory: a newer run knows this claim, too.
+        ledger = self._ledger.change(lambda now: now.claiming(claim))
+        change = ClaimLineage(expected=found, directory=ledger.identity.directory, claim=claim)
+        self._copies.claim(check=self._ledger.check, lineage=change)
+        self._claimed = True
+        self._ledger.change(lambda now: dataclasses.replace(now, claims=(claim,)))
+        self._compare()
+
+    def _compare(self) -> None:
+        """Compares what the mirror has with what is here."""
+        ledger = self._ledger.known()
+        found = {epoch: self._copies.seen_attempt(epoch) or "" for epoch in self._copies.list_epochs()}
+        listed = set(self._local.list_epochs())
+        copies: dict[int, Copy] = {}
+        outdated = set[int]()
+        for epoch, mirror_id in found.items():
+            known = ledger.copies.get(epoch)
+            if known is None or known.mirror_id != mirror_id:
+                known = Copy(save_id="", mirror_id=mirror_id)  # of what, is read where it matters
+            here = save_id(self._local, epoch) if epoch in listed else None
+            if here is not None and known.save_id != here:
+                known = Copy(save_id=save_id(self._copies, epoch) or "", mirror_id=mirror_id)
+                if known.save_id != here:
+                    outdated.add(epoch)
+                    continue
+            copies[epoch] = known
+        ledger = self._ledger.change(lambda now: dataclasses.replace(now, copies=copies, copying={}))
+        self._epochs.there = found
+        self._epochs.readable = {e: copy.mirror_id for e, copy in copies.items() if e not in ledger.hidden}
+        self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys())
+
+    # -- following -----------------------------------------------------------------------------------------------
+
+    def _follow(self, ledger: Ledger) -> None:
+        """Gives up in the mirror what was deleted or rolled back here."""
+        withdrawal = ledger.withdrawals[0]
+        found = set(self._copies.list_epochs())
+        there = tuple(epoch for epoch in withdrawal.epochs if epoch in found)
+        if withdrawal.to is None:
+            for epoch in there:
+                self._copies.hide(epoch, logged=True)()
+        elif there:
+            self._copies.finish_rollback()
+            self._copies.roll_back(Rollback(withdrawal.to, there, paths.new_id()))
+        self._epochs.drop(withdrawal.epochs)
+        self._ledger.change(lambda now: now.followed())
+
+    def _remove(self, epoch: int) -> None:
+        """Removes an epoch that the mirror keeps no longer."""
+        if not self._epochs.leaves(epoch):
+            return  # a rollback to it is under way
+        self._copies.hide(epoch, logged=True)()
+        self._epochs.drop([epoch])
+        self._epochs.removed(epoch)
+        self._ledger.change(lambda now: now.without(epoch))
+
+    def _follow_metrics(self) -> None:
+        """Attaches in the mirror what was attached here."""
+        copies = self._ledger.known().copies
+        for folder, files in attached_metrics.by_folder(self._local).items():
+            epoch = self._local.names.parse(folder)
+            copy = None if epoch is None else copies.get(epoch)
+            if epoch is None or copy is None or epoch not in self._epochs.readable:
+                continue
+            here = self._local.read_attempt(epoch) or ""
+            for source, metrics in attached_metrics.read(self._local, files, epoch, here).items():
+                if self._attached.get((epoch, source)) != metrics:
+                    try:
+                        attached_metrics.attach(self._copies, epoch, metrics, source, copy.mirror_id)
+                    except (EpochNotFoundError, InvalidArgumentError) as error:
+                        logging.warning("%s: metrics of %s are left out: %s", self._job.url, source, error)
+                    self._attached[epoch, source] = metrics
+
+    # -- copying -------------------------------------------------------------------------------------------------
+
+    def _take(self) -> int | None:
+        """The next epoch to be copied, if there is one."""
+        if self._closing:
+            for epoch in self._unmirrored():
+                self._backlog.add(epoch)
+        return self._backlog.take()
+
+    def _copy(self, epoch: int) -> None:
+        """Copies an epoch, unless it is there; one that cannot be copied is left out."""
+        try:
+            self._copy_now(epoch)
+        except EpochNotFoundError as error:  # deleted here meanwhile; or replaced, and due again
+            logging.info("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
+        except (DamagedError, FormatError, UnsupportedError) as error:
+            logging.error("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
+            self._give_up(epoch)
+        except BaseException:
+            self._backlog.failed()
+            raise
+        self._backlog.done(epoch)
+
+    def _give_up(self, epoch: int) -> None:
+        """An epoch cannot be copied; an older form of it in the mirror would come back once it is deleted here."""
+        self._unfit.add(epoch)
+        if epoch in self._epochs.there and epoch not in self._epochs.readable:
+            self._copies.hide(epoch)()
+            self._epochs.drop([epoch])
+
+    def _copy_now(self, epoch: int) -> None:
+        record = self._local.read_record(epoch)
+        if record.stock:
+            raise UnsupportedError("stock Orbax wrote it, whose steps are not copied")
+        there = self._copies.read_attempt(epoch)
+        if there is not None and save_id(self._copies, epoch) == record.origin:
+            copy = Copy(save_id=record.origin, mirror_id=there)
+        else:
+            replaces = None
+            if epoch in self._epochs.there:
+                replaces = ReplaceCondition(there, "" if there else "its record cannot be used")
+            self._attempts += 1
+            attempt = f"{self._copies.incarnation}-{epoch}-{self._attempts}"
+            copy = Copy(save_id=record.origin, mirror_id=attempt)
+            self._ledger.change(lambda now: now.begun(epoch, copy))
+            self._copy_as(attempt, epoch, replaces)
+        self._ledger.change(lambda now: now.confirmed(epoch, copy))
+        self._epochs.set(epoch, copy.mirror_id)
+
+    def _copy_as(self, attempt: str, epoch: int, replaces: ReplaceCondition | None) -> None:
+        """Copies an epoch under the id of an attempt of the mirror."""
+        copy = self._job.copy(epoch, attempt)
+        copy.make_room(replaces)
+        try:
+            copy.publish(self._copy_together(copy, epoch, attempt))
+        except (UncertainError, LateNodesError):  # it may be there; or a node may still write
+            raise
+        except BaseException:
+            self._dead.append((epoch, attempt))
+            raise
+
+    def _copy_together(self, copy: EpochCopy, epoch: int, attempt: str) -> list[NodeEntry]:
+        """Has every process copy its nodes; returns the entries of the copies."""
+        job = self._job
+        coordinator = job.coordinator
+        if coordinator.processes == 1:
+            return copy.copy_nodes(job.hosted())
+        number = self._publish({"epoch": epoch, "attempt": attempt, "incarnation": self._copies.incarnation})
+        deadline = Deadline(job.options.save_timeout_secs)
+        others = set(range(1, coordinator.processes))
+        error: Exception | None = None
+        entries: list[NodeEntry] = []
+        try:
+            entries = copy.copy_nodes(job.hosted())
+        except Exception as caught:
+            error = caught
+        found, missing = coordinator.gather(f"{job.prefix}/report/{number}", others, deadline)
+        reports = [ProcessReport.from_wire(wire) for _, wire in sorted(found.items())]
+        failures = [*filter(None, [error, *(report.error for report in reports)])]
+        if missing:
+            late = coordinator.named(missing).split(", ")
+            raise LateNodesError(epoch, late, deadline.secs) from next(iter(failures), None)
+        for failure in failures:
+            raise failure
+        return [*entries, *(node.entry for report in reports for node in report.nodes)]
+
+    def _publish(self, task: dict[str, Any]) -> int:
+        """Publishes a task for the other processes; returns its number."""
+        self._tasks += 1
+        if self._job.options.local_disks:
+            task = {**task, "record": self._ledger.known().to_bytes().decode()}
+        task_key = f"{self._job.prefix}/task/{self._tasks}"
+        report_key = f"{self._job.prefix}/report/{self._tasks}"
+        self._job.coordinator.put(task_key, task)
+        self._keys.add(self._job.coordinator, task_key, report_key)
+        return self._tasks
+
+
+def publish_end(job: Job) -> None:
+    """On the primary: tells the other processes that there is nothing to mirror."""
+    job.coordinator.put(f"{job.prefix}/task/1", _END)
+
+
+class Follower:
+    """The work of the other processes: the tasks of the primary, until it says that there are no more."""
+
+    def __init__(self, job: Job, adopt: Callable[[str], None]):
+        """`adopt` takes the primary's ledger, where each process has a copy of it."""
+        self._job = job
+        self._adopt = adopt
+        self._ended = False
+
+    def end(self) -> None:
+        """Ends the work after the task that is being done."""
+        self._ended = True
+
+    def run(self) -> None:
+        """Does the tasks of the primary, one after the other."""
+        done = 0
+        job = self._job
+        while not self._ended:
+            try:
+                task, done = self._newest_task(done)
+            except CoordinationTimeoutError:
+                continue
+            except CoordinationError as error:
+                logging.warning("%s: this process takes no more part in mirroring: %s", job.url, error)
+                return
+            if "record" in task:
+                self._take_ledger(task["record"])
+            if task.get("end"):
+                return
+            self._answer(done, task)
+
+    def _take_ledger(self, text: str) -> None:
+        what = f"{self._job.url}: this disk's ledger of it is old"
+        _threads.logged(what, lambda: self._adopt(text))
+
+    def _answer(self, number: int, task: Mapping[str, Any]) -> None:
+        coordinator = self._job.coordinator
+        key = f"{self._job.prefix}/report/{number}/{coordinator.process}"
+        report = self._report_of(task)
+        what = f"{self._job.url}: the primary may not hear of this node"
+        _threads.logged(what, lambda: coordinator.put(key, report.to_wire()))
+
+    def _newest_task(self, done: int) -> tuple[dict[str, Any], int]:
+        """The newest task after those that are done, and its number."""
+        found: dict[int, Any] = {}
+        coordinator = self._job.coordinator
+        with contextlib.suppress(CoordinationTimeoutError):
+            found[done + 1] = coordinator.get(f"{self._job.prefix}/task/{done + 1}", _LISTEN_SECS)
+        found |= {int(number): task for number, task in coordinator.get_all(f"{self._job.prefix}/task").items()}
+        newest = max(found, default=0)
+        if newest <= done:
+            raise CoordinationTimeoutError(f"there is no task after {done}")
+        return found[newest], newest
+
+    def _report_of(self, task: Mapping[str, Any]) -> ProcessReport:
+        """Copies this process's nodes for a task."""
+        try:
+            self._job.copies.incarnation = task["incarnation"]
+            copy = self._job.copy(task["epoch"], task["attempt"])
+            entries = copy.copy_nodes(self._job.hosted())
+            return ProcessReport(nodes=tuple(NodeReport(entry, {}) for entry in entries))
+        except Exception as error:
+            return ProcessReport(error=kept(error))

@@ -1,0 +1,462 @@
+"""The mirror of a directory: its committed epochs, copied to another directory (a bucket), in the background.
+
+Guarantees:
+- nothing here runs on the training thread, and no commit waits for the mirror;
+- the mirror belongs to one directory at a time. A run claims it by replacing exactly the claim that it has seen (see
+  `commit.lineage`); who finds another claim there writes nothing (see `standing`);
+- an epoch appears in the mirror whole, by a commit there. Its record names the save that it is a copy of, and what the
+  mirror really has is compared with that, not with a plan of this directory;
+- an epoch that was deleted or rolled back leaves the mirror only when it is out of sight here, and never comes back;
+- a mirror that does not answer is asked again, for as long as the manager is open. A bounded number of epochs waits.
+
+`Mirror` is what a manager knows of its mirror, on each process. The primary's work in the background is done by
+`copying.Worker`, the other processes' by `copying.Follower`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt import _threads
+from epochckpt.commit import Commits, Coordinator, attached_metrics, commits_of
+from epochckpt.commit.lineage import Lineage
+from epochckpt.commit.opening import Survey
+from epochckpt.errors import (
+    AccessError,
+    DamagedError,
+    FormatError,
+    InvalidArgumentError,
+    NotACheckpointDirectoryError,
+    StorageError,
+    UnsupportedError,
+    say,
+)
+from epochckpt.format import paths
+from epochckpt.options import StorageOptions
+from epochckpt.orbax import StepNames
+from epochckpt.storage import Store, open_store
+from epochckpt.tiers import ledger as ledgers
+from epochckpt.tiers.copying import Backlog, Follower, Job, MirrorEpochs, Worker, publish_end
+from epochckpt.tiers.ledger import Copy, Identity, Ledger, LedgerFile, save_id
+from epochckpt.tiers.standing import Owner, Reader, Standing, Stranger, Successor, Unanswered, assess, claim_of
+
+_MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
+_NO_ANSWER = (AccessError, DamagedError, FormatError, NotACheckpointDirectoryError, StorageError)
+
+
+class Mirror:
+    """The mirror of one manager's directory, on one process."""
+
+    def __init__(
+        self,
+        url: str,
+        options: StorageOptions,
+        policies: ocp.CheckpointManagerOptions,
+        hosted: Callable[[], Sequence[str]] = tuple,
+        names: StepNames | None = None,
+    ):
+        """`hosted` gives the names of this process's nodes, which are known once the directory is open.
+
+        `names` are those of epochs' folders, if they are not those of the `policies`.
+        """
+        store = open_store(url, settings=options.store)
+        names = names or StepNames.of(policies)
+        self.url = store.root
+        self._there = commits_of(store, names)  # to read
+        self._copies = commits_of(store, names)  # to write, in the background
+        self._options = options
+        self._policies = policies
+        self._hosted = hosted
+        self._standing: Standing = Unanswered(UnsupportedError("nobody has looked"))
+        self._known: Mapping[int, Copy] = {}  # the copies that the ledger of this directory had at the last look
+        self._epochs = MirrorEpochs({}, {})
+        self._local: Commits | None = None  # once the directory is claimed
+        self._ledger: LedgerFile | None = None  # the same
+        self._worker: Worker | None = None  # on the primary, where this run writes to the mirror
+        self._follower: Follower | None = None  # on the other processes
+        self._work: _threads.Future[None] | None = None
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def complete(self, local: Commits, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
+        """On the primary: a survey of the directory, with what the mirror has; see `opening.Completing`.
+
+        Raises:
+            StorageError, DamagedError, …: the mirror cannot be looked at, and there is nothing here to go on with.
+            InvalidArgumentError: the mirror has the epochs of another directory.
+        """
+        gone: tuple[int, ...] = ()
+        if self._local is None:
+            self._look(local, [*survey.epochs, *survey.damaged], texts)
+            gone = self._standing.diverged if isinstance(self._standing, Successor) else ()
+        damaged = dict(survey.damaged)
+        if not isinstance(self._standing, Unanswered):
+            for epoch in self._epochs.readable.keys() & damaged.keys():
+                if self._is_of_save(local, epoch):
+                    text = "%s: checkpoint %d is read from its mirror %s"
+                    logging.warning(text, local.store.root, epoch, self.url)
+                    del damaged[epoch]
+                else:
+                    self._epochs.disown([epoch])
+        readable = self._epochs.readable
+        if isinstance(self._standing, Unanswered) and texts is not None:
+            readable = {}  # the parts that are here cannot be completed
+        here = [epoch for epoch in survey.epochs if epoch not in gone]
+        remote = sorted(readable.keys() - {*here} - damaged.keys())
+        attached = survey.attached
+        if remote and attached_metrics.are_needed(self._policies):
+            attached = attached | attached_metrics.of_epochs(self._there, remote, self._there.read_attempt)
+        return dataclasses.replace(
+            survey,
+            epochs=sorted({*here, *remote}),
+            damaged={epoch: found for epoch, found in damaged.items() if epoch not in gone},
+            attached=attached,
+            remote=tuple(remote),
+            copies={epoch: readable[epoch] for epoch in remote},
+            diverged=gone,
+        )
+
+    def _check_apart(self, local: Store) -> None:
+        """Refuses a directory that cannot have this mirror."""
+        if not local.renames:
+            problem = f"only a directory on a file system has a mirror, not {local.root}"
+            raise UnsupportedError(f"mirror={self.url}: {problem}")
+        there = self._there.store
+        same = there.root.rstrip("/") == local.root.rstrip("/")
+        if there.renames and not same:
+            try:
+                same = os.path.samefile(there.root, local.root)
+            except OSError:  # not there yet, or not to be looked at: what is done there will tell
+                same = False
+        if same:
+            raise InvalidArgumentError(f"mirror={self.url} is the directory itself ({local.root}); choose another")
+
+    def look(self, local: Commits) -> Mapping[int, str]:
+        """Looks which epochs of the directory's history the mirror has, in any process; returns their ids.
+
+        Raises:
+            StorageError, DamagedError, …: the mirror cannot be looked at.
+            InvalidArgumentError: it has the epochs of another directory, or is the directory itself.
+        """
+        self._look(local, local.list_epochs(), None)
+        if isinstance(self._standing, Unanswered):
+            raise self._standing.error
+        return self._epochs.readable
+
+    def readable(self) -> Mapping[int, str]:
+        """The ids of those of its epochs that are part of the directory's history, as of the last look."""
+        return self._epochs.readable
+
+    @property
+    def there(self) -> Commits:
+        """The mirror, to read."""
+        return self._there
+
+    def is_copy(self, local: Commits, epoch: int) -> bool:
+        """Whether the mirror's epoch of a number was a copy of the one here at the last look."""
+        return epoch in self._epochs.readable and self._is_of_save(local, epoch)
+
+    def _look(self, local: Commits, epochs: Sequence[int], texts: Sequence[str] | None) -> None:
+        """Asks the mirror which epochs it has, before this manager writes."""
+        self._check_apart(local.store)
+        root = local.store.root
+        found = ledgers.read_ledger(local.store) if texts is None else ledgers.newest(texts, root)
+        if found is not None and found.url != self.url:
+            logging.warning("%s: its mirror was %s, and is %s from now on", root, found.url, self.url)
+        own = found
+        if found is not None and texts is None and not found.identity.is_of(local.store):
+            own = None  # of the directory that this one is a copy of
+        elif found is not None and found.url != self.url:
+            own = dataclasses.replace(found, copies={}, copying={})
+        self._known = {} if found is None or found.url != self.url else found.copies
+        here = sorted(epochs)
+        try:
+            lineage, seen = self._lineage_and_epochs()
+            self._epochs.there = seen
+            self._standing = assess(own, here, lineage, seen, lambda epoch: self._is_of_save(local, epoch))
+        except _NO_ANSWER as error:
+            if not here:
+                raise
+            text = "%s: its mirror %s does not answer, so that epochs which only the mirror has cannot be read: %s"
+            logging.warning(text, root, self.url, say(error))
+            self._standing = Unanswered(error)
+            self._epochs.there = {epoch: copy.mirror_id for epoch, copy in self._known.items()}
+        self._epochs.readable = self._history(local, found if isinstance(self._standing, Reader) else own)
+        self._say(root, known_url="" if found is None else found.url)
+
+    def _lineage_and_epochs(self) -> tuple[Lineage | None, dict[int, str]]:
+        """The lineage of the mirror, and the ids of its epochs, as they are now."""
+        lineage = self._there.lineage()
+        while True:
+            epochs = self._there.list_epochs()
+            found = {epoch: self._there.seen_attempt(epoch) or "" for epoch in epochs}
+            now = self._there.lineage()
+            if now == lineage:
+                return lineage, found
+            lineage = now  # it was claimed meanwhile, and may have other epochs
+
+    def _history(self, local: Commits, ledger: Ledger | None) -> dict[int, str]:
+        """Those of the mirror's epochs that are part of this directory's history, with their ids."""
+        there = self._epochs.there
+        match self._standing:
+            case Owner() | Unanswered():
+                hidden = frozenset[int]() if ledger is None else self._withdrawn(ledger, local)
+            case Successor():
+                unchanged = ledger is not None and self._is_unchanged(ledger)
+                hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
+            case Reader(common=common):
+                # Of what is older than the newest common epoch, what this directory's ledger knows: a copy brings one.
+                known = {epoch for epoch in there if self._is_known(epoch) and epoch <= common}
+                hidden = frozenset(there.keys() - known) | (frozenset() if ledger is None else ledger.hidden)
+            case Stranger():
+                hidden = frozenset(there)
+        return {epoch: mirror_id for epoch, mirror_id in there.items() if epoch not in hidden}
+
+    def _is_known(self, epoch: int) -> bool:
+        copy = self._known.get(epoch)
+        return copy is not None and copy.mirror_id == self._epochs.there.get(epoch)
+
+    def _withdrawn(self, ledger: Ledger, local: Commits) -> frozenset[int]:
+        return dataclasses.replace(ledger, withdrawals=ledgers.settled_withdrawals(ledger, local)).hidden
+
+    def _is_unchanged(self, ledger: Ledger) -> bool:
+        """Whether the mirror has what this directory knows that it has, and nothing else."""
+        return {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == self._epochs.there
+
+    def _say(self, root: str, known_url: str) -> None:
+        """Says what the standing means for this directory; raises InvalidArgumentError for a stranger's mirror."""
+        match self._standing:
+            case Stranger():
+                there = self._epochs.there
+                problem = (
+                    f"mirror={self.url} holds {len(there)} epochs, the newest is {max(there, default=None)}, and none "
+                    f"of them is one of the epochs in {root}. Choose an empty mirror for this directory, or open an "
+                    "empty directory to go on from the mirror"
+                )
+                if known_url != self.url:
+                    raise InvalidArgumentError(problem)
+                logging.error("%s. Nothing is read from it or written to it", problem)
+            case Reader(common=common):
+                text = (
+                    "%s: its mirror %s belongs to another directory. Epochs up to %d, which both have, are read from "
+                    "there, and nothing is written to it. A copy of a directory needs a mirror of its own; an empty "
+                    "directory goes on from a mirror"
+                )
+                logging.warning(text, root, self.url, common)
+            case Successor(diverged=gone) if gone:
+                text = (
+                    "%s: another directory has gone on in its mirror %s since this one wrote there. The run goes on "
+                    "from the mirror; checkpoint %s of this directory is no part of that history, and is not used"
+                )
+                logging.warning(text, root, self.url, ", ".join(map(str, gone)))
+            case _:
+                pass
+
+    def _is_of_save(self, local: Commits, epoch: int) -> bool:
+        """Whether the mirror's epoch of a number is of the same save as the one here, as far as that can be read."""
+        copied = self._known[epoch].save_id if self._is_known(epoch) else ""
+        here = save_id(local, epoch)
+        if here is None:
+            return bool(copied)
+        return here == (copied or save_id(self._there, epoch))
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def learn(self, copies: Mapping[int, str]) -> None:
+        """On the other processes: the ids of the copies that stand for epochs which are not here."""
+        if self._worker is None:
+            self._epochs.readable = {**self._epochs.readable, **copies}
+
+    def copy_of(self, epoch: int, commits: Commits) -> Commits | None:
+        """See `readers.MirrorCopies`. Any process may ask, at any time; storage is looked at."""
+        mirror_id = self._there.read_attempt(epoch)
+        if mirror_id is None:
+            return None
+        here = save_id(commits, epoch) if epoch in commits.list_epochs() else None
+        if here is not None:
+            return self._there if save_id(self._there, epoch) == here else None
+        known = self._epochs.readable.get(epoch) == mirror_id or self._was_copied(epoch, mirror_id)
+        return self._there if known else None
+
+    def _was_copied(self, epoch: int, mirror_id: str) -> bool:
+        """On the other processes: whether the primary's ledger has a copy that was made since this manager looked."""
+        if self._follower is None or self._ledger is None or (ledger := self._ledger.read()) is None:
+            return False
+        copy = ledger.copying.get(epoch) or ledger.copies.get(epoch)
+        return epoch not in ledger.hidden and copy is not None and copy.mirror_id == mirror_id
+
+    def newest(self, texts: Sequence[str]) -> str:
+        """See `opening.Completing`."""
+        found = ledgers.newest(texts, self.url)
+        return "" if found is None else found.to_bytes().decode()
+
+    def text(self) -> str:
+        """See `opening.Completing`."""
+        return "" if self._ledger is None else self._ledger.text()
+
+    def adopt(self, text: str) -> None:
+        """See `opening.Completing`."""
+        if self._local is None:
+            return
+        found = ledgers.newest([text], self.url)
+        own = ledgers.read_ledger(self._local.store)
+        if found is not None and (own is None or found.serial > own.serial):
+            self._local.overwrite(paths.MIRROR_RECORD, text.encode())
+
+    def origin_of(self, epoch: int) -> str | None:
+        """See `opening.Completing`."""
+        there = self._epochs.there.get(epoch)
+        known = self._known.get(epoch)
+        if known is not None and known.save_id and there in (None, known.mirror_id):
+            return known.save_id
+        return None if there is None else save_id(self._there, epoch)
+
+    # -- what the manager tells ----------------------------------------------------------------------------------
+
+    def claimed(
+        self, local: Commits, ledger: LedgerFile, coordinator: Coordinator, prefix: str, epochs: Sequence[int]
+    ) -> None:
+        """On every process, when the directory is claimed and has these epochs: begins to work."""
+        self._local = local
+        self._ledger = ledger
+        if not self._options.local_disks:  # else `commit.hosts` does so on each disk
+            self._set_aside(local, coordinator.primary)
+        job = Job(
+            url=self.url,
+            local=local,
+            copies=self._copies,
+            coordinator=coordinator,
+            prefix=f"{prefix}/mirror",
+            options=self._options,
+            hosted=self._hosted,
+        )
+        if not coordinator.primary:
+            self._follower = Follower(job=job, adopt=self.adopt)
+            self._begin(self._follower.run)
+            return
+        if isinstance(self._standing, Reader | Stranger):  # it has said so
+            if coordinator.processes > 1:
+                self._begin(lambda: publish_end(job))
+            return
+        begun = ledger.write(self._first_ledger(local, ledger))
+        outdated = self._outdated(local, begun, epochs)
+        self._epochs.disown(outdated)
+        backlog = Backlog(url=self.url, options=self._options)
+        backlog.begin(epochs, {*self._epochs.readable, *outdated}, outdated)
+        self._worker = Worker(job=job, ledger=ledger, epochs=self._epochs, backlog=backlog)
+        self._begin(self._worker.run)
+
+    def _first_ledger(self, local: Commits, file: LedgerFile) -> Ledger:
+        """The ledger with which this run begins: with the claim of the mirror that it has seen, and will replace."""
+        found = file.read()  # of a run that was alive until now, perhaps
+        if found is not None and not self._options.local_disks and not found.identity.is_of(local.store):
+            logging.info("%s is a copy of another directory, and gets an id of its own", local.store.root)
+            found = None
+        identity = Identity.of(local.store, paths.new_id() if found is None else found.identity.directory)
+        ledger = found or Ledger(url=self.url, identity=identity)
+        ledger = dataclasses.replace(ledger, identity=identity, withdrawals=ledgers.settled_withdrawals(ledger, local))
+        if ledger.url != self.url:
+            ledger = dataclasses.replace(ledger, url=self.url, copies={}, copying={})
+        match self._standing:
+            case Owner(lineage=None):
+                return dataclasses.replace(ledger, copies={}, copying={})
+            case Owner(lineage=seen):
+                return dataclasses.replace(ledger, claims=tuple(dict.fromkeys((claim_of(seen), *ledger.claims))))
+            case Successor(lineage=seen):
+                there = self._epochs.there
+                kept = ledger.withdrawals if self._is_unchanged(ledger) else ()
+                copies = {e: copy for e, copy in ledger.copies.items() if there.get(e) == copy.mirror_id}
+                return dataclasses.replace(
+                    ledger, claims=(claim_of(seen),), copies=copies, copying={}, withdrawals=kept
+                )
+            case _:
+                return ledger
+
+    def _outdated(self, local: Commits, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
+        """The epochs here of which the mirror has, or may have, another save."""
+        there = self._epochs.there
+        if isinstance(self._standing, Unanswered):
+            copies = {**ledger.copies, **ledger.copying}
+            return {e for e in epochs if e in copies and save_id(local, e) not in (None, copies[e].save_id)}
+        return {epoch for epoch in epochs if epoch in there and not self._is_of_save(local, epoch)}
+
+    def _set_aside(self, local: Commits, primary: bool) -> None:
+        """Moves the epochs that are no part of the mirror's history out of sight."""
+        local.ignored = frozenset()
+        if not primary or not isinstance(self._standing, Successor):
+            return
+        folder = f"diverged-{paths.new_id()}"
+        listed = set(local.list_epochs())
+        for epoch in self._standing.diverged:
+            if epoch in listed:
+                local.hide(epoch, folder)
+                logging.warning("%s: checkpoint %d was moved to %s", local.store.root, epoch, folder)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        try:
+            self._work = _threads.start_thread(work)
+        except RuntimeError as error:
+            logging.error("%s: nothing is mirrored, there is no thread for it: %s", self.url, error)
+
+    def committed(self, epoch: int) -> None:
+        """On the primary: an epoch was committed here."""
+        if self._worker is not None:
+            self._worker.committed(epoch)
+
+    def withdrawn(self, epochs: Sequence[int]) -> None:
+        """On the primary: epochs were deleted here, or rolled back, and the ledger says so."""
+        self._epochs.disown(epochs)
+        if self._worker is not None:
+            self._worker.withdrawn(epochs)
+
+    def pin(self, epoch: int | None) -> bool:
+        """On the primary: has one epoch, to which the run goes back, stay in the mirror; False if it is not there."""
+        return self._epochs.pin(epoch)
+
+    def waiting(self) -> frozenset[int]:
+        """See `commit.retention.Mirrored`."""
+        return frozenset() if self._worker is None else self._worker.waiting()
+
+    def has(self, epoch: int) -> bool:
+        """See `commit.retention.Mirrored`."""
+        return epoch in self._epochs.readable
+
+    def pop_removed(self) -> list[int]:
+        """See `commit.retention.Mirrored`."""
+        return self._epochs.pop_removed()
+
+    def stop(self, timeout_secs: float) -> None:
+        """Ends the work in the background, and waits for the step that is being done, at most so long."""
+        if self._worker is not None:
+            self._worker.stop()
+        if self._follower is not None:
+            self._follower.end()
+        if self._work is not None:
+            self._work.wait(timeout_secs)
+
+    def close(self, timeout_secs: float) -> None:
+        """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
+        if self._work is None:
+            return
+        if self._worker is not None:
+            self._worker.close()
+        wait = timeout_secs if self._follower is None else timeout_secs + _MARGIN_SECS
+        if not self._work.wait(wait):
+            logging.warning("%s: the mirror is not done within %g s, which nothing waits for", self.url, timeout_secs)
+        if self._follower is not None:
+            self._follower.end()
+        if self._worker is not None and (left := self._worker.end()):
+            text = "%s: not mirrored: checkpoint %s. The next run that saves goes on with that"
+            logging.warning(text, self.url, ", ".join(map(str, left)))
+
+
+def viewed(url: str, local: Commits) -> Mirror:
+    """The mirror that a caller names for a directory, looked at and never written to; raises as `Mirror.look` does."""
+    mirror = Mirror(url, StorageOptions(), ocp.CheckpointManagerOptions(), names=local.names)
+    mirror.look(local)
+    return mirror
