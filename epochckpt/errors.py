@@ -27,6 +27,7 @@ EpochCheckpointError
 │   └── SaveErrorGroup                       several saves failed; holds one SaveError for each
 ├── UnfinishedError (RuntimeError)           a rollback or deletion holds, but its epochs could not be moved or removed
 ├── RemovalError (OSError)                   an epoch is deleted, but its files could not be removed yet
+│   └── RetentionError                       an epoch that the options no longer keep could not be deleted
 ├── UploadError (RuntimeError)               an epoch could not be copied elsewhere; nothing else was touched
 ├── TaskError (RuntimeError)                 a task of a job raised; names task, group, node and epoch
 └── CoordinationError (RuntimeError)         the processes of a job could not agree
@@ -305,6 +306,21 @@ class RemovalError(EpochCheckpointError, OSError):
         super().__init__(
             f"{directory}: checkpoint {epoch} is deleted, but its files could not be removed: {reason}. Nobody reads "
             "them any more; the next run that writes there removes them, once the cause is gone"
+        )
+        self.epoch, self.reason = epoch, reason
+
+
+class RetentionError(RemovalError):
+    """The options no longer keep the `epoch`, but it could not be deleted: see `reason`. It is still listed.
+
+    Every later commit tries to delete it again.
+    """
+
+    def __init__(self, directory: str, epoch: int, reason: str):
+        EpochCheckpointError.__init__(
+            self,
+            f"{directory}: checkpoint {epoch}, which the options no longer keep, could not be deleted: {reason}. It is "
+            "still there, and listed; every commit tries again, so remove the cause",
         )
         self.epoch, self.reason = epoch, reason
 

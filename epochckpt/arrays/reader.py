@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 _CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
 _CHECK_OBJECTS_FROM = 2**30  # the same where that is a request for each file
+_OPEN_FILES = 64  # at the same time, of a file system: a process may have few descriptors
 
 
 class Request(NamedTuple):
@@ -402,17 +403,23 @@ def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence
     try:
         for epoch, _ in records:
             epoch.tally = tally
-        with _collector.paused():
-            tasks = [task for file in files for task in file.tasks(wanted[file], packed[file])]
         sizes = [request.out.nbytes for _, requests, _ in asked for request in requests]
         sizes += [int(pack.sizes.sum()) for _, _, packs in asked for pack in packs]
         _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), sum(sizes))
-        pool.run(tasks)
+        waiting = [*files]
+        at_once = _OPEN_FILES if asked[0][0].store.renames else max(len(files), 1)
+        for first in range(0, len(waiting), at_once):
+            batch = waiting[first : first + at_once]
+            try:
+                with _collector.paused():
+                    tasks = [task for file in batch for task in file.tasks(wanted[file], packed[file])]
+                pool.run(tasks)
+            finally:
+                for file in batch:
+                    file.close()
     finally:
         for epoch, _ in records:
             epoch.tally = None
-        for file in files:
-            file.close()
     if files:
         read = sum(nbytes for nbytes, _ in tally)
         events.read(root, time.monotonic() - began, sum(sizes), read, sum(secs for _, secs in tally))

@@ -29,6 +29,7 @@ from epochckpt.storage import ALIGNMENT, Store, Writer, mmap, writing
 
 _PIECE_BYTES = 8 * 2**20  # that one call writes, to a file system: some blocks
 _JOIN_BYTES = 64 * 2**10
+_OPEN_FILES = 32  # at the same time, of an item: each takes two descriptors, and a process may have few
 
 FileT = TypeVar("FileT", bound=DataFile)
 
@@ -58,21 +59,24 @@ def write_arrays(
         pool.run([functools.partial(file.write_all, store) for file in files])
         check()
         return [file.written() for file in files]
-    opened: list[Writer] = []
     memory = _Memory(files)
-    try:
-        # All files are written at the same time, piece by piece, and nothing is made durable before that check.
-        pieces: list[Callable[[], None]] = []
-        for file in files:
-            opened.append(store.open_writer(file.path, file.record.size))
-            pieces += [functools.partial(file.write_next, opened[-1], memory)] * len(file.pieces)
-        pool.run(pieces)
-        check()
-        pool.run([writer.finish for writer in opened])
-    except BaseException:
-        for writer in opened:
-            writer.abort()
-        raise
+    for first in range(0, len(files), _OPEN_FILES):
+        opened: list[Writer] = []
+        batch = files[first : first + _OPEN_FILES]
+        try:
+            # Files are written at the same time, piece by piece. The last ones are made durable after that check.
+            pieces: list[Callable[[], None]] = []
+            for file in batch:
+                opened.append(store.open_writer(file.path, file.record.size))
+                pieces += [functools.partial(file.write_next, opened[-1], memory)] * len(file.pieces)
+            pool.run(pieces)
+            if batch[-1] is files[-1]:
+                check()
+            pool.run([writer.finish for writer in opened])
+        except BaseException:
+            for writer in opened:
+                writer.abort()
+            raise
     return [file.written() for file in files]
 
 

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _collector, _monitoring, _progress, _threads, _units
@@ -122,6 +122,7 @@ class Attempt:
     written: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)  # its nodes here, or a failure
     done: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)
     reports: dict[int, ProcessReport] = dataclasses.field(default_factory=dict)  # by process
+    removals: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # of older epochs
     offered: bool = False  # on the primary, with local disks: the others have been told to put it in place
     # Claimed by the thread that gives the attempt up, or by the step after which this process may not do that any more
     # (on the primary the commit, elsewhere the report): only the first of the two happens.
@@ -263,6 +264,16 @@ class Committed:
     attempt: str = ""  # its attempt id, on the primary
     cost: SaveCost | None = None
     hides: tuple[int, ...] = ()  # epochs that the primary takes out of sight in the directory itself
+
+    def keeping(self, epochs: Collection[int]) -> Committed:
+        """The same commit, after which these epochs, which could not be taken out of sight, are still there."""
+        kept = {*epochs}
+        return dataclasses.replace(
+            self,
+            deleted=tuple(epoch for epoch in self.deleted if epoch not in kept),
+            remote=tuple(epoch for epoch in self.remote if epoch not in kept),
+            hides=tuple(epoch for epoch in self.hides if epoch not in kept),
+        )
 
     def to_wire(self, hides: bool = False) -> dict[str, Any]:
         """As JSON; with `hides`, every process takes those epochs out of sight on its own disk."""

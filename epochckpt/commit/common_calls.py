@@ -67,7 +67,9 @@ class CommonCalls:
             return _threads.start(lambda: self._claim.take(epoch)).result()
 
         def claimed() -> dict[str, Any]:
-            claim = take()
+            was_known, claim = self._claim.known, take()
+            if was_known:  # a change may turn out to change nothing, and so not to notice
+                self._commits.check_claim(epoch)
             decide()
             return claim if hosts is None else {**claim, "order": _threads.start(hosts.order).result()}
 

@@ -479,6 +479,11 @@ class PutCommits(Commits):
 
         _threads.start(finish)
 
+    def check_claim(self, epoch: int) -> None:
+        found = self.head()
+        if found is not None and found.incarnation != self.incarnation:
+            raise self._fenced(epoch, found)
+
     def _tidy(self, folder: str, now: Head) -> None:
         """Removes the copies of a record and of metrics where there is no epoch, but for those that are set aside."""
         attempt = surroundings.copied_attempt(self.store, folder)

@@ -13,6 +13,9 @@ does with a folder whose owner was killed:
 
 Epochs that are *kept* out of sight lie in the directory itself: in `rolled-back-<id>/`, in `damaged-<id>/`, or in the
 folder that `todelete_subdir` names. In names `/` is `%2F`.
+
+`unclaimed-<id>…` beside the homes is no home. A run makes its home under that name, and renames it once it holds the
+owner. At its end the run gives its home that name again, and then removes it. A newer run removes what has such a name.
 """
 
 import contextlib
@@ -224,7 +227,13 @@ def take_over(store: Store, home: str, older: str) -> str | None:
     return away
 
 
-def leave(store: Store, home: str) -> None:
-    """Removes the caller's own home at its end, once every folder on the move in it is in its place."""
+def leave(store: Store, home: str, last_name: str | None = None) -> None:
+    """Removes the caller's own home at its end, once every folder on the move in it is in its place.
+
+    With a `last_name` it is called so while it is removed: without its owner it would still look like that of a run.
+    """
     rescue(store, home, home)
-    store.remove_tree(home)
+    if last_name is not None:
+        with contextlib.suppress(FileNotFoundError):  # a newer run has taken over
+            store.rename(home, last_name)
+    store.remove_tree(last_name or home)

@@ -288,7 +288,18 @@ class Commits(abc.ABC):
 
     def rollback(self) -> Rollback | None:
         """The rollback that is under way, or was interrupted; None without one."""
-        return parsing.read_record(self.store, paths.ROLLBACK_RECORD, parse_rollback)
+        try:
+            return parsing.read_record(self.store, paths.ROLLBACK_RECORD, parse_rollback)
+        except errors.FormatVersionError:
+            raise
+        except (errors.DamagedError, errors.FormatError) as error:
+            where = f"{self.store.root}/{paths.ROLLBACK_RECORD}"
+            remedy = (
+                "It names the epochs that an interrupted rollback, or deletion, has taken out of sight: without it "
+                "none can be listed. Move this file away; then all epochs that are there count, those that were rolled "
+                "back, too, so roll back once more before you train on"
+            )
+            raise type(error)(where, f"{error.problem}. {remedy}") from None
 
     def _is_orbax(self, folder: str) -> bool:
         """Whether a folder without a commit record is a step that stock Orbax finished."""
@@ -332,6 +343,10 @@ class Commits(abc.ABC):
         says that another run has claimed at the same moment, and is the later one. `check` raises what keeps this run
         from claiming; on object stores no other run's claim comes between a check and the claim.
         """
+
+    @abc.abstractmethod
+    def check_claim(self, epoch: int) -> None:
+        """Raises FencedError, which names `epoch`, if a newer incarnation has claimed by now."""
 
     @abc.abstractmethod
     def begin(self, epoch: int, attempt: str) -> None:

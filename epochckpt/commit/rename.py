@@ -10,6 +10,7 @@ How folders come to their places, and what a kill on the way leaves, is in `plac
 
 import collections
 import json
+import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,6 +27,7 @@ from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.orbax import StepNames, Views, linked_view, step_names
 from epochckpt.storage import Entry, Store
+from epochckpt.storage.posix import owner_of, this_user
 
 _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
 
@@ -38,6 +40,7 @@ class RenameCommits(Commits):
         self._views = Views()
         self._begun: set[str] = set()  # our own claims, also those that failed half-way
         self._given_up: collections.deque[str] = collections.deque(maxlen=_GIVEN_UP)
+        self._latest = -1  # the newest epoch that was seen by this object, which may be gone by now
 
     @property
     def _home(self) -> str:
@@ -53,7 +56,10 @@ class RenameCommits(Commits):
         for home in homes:
             try:
                 found.append(claiming.read_owner(self.store, paths.join(home, paths.OWNER_FILE)))
-            except (OSError, ValueError, RecursionError):  # the run is claiming just now, or was killed then
+            except (FileNotFoundError, NotADirectoryError):  # an empty home is gone by now, or nobody has claimed by it
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    found += [{}] * bool(self.store.list(home))
+            except (OSError, ValueError, RecursionError):
                 found += [{}] * self.store.exists(home)
         return found
 
@@ -83,10 +89,21 @@ class RenameCommits(Commits):
         """The same as a given incarnation, which the processes of a job with local disks share."""
         self.incarnation = incarnation
         self._begun.add(self.incarnation)
+        try:
+            with self._permitted(""):
+                self._claim(epoch)
+        except errors.AccessError:  # the next try would leave one more home
+            _threads.logged(f"{self.store.root}: the staging folder of a claim stays", self.release)
+            raise
+
+    def _claim(self, epoch: int) -> None:
         self.store.make_root()  # deleted since it was opened, perhaps
-        self.store.make_folder(self._home)
+        draft = paths.unclaimed_folder(self.incarnation)
+        self.store.make_folder(draft)
         with self._fenced(epoch):  # of two runs that claim at the same moment, one is the later one
-            self.store.create(paths.join(self._home, paths.OWNER_FILE), json.dumps(claiming.owner()).encode())
+            self.store.create(paths.join(draft, paths.OWNER_FILE), json.dumps(claiming.owner()).encode())
+            self.store.sync_folder(draft)
+            self.store.rename(draft, self._home)
             entries = self.store.list("")
             swept = [gone for gone in map(self._sweep, entries) if gone]
             if all(self.names.parse(entry.name) is None for entry in entries) and not self._is_mirrored:
@@ -99,14 +116,29 @@ class RenameCommits(Commits):
                 raise self.lost(epoch)
         if swept:
             logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
-            _threads.start(lambda: [self.store.remove_tree(path) for path in swept])
+            _threads.start(lambda: [self._remove(path) for path in swept])
+
+    def _remove(self, path: str) -> None:
+        """Removes what is out of sight; a failure is logged, and the next claim tries again."""
+        _threads.logged(f"{self.store.root}/{path} stays", partial(self.store.remove_tree, path))
+
+    def check_claim(self, epoch: int) -> None:
+        if not self.store.exists(self._home):
+            raise self.lost(epoch)
 
     def _sweep(self, entry: Entry) -> str:
         """Fences off the earlier run whose staging this is; returns where that lies then, if it is to be removed."""
+        if paths.parse_unclaimed(entry.name) is not None:
+            away = placing.removed(self._home)
+            with suppress(FileNotFoundError, PermissionError):
+                self.store.rename(entry.name, away)
+                return away
+            return ""
         older = paths.parse_incarnation(entry.name)
         if older is None or older == self.incarnation:
             return ""
-        away = placing.take_over(self.store, self._home, entry.name)
+        with self._permitted(entry.name):
+            away = placing.take_over(self.store, self._home, entry.name)
         if away is not None and older not in self._begun:
             owner = paths.join(away, paths.OWNER_FILE)
             when = claiming.report_takeover(self.store.root, partial(claiming.read_owner, self.store, owner))
@@ -205,6 +237,7 @@ class RenameCommits(Commits):
                 raise self._refusal(epoch, error) from error
         placing.settle(self.store, self._home, epoch, final, old)
         self._folders[epoch] = final
+        self._latest = max(self._latest, epoch)
         return None if old is None else partial(self.store.remove_tree, old)
 
     def _arrived(self, epoch: int, attempt: str, error: OSError) -> bool:
@@ -236,6 +269,8 @@ class RenameCommits(Commits):
                 reason = f"something else is in the way: {self.obstacle(final)}"
             return errors.SaveError(epoch, reason)
         reason = f"renaming it into place failed: {error}"
+        if isinstance(error, PermissionError):
+            reason += f". {self._whose(self.names.build(epoch))}"
         if placing.immovable(error):
             reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
         return errors.SaveError(epoch, reason)
@@ -263,11 +298,13 @@ class RenameCommits(Commits):
 
     def _log(self, epoch: int) -> None:
         """Notes the metrics of an epoch that is about to be deleted, or that the run goes back to the one before."""
-        numbers = [self.names.parse(entry.name) for entry in self.store.list("") if entry.is_folder]
-        others = [number for number in numbers if number not in (None, epoch)]
-        if all(number < epoch for number in others):
-            self._append(Line(max(others, default=epoch - 1 if self._is_mirrored else -1), back=True))
-            return
+        if not (self._latest > epoch and self.store.exists(self.folder(self._latest))):  # else one of many deletions
+            numbers = [self.names.parse(entry.name) for entry in self.store.list("") if entry.is_folder]
+            others = [number for number in numbers if number not in (None, epoch)]
+            self._latest = max(others, default=-1)
+            if self._latest < epoch:
+                self._append(Line(max(others, default=epoch - 1 if self._is_mirrored else -1), back=True))
+                return
         with suppress(errors.DamagedError, errors.FormatError):
             found = self.read_head(epoch)
             metrics = attached_metrics.merge(found.metrics, attached_metrics.of_epoch(self, found))
@@ -300,7 +337,7 @@ class RenameCommits(Commits):
         if logged:
             _threads.logged(f"{self.store.root}: metrics of checkpoint {epoch} are not kept", partial(self._log, epoch))
         away = placing.removed(self._home, name)
-        with self._fenced(epoch):
+        with self._fenced(epoch), self._permitted(name):
             try:
                 if kept is None:
                     self.store.rename(name, away)
@@ -322,6 +359,10 @@ class RenameCommits(Commits):
                 self.finish_rollback()  # one is left from before; there is one at a time
                 self.roll_back(rollback)
                 return
+            except OSError as error:
+                if self.rollback() != rollback:
+                    raise
+                raise errors.UnfinishedError(self.store.root, rollback.epochs, errors.say(error)) from error
         self._finish(rollback)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
@@ -335,10 +376,11 @@ class RenameCommits(Commits):
                 name = self.folder(epoch)
                 if not self.store.exists(name):
                     continue
-                if folder is None or self.store.exists(paths.join(folder, name)):  # or copied
-                    placing.remove_here(self.store, self._home, name)
-                else:
-                    placing.move(self.store, self._home, name, paths.join(folder, name))
+                with self._permitted(name):
+                    if folder is None or self.store.exists(paths.join(folder, name)):  # or copied
+                        placing.remove_here(self.store, self._home, name)
+                    else:
+                        placing.move(self.store, self._home, name, paths.join(folder, name))
                 self.store.sync_folder("")
             if folder is not None:
                 self.store.sync_folder(folder)
@@ -349,7 +391,7 @@ class RenameCommits(Commits):
             self.store.remove(done)
 
     def release(self) -> None:
-        placing.leave(self.store, self._home)
+        placing.leave(self.store, self._home, paths.unclaimed_folder(self.incarnation))
         self.store.sync_folder("")
 
     def lost(self, epoch: int) -> errors.SaveError:
@@ -368,6 +410,26 @@ class RenameCommits(Commits):
             yield
         except FileNotFoundError:
             raise self.lost(epoch) from None
+
+    @contextmanager
+    def _permitted(self, path: str) -> Generator[None]:
+        """Raises an AccessError that names the owner of a folder which this user may not move or change."""
+        try:
+            yield
+        except errors.AccessError:
+            raise
+        except PermissionError as error:
+            raise errors.AccessError(f"{error.strerror or error}: {self._whose(path)}") from error
+
+    def _whose(self, path: str) -> str:
+        """What to say, and to do, where permissions keep this user from moving or changing a folder."""
+        place = os.path.join(self.store.root, path).rstrip("/")
+        return (
+            f"{place} belongs to {owner_of(place)}, and this process is {this_user()}: moving a folder needs write "
+            "permission on it. Have its owner, or root, remove it, or give its group that permission (chmod -R g+w). "
+            "Users that share a directory save with umask 002, or with "
+            "FileOptions(path_permission_mode=0o2775)"
+        )
 
     @contextmanager
     def _fenced(self, epoch: int) -> Generator[None]:

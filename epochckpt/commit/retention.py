@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import math
 import operator
 import time
@@ -32,9 +33,11 @@ from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochNotFoundError,
+    FencedError,
     FormatError,
     InvalidArgumentError,
     RemovalError,
+    UnfinishedError,
     say,
 )
 from epochckpt.format import EpochRecord, paths
@@ -209,8 +212,8 @@ class History:
 def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:
     """How good an epoch is by `best_fn`: larger is better, and NaN is worst of all.
 
-    None for an epoch without metrics. An epoch counts as one if `best_fn` returns no number, or raises KeyError for a
-    missing metric.
+    None for an epoch without metrics. An epoch counts as one if `best_fn` returns no number, or raises, as it does for
+    a missing metric, or for metrics that are not of the expected form.
     """
     if options.best_fn is None or info.metrics is None:
         return None
@@ -218,6 +221,8 @@ def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | Non
         found = options.best_fn(info.metrics)
     except KeyError as error:  # that metric may be attached later
         return _without_score(options, info, f"finds no {error}")
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:  # the metrics may be anything
+        return _without_score(options, info, f"raises {type(error).__name__} ({error!s:.200})")
     try:
         return rank(found, options.best_mode)
     except (TypeError, ValueError):  # another job may attach anything
@@ -352,7 +357,10 @@ def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochIn
 
 @_monitoring.timed(events.CHOSE_OLD)
 def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed) -> Committed:
-    """Completes a fresh commit with the epochs that are to be deleted, and with the attached metrics of the rest."""
+    """Completes a fresh commit with the epochs that are to be deleted, and with the attached metrics of the rest.
+
+    The caller takes them out of sight, and passes on `Committed.keeping` those that could not be.
+    """
     infos = {i.step: i for i in history.committed() if i.step != fresh.epoch and i.step not in history.remote}
     if attached_metrics.are_needed(options):
         attached = attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt)
@@ -374,9 +382,21 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
 
 
 def hide(commits: Commits, epoch: int, into: str | None) -> Callable[[], None]:
-    """Takes an epoch out of sight, see `Commits.hide`; returns what removes its bytes, or raises RemovalError."""
+    """Takes an epoch out of sight, see `Commits.hide`; returns what removes its bytes, or raises RemovalError.
+
+    After an error the epoch is still listed, unless it is an UnfinishedError. The returned call raises what went wrong
+    after the epoch had gone out of sight.
+    """
     began = time.monotonic()
-    remove, hiding_secs = commits.hide(epoch, into, logged=True), time.monotonic() - began
+    try:
+        remove = commits.hide(epoch, into, logged=True)
+    except (FencedError, UnfinishedError):
+        raise
+    except Exception as error:
+        if _is_listed(commits, epoch):
+            raise
+        remove = functools.partial(_raise, error)
+    hiding_secs = time.monotonic() - began
     where = "" if into is None else f": it was moved to {into}"
     logging.info("checkpoint %d of %s is deleted%s", epoch, commits.store.root, where)
 
@@ -389,6 +409,18 @@ def hide(commits: Commits, epoch: int, into: str | None) -> Callable[[], None]:
         _monitoring.secs(hiding_secs + time.monotonic() - began, events.DELETED)
 
     return remove_it
+
+
+def _is_listed(commits: Commits, epoch: int) -> bool:
+    """Whether a reader may see an epoch: storage lists it, or does not answer."""
+    try:
+        return epoch in commits.list_epochs()
+    except (OSError, EpochCheckpointError):
+        return True
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _may_delete(commits: Commits, info: EpochInfo) -> bool:

@@ -91,6 +91,7 @@ class Attempts:
         self._tries: dict[int, int] = {}  # how many attempts at an epoch the write lane has taken up
         self.failures: list[errors.SaveError | errors.RemovalError] = []  # that nobody has been told of
         self._failed: dict[int, tuple[str, str]] = {}
+        self._undeleted = set[int]()  # older epochs that are still there, as was reported; the commit lane's own
         self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_KEPT_KEYS)
         self._report_keys, self._keys = RecentKeys(_KEPT_REPORTS), RecentKeys(_KEPT_KEYS)
         self._resident = collections.deque[int]()  # epochs whose bytes the page cache may hold
@@ -354,13 +355,13 @@ class Attempts:
     def _conclude(self, attempt: Attempt, error: Exception | None) -> None:
         """Ends an attempt on this node, whatever happens."""
         failure: errors.SaveError | None = None
-        deleted: tuple[int, ...] = ()  # here
         try:
             conclude = self._decide if self._coordinator.primary else self._await_verdict
             commit = conclude(attempt, error)
             attempt.cost = commit.cost
-            deleted = commit.hides if self._hosts is None else tuple(self._hosts.here(commit.hides))
             self._history.commit(commit)
+            if self._hosts is not None and not self._coordinator.primary:
+                self._delete_old(attempt, commit, errors.RemovalError)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
         except BaseException as caught:
@@ -368,15 +369,37 @@ class Attempts:
             self._claim.note(failure)
             if self._hosts is not None and not self._coordinator.primary:
                 self._remove(attempt, failure)
-        # Deleted epochs are out of sight before the attempt ends, and their bytes are removed after that.
-        began, into = time.monotonic(), self._policies.todelete_subdir
-        hides = [functools.partial(retention.hide, self._commits, epoch, into) for epoch in deleted]
-        removals = [_threads.logged("an older epoch could not be deleted", hide) for hide in hides]
+        # Deleted epochs are out of sight by now. Their bytes are removed once the attempt has ended.
+        began = time.monotonic()
         self._end(attempt, failure)
-        for remove in filter(None, removals):
+        for remove in attempt.removals:
             _threads.logged("a deleted epoch could not be removed", remove)
         if failure is None and self._coordinator.primary:
             _monitoring.secs(time.monotonic() - began, events.REMOVED_OLD)
+
+    def _delete_old(self, attempt: Attempt, commit: Committed, kind: type[errors.RemovalError]) -> Committed:
+        """Takes the epochs that a commit deletes out of sight here; returns the commit without those that stay.
+
+        Each that stays is reported once, by an error of this `kind`.
+        """
+        into, kept = self._policies.todelete_subdir, list[int]()
+        for epoch in commit.hides if self._hosts is None else self._hosts.here(commit.hides):
+            try:
+                attempt.removals.append(retention.hide(self._commits, epoch, into))
+            except errors.UnfinishedError as error:  # no reader sees it any more
+                logging.warning("an older epoch could not be removed: %s", errors.say(error))
+            except Exception as error:
+                kept.append(epoch)
+                self._claim.note(error)
+                if epoch not in self._undeleted and not isinstance(error, errors.FencedError):
+                    failure = kind(self._store.root, epoch, errors.say(error))
+                    failure.__cause__ = errors.kept(error)
+                    logging.error("%s", failure)
+                    self.failures.append(failure)
+                self._undeleted.add(epoch)
+                continue
+            self._undeleted.discard(epoch)
+        return commit.keeping(kept)
 
     def _end(self, attempt: Attempt, failure: errors.SaveError | None) -> None:
         """Ends an attempt, once; one that was given up stays given up."""
@@ -427,6 +450,7 @@ class Attempts:
             commit = retention.retire(self._commits, self._history, self._policies, commit)
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("checkpoint %d is committed, but deciding what to delete failed", attempt.epoch)
+        commit = self._delete_old(attempt, commit, errors.RetentionError)
         self._publish_verdict(attempt, commit.to_wire(hides=self._hosts is not None))
         return commit
 

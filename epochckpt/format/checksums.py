@@ -105,13 +105,15 @@ def pack_json(value: Any, where: str, depth: int = 0) -> Any:
     )
 
 
-def unpack_json(value: Any) -> Any:
-    """The inverse of `pack_json`."""
+def unpack_json(value: Any, depth: int = 0) -> Any:
+    """The inverse of `pack_json`. Raises RecursionError where a value is nested more deeply than `pack_json` allows."""
+    if depth > _MAX_DEPTH:
+        raise RecursionError(f"user data is nested deeper than {_MAX_DEPTH}")
     if isinstance(value, dict):
         if len(value) == 1 and value.get("$float") in ("nan", "inf", "-inf"):
             return float(value["$float"])
-        return {k: unpack_json(v) for k, v in value.items()}
-    return [unpack_json(v) for v in value] if isinstance(value, list) else value
+        return {k: unpack_json(v, depth + 1) for k, v in value.items()}
+    return [unpack_json(v, depth + 1) for v in value] if isinstance(value, list) else value
 
 
 def pack_by_number(values: Mapping[int, Any], where: str) -> list[Any]:

@@ -103,7 +103,10 @@ def read_record(
             raise FormatError(path, str(error)) from None
         except OSError as error:
             raise unreadable(path, error) from error
-        return parse(path, data)
+        try:
+            return parse(path, data)
+        except RecursionError:
+            raise FormatError(path, "is nested too deeply") from None
 
     return store.confirming_damage(read)
 

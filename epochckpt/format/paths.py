@@ -8,6 +8,7 @@ folder for everything that is not committed. In an object store attempts lie sid
 import itertools
 import re
 import secrets
+import urllib.parse
 from collections.abc import Callable, Collection
 
 from epochckpt.errors import FormatError, InvalidArgumentError
@@ -35,12 +36,16 @@ METRICS_PART_PREFIX = "metrics-"  # of the names of its parts on object stores, 
 HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
 ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
 
+MAX_EPOCH = 2**63 - 1
+"""The largest number of an epoch: the records' integers, and SQLite's, end there."""
+
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore names that contain this
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+\Z")
 _IN_VIEWS = frozenset({"manifest.ocdbt", "index.0", "array_metadatas"})  # lie beside links to nodes
 _PART = re.compile(r"-\d{5}\Z")
 _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
+_UNCLAIMED = re.compile(r"unclaimed-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _ATTEMPT = re.compile(r"[0-9a-f]{8,16}-(\d+)-\d+\Z")
 _NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-Za-z0-9._]")
@@ -87,6 +92,15 @@ def is_free_folder(name: object) -> bool:
         and not name.startswith(_ASIDE)
         and TMP_SUFFIX not in name
     )
+
+
+def is_movable(folder: str, into: str = "") -> bool:
+    """Whether an epoch's folder can be moved away, perhaps `into` another folder, without a name that is too long.
+
+    On its way it is called `moving-<id>-<destination>`, see `commit.placing`. A damaged epoch goes to `damaged-<id>/`.
+    """
+    places = (urllib.parse.quote(join(place, folder), safe="") for place in (into, f"damaged-{new_id()}"))
+    return all(len(f"moving-{new_id()}-{place}") <= _MAX_PART for place in places)
 
 
 def check_node_name(name: object) -> str:
@@ -151,6 +165,17 @@ def incarnation_folder(incarnation: str) -> str:
 def parse_incarnation(name: str) -> str | None:
     """The incarnation, if `name` is an incarnation folder, else None."""
     found = _INCARNATION.match(name)
+    return found[1] if found else None
+
+
+def unclaimed_folder(incarnation: str) -> str:
+    """What an incarnation's staging folder is called before it holds its owner, and while it is removed at the end."""
+    return f"unclaimed-{incarnation}{TMP_SUFFIX}"
+
+
+def parse_unclaimed(name: str) -> str | None:
+    """The incarnation, if `name` is a folder of `unclaimed_folder`, else None."""
+    found = _UNCLAIMED.match(name)
     return found[1] if found else None
 
 

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from epochckpt import _text
 from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
+from epochckpt.format import paths
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import goodput, scan, usage, whole_run
 from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, MetricsView, UsageView
@@ -27,6 +28,8 @@ from epochckpt.tiers import Mirror, viewed
 
 if TYPE_CHECKING:
     from epochckpt.inspection.plots import Plots
+
+_LOOKS = 16  # at a directory whose chosen epoch is deleted again and again
 
 
 def inspect(
@@ -184,7 +187,7 @@ class Inspection(Container):
     @property
     def latest(self) -> EpochInspection | None:
         """The newest epoch that is whole, as far as a look at its files tells; None if there is none."""
-        return self._epoch(self._latest_and_best()[0])
+        return self._epoch(lambda: self._latest_and_best()[0])
 
     @property
     def best(self) -> EpochInspection | None:
@@ -195,7 +198,7 @@ class Inspection(Container):
         """
         if self.metric is None:
             raise InvalidArgumentError("best by which metric? Pass it: inspect(directory, metric='loss', mode='min')")
-        return self._epoch(self._latest_and_best()[1])
+        return self._epoch(lambda: self._latest_and_best()[1])
 
     def _names(self) -> list[int]:
         return [row.epoch for row in self.epochs()]
@@ -209,7 +212,7 @@ class Inspection(Container):
         """
         if isinstance(epoch, slice):
             raise InvalidArgumentError("epochs are asked for one by one; .epochs() gives the rows of all of them")
-        if isinstance(epoch, int) and not isinstance(epoch, bool) and epoch < 0:
+        if isinstance(epoch, int) and not isinstance(epoch, bool) and -paths.MAX_EPOCH <= epoch < 0:
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
         if scan.find(self.commits, number) is not None:
@@ -271,10 +274,18 @@ class Inspection(Container):
 
         return Plots(look, lambda: self.goodput().goodput)
 
-    def _epoch(self, number: int | None) -> EpochInspection | None:
-        if number is None or not self.commits.store.renames:
-            return None if number is None else self._at(self.commits, number)
-        return self[number]  # it may be in the mirror alone
+    def _epoch(self, choose: Callable[[], int | None]) -> EpochInspection | None:
+        """The epoch that is chosen; another one is, if a run has deleted it meanwhile."""
+        for left in reversed(range(_LOOKS)):
+            number = choose()
+            if number is None or not self.commits.store.renames:
+                return None if number is None else self._at(self.commits, number)
+            try:
+                return self[number]  # it may be in the mirror alone
+            except EpochNotFoundError:
+                if not left:
+                    raise
+        return None
 
     def _at(self, commits: Commits, number: int) -> EpochInspection:
         here = commits is self.commits and self._mirror is not None

@@ -132,6 +132,7 @@ _NAMED = (
     ),
     (re.compile(r"diverged-[0-9a-f]{16}\Z"), rows.QUARANTINED, "no part of the history that the mirror has"),
     (re.compile(f"(?s)export-{_STAGED}"), rows.ATTEMPT, "staging of an export"),
+    (re.compile(f"unclaimed-{_STAGED}"), rows.DELETED, "staging of a run that has not begun, or has ended"),
     (re.compile(f"(?s){GC_PREFIX}{_STAGED}"), rows.DELETED, "being removed, or left by a removal that was interrupted"),
 )
 _NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so

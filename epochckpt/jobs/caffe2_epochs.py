@@ -153,7 +153,10 @@ class NodeCommits(RenameCommits):
 
     def begin(self, epoch: int, attempt: str) -> None:
         """See Commits. Fences off the jobs that were there when this one joined, and removes what they left."""
-        moved = [placing.take_over(self.store, self._home, name) for name in self._older]
+        moved = list[str | None]()
+        for name in self._older:
+            with self._permitted(name):
+                moved.append(placing.take_over(self.store, self._home, name))
         if moved and not self.store.exists(self._home):
             raise self.lost(epoch)
         self._older = []

@@ -294,6 +294,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         It is False if this epoch or a later one was requested; with `ignore_later` those do not count.
         """
+        step = epoch_number(step)
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self.root)
             return False
@@ -345,8 +346,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began = time.monotonic()
         step = epoch_number(step)
-        if self._closed:
-            raise InvalidArgumentError(f"this manager of {self.root} is closed")
+        self._check_open("save")
         if not self._options.read_only:
             self._check_may_write("save")
         args = self._handlers.arguments(items, save_kwargs, args, "save")
@@ -427,7 +427,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if not self._async:
             try:
                 self.wait_until_finished()
-            except RemovalError as failure:  # of an earlier `delete`, not of this save, which is committed
+            except RemovalError as failure:  # of older epochs, not of this save, which is committed
                 self._attempts.failures.append(errors.kept(failure))
         return True
 
@@ -439,14 +439,18 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         meanwhile, the save fails. A save that fails, or that raises, has used the permission up: call this again.
 
         Raises:
-            InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only.
+            FencedError: a newer run has taken over the directory.
+            InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only, or closed.
             UnsupportedError: the processes have local disks.
         """
         epoch = epoch_number(epoch)
         self._check_may_write("allow_overwrite")
         if self._hosts is not None:
             raise UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
+        self._claim.check(epoch)
         self._attempts.drain(epoch)
+        if self._claim.known:
+            self._commits.check_claim(epoch)
         if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
             self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).attempt)
         else:
@@ -461,7 +465,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             SaveError: a save failed; each failure is raised once, several in a SaveErrorGroup.
-            RemovalError: what `delete` has deleted could not be removed; after a failed save this is a note there.
+            RemovalError: what `delete` has deleted could not be removed; or (RetentionError) an epoch that the options
+                no longer keep could not be deleted, which is raised once. After a failed save this is a note there.
         """
         self._step_log.waited(self._attempts.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
@@ -662,6 +667,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._options.read_only:
             logging.warning("%s is read only: checkpoint %d is not deleted", self.root, step)
             return
+        self._check_open("delete")
         self._attempts.drain()
 
         def decide() -> None:
@@ -700,6 +706,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             [0, 1]
         """
         epoch = epoch_number(epoch)
+        self._check_open("rollback_to")
         self._attempts.drain()
 
         def decide() -> None:
@@ -756,7 +763,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         call = f"{verb}({'' if epoch is None else epoch})"
         self._common.change(self._calls, call, epoch or 0, decide, follow)
 
+    def _check_open(self, verb: str) -> None:
+        if self._closed:
+            raise InvalidArgumentError(f"{verb}: this manager of {self.root} is closed; open another one")
+
     def _check_may_write(self, verb: str) -> None:
+        self._check_open(verb)
         if self._options.read_only:
             raise InvalidArgumentError(f"{verb}: {self.root} is open read only")
         if self._forked:

@@ -277,8 +277,10 @@ def epoch_number(step: Any, where: str = "") -> int:
         number = operator.index(step)
     except TypeError:
         number = -1
-    if isinstance(step, bool) or not 0 <= number < 2**63:  # the records' integers, and SQLite's, end there
-        found = f"{str(step)[:80]} ({type(step).__name__})"
+    if isinstance(step, bool) or not 0 <= number <= paths.MAX_EPOCH:
+        long = number.bit_length() > 256  # Python refuses to write a very long number
+        shown = f"a number of {number.bit_length()} bits" if long else str(step)[:80]
+        found = f"{shown} ({type(step).__name__})"
         expected = "an integer of at least 0" + ", below 2**63" * (number > 0)
         raise InvalidArgumentError(f"{where}the epoch (step) is {found}; expected {expected}")
     return number

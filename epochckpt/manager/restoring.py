@@ -159,6 +159,7 @@ class Restores:
     @_monitoring.failing("/epochckpt/read/failure")
     def run(self, step: int | None, asked: Asked[T], ahead: Callable[[int], T] | None = None) -> T:
         """Restores an epoch, None for the newest; `ahead` does so, too, and may have begun before."""
+        step = None if step is None else epoch_number(step)
         with _progress.work("restoring" if step is None else f"restoring checkpoint {step}") as work:
             return self._run(step, asked, ahead, work.notes)
 
@@ -170,7 +171,6 @@ class Restores:
         self._step_log.restoring()
         restore = ahead or (lambda epoch: readers.restore(epoch, use))
         if step is not None:
-            step = epoch_number(step)
             value = restore(step)
         elif readers.commits is self._commits:
             step, value = self._newest(self._commits, self._history, restore)

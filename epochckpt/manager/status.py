@@ -105,7 +105,7 @@ def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
     """Orbax's RootMetadata of a directory: what was written there, else what is given; raises DamagedError."""
     for path in (paths.join(*paths.ROOT_METADATA), paths.join(*paths.LEGACY_ROOT_METADATA)):
         try:
-            data = read_json(store, path, limit_bytes=2**24)
+            data = checksums.unpack_json(read_json(store, path, limit_bytes=2**24))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             continue
         except (ValueError, RecursionError) as error:
@@ -115,5 +115,5 @@ def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
             raise DamagedError(path, "is not the metadata of a directory: expected a JSON object")
         data.pop("internal_metadata", None)
         # what remains is the user's, too: the older file holds nothing else
-        return ocp.metadata.RootMetadata(custom_metadata=checksums.unpack_json({**data, **custom}))
+        return ocp.metadata.RootMetadata(custom_metadata={**data, **custom})
     return ocp.metadata.RootMetadata(custom_metadata=dict(given or {}))

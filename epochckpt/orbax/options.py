@@ -70,6 +70,14 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
             f"todelete_subdir {folder!r} is not usable: expected the name of one folder in the directory, such as "
             "'ttl=1h', that is named neither like an epoch nor like the folders that epochckpt makes itself"
         )
+    longest = StepNames.of(options).build(paths.MAX_EPOCH)
+    if not (options.read_only or paths.is_movable(longest, folder or "")):
+        raise InvalidArgumentError(
+            f"the names of epochs, such as {longest!r}{f', and todelete_subdir {folder!r}' if folder else ''} are too "
+            "long. An epoch that is deleted or set aside gets a longer name on its way, which must fit into 255 bytes. "
+            "Characters other than letters, digits and '_.-~' count three times or more in it. Shorten "
+            f"{'step_prefix or todelete_subdir' if folder else 'step_prefix'}"
+        )
     hints = [f"{name} ({HINTS[name]})" for name in changed if name in HINTS]
     if hints:
         logging.info("options that change nothing here: %s", "; ".join(hints))

@@ -9,13 +9,14 @@ from typing import Any, Self
 
 import orbax.checkpoint as ocp
 
-from epochckpt.errors import EpochCheckpointError, UnsupportedError
+from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import parsing, paths
 from epochckpt.orbax import steps
 from epochckpt.storage import Store
 
 RECORDS = (paths.EPOCH_RECORD, steps.STEP_RECORD)
 _LOOKED_INTO = 50
+_MAX_DIGITS = 100
 _SHOWN = 6
 _NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
 _ENDING = re.compile(r"(\d+)\Z")
@@ -31,9 +32,16 @@ class StepNames:
         self._format = name_format
         self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)
         for known in (name_format, *self._readable):
-            if not _ENDING.search(known.build_name(7)):
+            name = known.build_name(7)
+            if not _ENDING.search(name):
                 problem = "builds names that do not end in the step's number; use a standard_name_format"
                 raise UnsupportedError(f"step_name_format {known} {problem}")
+            if not paths.is_free_folder(name):
+                raise InvalidArgumentError(
+                    f"step_prefix, or step_name_format, calls the folder of step 7 {name!r}, which is not usable: "
+                    f"expected the name of one folder, of at most 255 bytes, without '/', control characters and "
+                    f"{paths.TMP_SUFFIX!r}"
+                )
 
     @classmethod
     def of(cls, options: ocp.CheckpointManagerOptions) -> Self:
@@ -41,6 +49,10 @@ class StepNames:
         if options.step_name_format is not None:
             return cls(options.step_name_format)
         length = options.step_format_fixed_length
+        if length is not None and not 0 <= length < _MAX_DIGITS:
+            raise InvalidArgumentError(
+                f"step_format_fixed_length is {length}; expected a number of digits, from 1 to 100"
+            )
         return cls(ocp.path.step.standard_name_format(step_prefix=options.step_prefix, step_format_fixed_length=length))
 
     @property
@@ -58,6 +70,8 @@ class StepNames:
         if not found:
             return None
         epoch = int(found[1])
+        if epoch > paths.MAX_EPOCH:
+            return None
         for known in self._readable:
             if known.build_name(epoch) == name:
                 return epoch

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from absl import logging
 
 from epochckpt.errors import DamagedError, FormatError, StorageError, kept, unreadable
-from epochckpt.format import EpochRecord, paths
+from epochckpt.format import EpochRecord, checksums, paths
 from epochckpt.storage import Store, patiently, read_json, scheme_of
 
 STEP_RECORD = "_CHECKPOINT_METADATA"
@@ -145,6 +145,7 @@ def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
     """
     try:
         data = read_json(store, path, limit_bytes=MAX_BYTES)
+        checksums.unpack_json(data)  # refuses what is nested too deeply to be looked at
     except OSError as error:
         if error.errno not in _NO_RECORD and not isinstance(unreadable(path, error), DamagedError):
             raise unreadable(path, error) from error

@@ -12,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import grp
 import io
 import mmap
 import os
+import pwd
 import stat
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -451,6 +453,32 @@ def _named(name: str) -> Generator[None]:
     except OSError as error:
         error.filename = name
         raise
+
+
+def owner_of(path: str) -> str:
+    """The owner, group and mode of a file or folder, for people."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return "an unknown user"
+    return f"{_user(found.st_uid)}, group {_group(found.st_gid)}, with the mode {stat.filemode(found.st_mode)}"
+
+
+def this_user() -> str:
+    """The user of this process, for people."""
+    return _user(os.geteuid())
+
+
+def _user(uid: int) -> str:
+    with suppress(KeyError):  # as in a container
+        return f"user {pwd.getpwuid(uid).pw_name} (uid {uid})"
+    return f"the user with uid {uid}"
+
+
+def _group(gid: int) -> str:
+    with suppress(KeyError):
+        return grp.getgrgid(gid).gr_name
+    return str(gid)
 
 
 def is_folder(path: str) -> bool:

@@ -6,9 +6,12 @@ import collections
 import dataclasses
 import gc
 import json
+import os
 import pathlib
+import resource
 import struct
 import uuid
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -556,6 +559,27 @@ def test_a_file_rolls_over_into_numbered_parts(tmp_path: pathlib.Path, part_byte
         found.update(tensors)
         assert len(tensors) == 1 or sum(len(t[2]) for t in tensors.values()) <= part_bytes
     assert {n: t[2] for n, t in found.items()} == {n: a.tobytes() for n, a in tree.items()}
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """This process may open a hundred files more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {*map(int, os.listdir("/proc/self/fd"))}
+    free = [number for number in range(1000) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[100], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("few_descriptors")
+def test_many_parts_are_not_all_open_at_the_same_time(tmp_path: pathlib.Path) -> None:
+    """300 parts are written and read by a process that may open a hundred files."""
+    tree = {f"leaf{i:03}": np.full(3, i, np.float32) for i in range(300)}
+    manager = check_round_trip(tmp_path, tree, ec.StorageOptions(part_bytes=1))
+    assert len(data_files(manager)) == 300
 
 
 def test_leaves_larger_than_a_block(tmp_path: pathlib.Path) -> None:

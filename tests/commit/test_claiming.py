@@ -124,6 +124,37 @@ def test_the_first_write_claims_and_the_older_run_is_told_at_its_next_save(direc
     newer.close()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.rollback_to(2),
+        lambda m: m.rollback_to(1),
+        lambda m: m.delete(1),
+        lambda m: m.delete(7),
+        lambda m: m.allow_overwrite(1),
+        lambda m: m.claim(),
+    ],
+    ids=["rollback of nothing", "rollback", "delete", "delete of nothing", "allow_overwrite", "claim"],
+)
+def test_a_run_that_was_fenced_off_is_told_by_whatever_it_does_next(
+    directory: str, call: Callable[[ec.CheckpointManager], Any]
+) -> None:
+    """Also by a change that changes nothing; the newer run's directory stays as it is."""
+    older = ec.CheckpointManager(directory)
+    commit(older, 1, 2)
+    newer = ec.CheckpointManager(directory)
+    newer.claim()
+    kept = values(newer)
+    for _ in range(2):
+        with pytest.raises(errors.FencedError, match=r"a newer run .*has taken over"):
+            call(older)
+    older.close()
+    newer.reload()
+    assert values(newer) == kept
+    commit(newer, 3)
+    newer.close()
+
+
 def test_of_two_managers_of_one_process_the_last_to_begin_writing_wins(directory: str) -> None:
     """A notebook's cell that is run twice: no epoch is lost, and the first manager does not come back."""
     one, other = ec.CheckpointManager(directory), ec.CheckpointManager(directory)

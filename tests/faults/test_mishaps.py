@@ -31,6 +31,7 @@ from epochckpt.errors import (
     InvalidArgumentError,
     MismatchError,
     RemovalError,
+    RetentionError,
     StorageError,
     UnfinishedError,
     UnsupportedError,
@@ -305,19 +306,18 @@ def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, monke
     "error", [timed_out(), RuntimeError("a bug"), InvalidArgumentError("no such name"), MemoryError(), KeyError("x")]
 )
 def test_waiting_ends_whatever_hiding_raises(directory: str, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """The new epoch is committed, the old one stays on storage; saving goes on."""
+    """The new epoch is committed, the old one stays listed; saving goes on, and the next commit deletes it."""
     manager = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(manager, [1])
     once = Once(monkeypatch, manager._commits, "hide", error)
     assert manager.save(2, args=Save(state(2)))
-    bounded(manager.wait_until_finished)
+    with pytest.raises(RetentionError, match="checkpoint 1, "):
+        bounded(manager.wait_until_finished)
     assert once.hits == 1
-    assert manager.latest_step() == 2
-    assert on_storage(directory) == [1, 2]
+    assert list(manager.all_steps()) == on_storage(directory) == [1, 2]
     assert manager.save(3, args=Save(state(3)))
     bounded(manager.wait_until_finished)
-    assert manager.latest_step() == 3
-    assert {2, 3} & set(on_storage(directory)) == {3}
+    assert list(manager.all_steps()) == on_storage(directory) == [3]
     bounded(manager.close)
 
 
@@ -516,8 +516,10 @@ def test_an_epoch_that_cannot_be_kept_elsewhere_is_not_deleted(
     once = Once(
         monkeypatch, manager._store, broken, no_space, lambda *paths: paths[-1] == "old/1" or "/removed-" in paths[0]
     )
-    save_all(manager, [2])
+    with pytest.raises(RetentionError, match=r"checkpoint 1, .*No space left on device"):
+        save_all(manager, [2])
     assert once.hits == 1
+    assert list(manager.all_steps()) == [1, 2]
     manager.close()
     with ec.CheckpointManager(tmp_path, options=options) as manager:
         assert list(manager.all_steps()) == [1, 2]

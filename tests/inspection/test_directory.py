@@ -595,3 +595,29 @@ def test_no_backend_of_jax_is_started(saved: pathlib.Path, tmp_path: pathlib.Pat
     command = [sys.executable, "-W", "error", "-c", _NO_BACKEND, str(saved), str(tmp_path / "stock")]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (0, "none\n"), done.stderr
+
+
+@pytest.mark.parametrize("which", ["latest", "best"])
+def test_an_epoch_that_is_deleted_while_it_is_chosen_gives_way_to_another(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """A run deletes each newest epoch after the look that has chosen it, and saves a newer one."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(2)}), metrics={"loss": 1.0})
+        manager.wait_until_finished()
+        chosen, look = list[int](), Inspection._latest_and_best
+
+        def overtaken(self: Inspection) -> tuple[int | None, int | None]:
+            found = look(self)
+            if len(chosen) < 3:
+                epoch = found[0]
+                assert epoch is not None
+                chosen.append(epoch)
+                manager.delete(epoch)
+                manager.save(epoch + 1, args=ocp.args.StandardSave({"w": np.zeros(2)}), metrics={"loss": 1.0})
+                manager.wait_until_finished()
+            return found
+
+        monkeypatch.setattr(Inspection, "_latest_and_best", overtaken)
+        found = getattr(ec.inspect(tmp_path, metric="loss"), which)
+        assert (chosen, found.epoch) == ([0, 1, 2], 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -441,6 +442,126 @@ def test_absurd_nesting_is_refused(run: pathlib.Path, depth: int) -> None:
     with pytest.raises(errors.FormatError, match=r"1/epoch\.json"):
         before.restore(1)
     assert reader(run).all_steps() == [0]
+
+
+def nested(depth: int, inner: Any = 0) -> Any:
+    """Lists in lists."""
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+@pytest.mark.parametrize("depth", [101, 500, 900, 960, 985])
+def test_metadata_of_the_directory_that_is_nested_deeply_is_refused(run: pathlib.Path, depth: int) -> None:
+    """As damage of a file that is named, whatever the depth at which Python itself gives up."""
+    (run / "metadata").mkdir()
+    (run / "metadata" / "_ROOT_METADATA").write_text(f'{{"custom_metadata": {{"x": {"[" * depth}{"]" * depth}}}}}')
+    with (
+        ec.CheckpointManager(run, options=READ_ONLY) as manager,
+        pytest.raises(errors.DamagedError, match=r"metadata/_ROOT_METADATA: .*(nested|recursion)"),
+    ):
+        manager.metadata()
+
+
+@pytest.mark.parametrize("depth", [101, 900, 960, 985])
+@pytest.mark.parametrize("field", ["metrics", "custom_metadata", "init_timestamp_nsecs", "item_handlers"])
+def test_a_step_of_stock_orbax_that_is_nested_deeply_says_so(tmp_path: pathlib.Path, depth: int, field: str) -> None:
+    """Or is read without what is nested; never a RecursionError."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=Save({"x": np.zeros(2)}), metrics={"loss": 1.0})
+    path = tmp_path / "0" / "_CHECKPOINT_METADATA"
+    record = json.loads(path.read_text())
+    text = json.dumps({**record, field: "HERE"}).replace('"HERE"', "[" * depth + "]" * depth)
+    path.write_text(text)
+    options = ocp.CheckpointManagerOptions(read_only=True, best_fn=lambda m: m["loss"])
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        for call in (manager.metadata, manager.metrics, manager.item_metadata, manager.restore, manager.status):
+            with contextlib.suppress(errors.EpochCheckpointError):
+                call(0)
+        manager.best_step()
+        manager.reload()
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "high"}, {"loss": [1]}, {"loss": None}, [1], "high", 7, {"x": {}}, nested(90)]
+)
+def test_metrics_that_are_no_numbers_make_no_epoch_the_best(tmp_path: pathlib.Path, metrics: Any) -> None:
+    """Whatever `best_fn` does with them: the epoch counts as one without metrics, also for retention."""
+    for best_fn in (lambda m: m["loss"], lambda m: -m["loss"], lambda m: m.loss, lambda m: 1 / m["loss"]):
+        options = ocp.CheckpointManagerOptions(best_fn=best_fn, max_to_keep=1)
+        directory = tmp_path / str(id(best_fn))
+        with ec.CheckpointManager(directory, options=options) as manager:
+            manager.save(0, args=Save({"x": 0}), metrics=metrics)
+            manager.save(1, args=Save({"x": 0}), metrics={"other": 1.0})
+            manager.wait_until_finished()
+            assert manager.best_step() is None
+            assert 1 in manager.all_steps()
+
+
+HUGE = [10**5000, -(10**5000), 2**63, 10**400, -1, True, 1.0, "1", None]
+
+
+@pytest.mark.parametrize("step", HUGE, ids=[str(i) for i, _ in enumerate(HUGE)])
+def test_a_number_that_no_epoch_has_is_refused(run: pathlib.Path, step: Any) -> None:
+    """By whatever takes one, also where Python refuses to write it; 2**63 - 1 is the largest."""
+    with ec.CheckpointManager(run) as manager:
+        methods = [manager.delete, manager.rollback_to, manager.allow_overwrite, manager.status, manager.verify]
+        methods += [manager.metrics, manager.item_metadata, manager.item_kinds, manager.nodes, manager.save_id]
+        methods += [manager.should_save, lambda step: manager.save(step, args=Save({"x": 0}))]
+        methods += [lambda step: manager.restore_leaves(step, "*"), lambda step: manager.node_path("process_0", step)]
+        methods += [lambda step: ec.attach_metrics(run, step, {"a": 1.0}, "x"), ec.inspect(run).__getitem__]
+        if step is not None:  # which stands for the newest epoch, or the directory
+            methods += [manager.restore, manager.metadata, manager.restore_async]
+        for method in methods:
+            with pytest.raises(errors.InvalidArgumentError):
+                method(step)
+        assert manager.all_steps() == [0, 1]
+        largest = layout.MAX_EPOCH
+        assert manager.save(largest, args=Save({"x": 0}))
+        manager.wait_until_finished()
+        assert manager.latest_step() == largest
+
+
+def test_a_closed_manager_says_that_it_is_closed(run: pathlib.Path) -> None:
+    """Whatever it is asked to write."""
+    manager = ec.CheckpointManager(run)
+    manager.save(2, args=Save({"x": 0}))
+    manager.close()
+    calls = [
+        lambda: manager.delete(1),
+        lambda: manager.rollback_to(0),
+        lambda: manager.allow_overwrite(1),
+        manager.claim,
+    ]
+    with unchanged(run):
+        for call in [*calls, lambda: manager.save(5, args=Save({"x": 0}))]:
+            with pytest.raises(errors.InvalidArgumentError, match="is closed"):
+                call()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "{", "[" * 900 + "]" * 900, "sealed"])
+def test_a_damaged_rollback_record_is_named_with_a_remedy(run: pathlib.Path, content: str) -> None:
+    """It decides which epochs count: nothing is guessed, and once it is moved away all is there again."""
+    record = {
+        "format": layout.FORMAT,
+        "version": layout.VERSION,
+        "record": "rollback",
+        "to": "x",
+        "epochs": 5,
+        "id": "0",
+    }
+    path = run / layout.ROLLBACK_RECORD
+    path.write_bytes(checksums.seal(record) if content == "sealed" else content.encode())
+    with unchanged(run):
+        for options in (None, READ_ONLY):
+            with pytest.raises((errors.DamagedError, errors.FormatError)) as caught:
+                ec.CheckpointManager(run, options=options)
+            assert str(caught.value).startswith(f"{path}: ")
+            assert "Move this file away" in str(caught.value)
+        assert "Move this file away" in str(ec.inspect(run).overview().problems)
+    path.rename(run.parent / "rollback.json")
+    with ec.CheckpointManager(run) as manager:
+        assert manager.all_steps() == [0, 1]
 
 
 def test_a_record_larger_than_the_cap_is_not_read(run: pathlib.Path) -> None:
@@ -910,6 +1031,7 @@ def examples() -> list[Exception]:
         errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
         errors.UnfinishedError: [("/d", [1, 2], "reason")],
         errors.RemovalError: [("/d", 3, "reason")],
+        errors.RetentionError: [("/d", 3, "reason")],
         errors.UploadError: [(3, "elsewhere", "reason")],
         errors.SaveErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }

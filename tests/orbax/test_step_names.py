@@ -18,6 +18,7 @@ from epochckpt import errors
 from epochckpt.cli import main
 from epochckpt.commit.coordination import JaxCoordinator
 from epochckpt.commit.opening import open_directory
+from epochckpt.format import paths
 
 TREE = {"params": {"w": jnp.arange(6.0).reshape(2, 3)}, "step": 7}
 NUMBERS = {"ours/12": 12, "copy": 12, "stock/3": 3, "final": 0, "ckpt-7": 7, "v1": 0, "bare": 0}
@@ -136,3 +137,76 @@ def test_an_unusable_name_format_is_refused_before_another_process_hears_of_it(t
     second = JaxCoordinator(None, [0, 1], 1)  # without a service: any message fails
     with pytest.raises(errors.UnsupportedError):
         open_directory(tmp_path, options, ec.StorageOptions(), None, second)
+
+
+UNUSABLE = {
+    "a separator": {"step_prefix": "a/b"},
+    "the folder above": {"step_prefix": "../x"},
+    "NUL": {"step_prefix": "a\0"},
+    "a line break": {"step_prefix": "a\n"},
+    "a name that Orbax passes over": {"step_prefix": f"a{paths.TMP_SUFFIX}"},
+    "more than a name": {"step_prefix": "a" * 254},
+    "digits": {"step_format_fixed_length": 300},
+    "fewer than no digits": {"step_format_fixed_length": -1},
+    "a name that cannot be moved": {"step_prefix": "a" * 185},
+    "the same, escaped": {"step_prefix": "ä" * 31},
+    "a folder that cannot be moved": {"todelete_subdir": "a" * 210},
+    "both": {"step_prefix": "a" * 100, "todelete_subdir": "b" * 109},
+}
+
+
+@pytest.mark.parametrize("fields", UNUSABLE.values(), ids=UNUSABLE)
+def test_options_that_make_unusable_names_are_refused_at_construction(
+    tmp_path: pathlib.Path, fields: dict[str, Any]
+) -> None:
+    """Before anything is written; the message names the option."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, **fields)
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        ec.CheckpointManager(tmp_path / "run", options=options)
+    assert all(name in str(caught.value) for name in fields)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step_prefix": "a" * 184},
+        {"step_prefix": "ä" * 30},
+        {"todelete_subdir": "a" * 209},
+        {"step_prefix": "a" * 100, "todelete_subdir": "b" * 108},
+    ],
+    ids=["prefix", "escaped prefix", "folder", "both"],
+)
+def test_the_longest_names_can_be_moved(tmp_path: pathlib.Path, fields: dict[str, Any]) -> None:
+    """The epoch of the largest number is replaced, deleted, kept, set aside when it is damaged, and rolled back."""
+    last = paths.MAX_EPOCH
+    options = ocp.CheckpointManagerOptions(**fields)
+
+    def save(manager: ec.CheckpointManager, *epochs: int) -> None:
+        for epoch in epochs:
+            manager.save(epoch, args=ocp.args.StandardSave({"w": np.zeros(3)}), force=True)
+            manager.wait_until_finished()
+
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        save(manager, 1, last)
+        manager.allow_overwrite(last)
+        save(manager, last)
+        manager.delete(last)
+        manager.wait_until_finished()
+        save(manager, last)
+        manager.rollback_to(1)
+        save(manager, last)
+        for path in tmp_path.glob(f"*{last}/epoch.json"):
+            path.write_bytes(b"{")
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        assert (manager.all_steps(), manager.damaged_epochs()) == ([1], [last])
+        save(manager, last)
+        assert manager.all_steps() == [1, last]
+
+
+def test_a_folder_with_a_number_beyond_the_largest_is_no_epoch(tmp_path: pathlib.Path) -> None:
+    """Whatever is in it."""
+    (tmp_path / str(paths.MAX_EPOCH + 1)).mkdir()
+    with ec.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == []
+        assert manager.foreign_folders() == {}

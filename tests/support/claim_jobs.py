@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.errors import FencedError
+from epochckpt.errors import FencedError, RetentionError
 from tests.support.processes import run_worker
 
 
@@ -86,3 +86,20 @@ def train_until_fenced_off(directory: str) -> list[Any]:
         manager.close()
     result = runner.result
     return [result.exit_code, result.fenced_off, result.stop_reason, ran]
+
+
+def save_with_trash(directory: str) -> list[list[int]]:
+    """A run of several processes that keeps one epoch; `trash/1` of its directory exists.
+
+    Returns the epochs that it lists then, and those of which an error said that they are still there.
+    """
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, todelete_subdir="trash")
+    failed = list[int]()
+    with ec.CheckpointManager(directory, options=options) as manager:
+        for epoch in (1, 2, 3):
+            manager.save(epoch, args=args(epoch))
+            try:
+                manager.wait_until_finished()
+            except RetentionError as error:
+                failed.append(error.epoch)
+        return [list(manager.all_steps()), failed]
