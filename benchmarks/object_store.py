@@ -9,6 +9,11 @@ With `--memory` only this: how much more memory than before a process has at mos
 which it needs no copy, with several values of `concurrency`. The server is in another process.
 
     python benchmarks/object_store.py --memory
+
+With `--head` only this: requests and written bytes of saves of one tiny array into directories of 10, 1,000 and 10,000
+epochs, and requests of opening these. Of eighty saves in a row the median and the largest: one also writes a page.
+
+    python benchmarks/object_store.py --head
 """
 
 import os
@@ -26,6 +31,7 @@ import orbax.checkpoint as ocp
 from absl import app, flags, logging
 
 import epochckpt as ec
+from tests.support.long_heads import NEWEST, commits, lengthen
 from tests.support.object_servers import Bucket, bucket
 from tests.support.processes import run_worker
 
@@ -34,6 +40,7 @@ LATENCY_MS = flags.DEFINE_float("latency_ms", 20, "How long each request waits."
 LEAVES = flags.DEFINE_integer("leaves", 20, "Arrays in an epoch.")
 LEAF_KB = flags.DEFINE_integer("leaf_kb", 100, "Size of an array.")
 MEMORY = flags.DEFINE_bool("memory", False, "Measures the memory of a save of 2 GB, and nothing else.")
+HEAD = flags.DEFINE_bool("head", False, "Counts what a save costs that has many epochs before it, and nothing else.")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "Counted rounds of opening and restoring.")
 
 CONTESTANTS: dict[str, Callable[..., Any]] = {"epochckpt": ec.CheckpointManager, "Orbax": ocp.CheckpointManager}
@@ -68,8 +75,37 @@ def measure_memory() -> None:
         print(f"concurrency {concurrency:3}: {grown:5} MB")
 
 
+def measure_head() -> None:
+    logging.set_verbosity(logging.FATAL)
+    args = ocp.args.StandardSave({"w": jnp.ones(3)})
+    print(f"{'':6} {'epochs':>8} {'requests of a save':>20} {'bytes of a save':>20} {'requests to open':>18}")
+    for scheme in ("gs", "s3"):
+        with bucket(scheme) as server:
+            for count in (10, 1_000, 10_000):
+                url, requests, nbytes = server.new_url(), list[int](), list[int]()
+                with ec.CheckpointManager(url) as manager:
+                    manager.save(NEWEST, args=args, metrics={"loss": 1.0})
+                lengthen(commits(url), range(1, count))
+                with ec.CheckpointManager(url) as manager:
+                    manager.claim()
+                    for epoch in range(NEWEST + 1, NEWEST + 81):
+                        start = len(server.proxy.requests)
+                        manager.save(epoch, args=args, metrics={"loss": 1.0})
+                        manager.wait_until_finished()
+                        made = server.proxy.requests[start:]
+                        requests.append(len(made))
+                        nbytes.append(sum(int(one.headers.get("content-length", 0)) for one in made if one.writes))
+                with server.proxy.counted() as opening:
+                    ec.CheckpointManager(url, options=ocp.CheckpointManagerOptions(read_only=True)).close()
+                saves = f"{statistics.median(requests):g}, at most {max(requests)}"
+                sizes = f"{statistics.median(nbytes) / 1000:.0f} kB, at most {max(nbytes) / 1000:.0f}"
+                print(f"{scheme:6} {count:8,} {saves:>20} {sizes:>20} {sum(opening.values()):18}", flush=True)
+
+
 def main(argv: list[str]) -> None:
     del argv
+    if HEAD.value:
+        return measure_head()
     if MEMORY.value:
         return measure_memory()
     logging.set_verbosity(logging.ERROR)

@@ -14,9 +14,11 @@ aside are for people who copy folders, and for `repair`: nothing that the head t
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import itertools
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,9 +26,9 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import claiming, head_record, metrics_log, surroundings
+from epochckpt.commit import claiming, head_pages, head_record, head_turns, metrics_log, surroundings
 from epochckpt.commit.departures import Departures
-from epochckpt.commit.head_record import Head, HeadEpoch, send_off
+from epochckpt.commit.head_record import Head, HeadEpoch, Page, send_off
 from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.commit.object_log import ObjectLog
 from epochckpt.commit.object_views import ObjectViews
@@ -38,6 +40,7 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FencedError,
     FormatError,
+    FormatVersionError,
     NotACheckpointDirectoryError,
     SaveError,
     StorageError,
@@ -46,10 +49,10 @@ from epochckpt.errors import (
 )
 from epochckpt.format import EpochRecord, parsing, paths, records
 from epochckpt.orbax import StepNames, steps
-from epochckpt.storage import Store
+from epochckpt.storage import Conflicts, Store, rounds
 
 _KEPT, _KEPT_BYTES = 4, 1 << 20  # records that are remembered, and the largest of them
-_ROUNDS = 1000  # of a change that others are always ahead of
+_LOOKS = 4  # at a head whose page is missing: until then others may have changed the head, and removed the page
 
 
 class PutCommits(Commits):
@@ -61,6 +64,9 @@ class PutCommits(Commits):
         self._entries: tuple[Head | None, dict[int, HeadEpoch]] = None, {}  # of a head, by epoch
         self._headless: Head | None = None  # what there is of stock Orbax, while there is no head
         self._looks, self._last = itertools.count(1), 0  # threads look at it and change it at the same time
+        self._pages: dict[str, Page] = {}  # of the last head, by digest; replaced as a whole
+        self._unnamed: list[Page] = []  # by the head, that are still there
+        self._turns = head_turns.of(store)
         # Paths and contents of records, by folder and attempt. Replaced as a whole: threads share it.
         self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
         self._copying = threading.RLock()  # held where the copy of a record is written, or removed
@@ -82,13 +88,29 @@ class PutCommits(Commits):
         return found and found[0]
 
     def _look(self) -> tuple[Head, bytes] | None:
+        for left in reversed(range(_LOOKS)):
+            try:
+                return self._look_once()
+            except FileNotFoundError as error:  # a page: whoever changed the head since has removed it
+                if not left:
+                    damage = DamagedError(str(error.filename), f"is missing, and {paths.HEAD} names it")
+                    raise self._advised(damage) from error
+        raise AssertionError  # the last round returns or raises
+
+    def _look_once(self) -> tuple[Head, bytes] | None:
         number, seen = next(self._looks), self._seen
-        try:
-            with self.access():
-                data = self.store.read(paths.HEAD, limit_bytes=records.MAX_RECORD_BYTES)
-        except FileNotFoundError:
+        data = self.read_bytes()
+        if data is None:
             return self._note(number, None)
         return self._note(number, seen if seen is not None and seen[1] == data else (self._parsed(data), data))
+
+    def read_bytes(self) -> bytes | None:
+        """The content of the head as it is now; None if there is none. One request."""
+        try:
+            with self.access():
+                return self.store.read(paths.HEAD, limit_bytes=records.MAX_RECORD_BYTES)
+        except FileNotFoundError:
+            return None
 
     def _note(self, number: int, seen: tuple[Head, bytes] | None) -> tuple[Head, bytes] | None:
         """Keeps what a look or a change has found, unless one that began later has ended before."""
@@ -102,67 +124,135 @@ class PutCommits(Commits):
 
     def _parsed(self, data: bytes) -> Head:
         try:
-            return head_record.parse(paths.HEAD, data)
-        except (DamagedError, FormatError) as error:
-            error.add_note(f"`epochckpt repair {self.store.root}` rebuilds it from the records of the epochs")
+            head = head_record.parse(paths.HEAD, data, self._read_pages)
+        except FormatVersionError:  # a newer epochckpt reads it
             raise
+        except (DamagedError, FormatError) as error:
+            raise self._advised(error) from None
+        self._pages = {page.digest: page for page in head.pages}
+        return head
 
-    def change(self, edit: Callable[[Head], Head | None], epoch: int, *, fenced: bool = True) -> Head:
+    def _advised(self, error: DamagedError | FormatError) -> DamagedError | FormatError:
+        error.add_note(f"`epochckpt repair {self.store.root}` rebuilds it from the records of the epochs")
+        return error
+
+    def _read_pages(self, digests: Sequence[str]) -> list[Page]:
+        """Pages of the head: those that are known already, and the others, several at once."""
+        found = dict(self._pages)
+
+        def read(digest: str) -> None:
+            path = paths.head_page(digest)
+            with self.access(path):
+                data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+            found[digest] = head_record.parse_page(digest, data)
+
+        self.store.each(read, [digest for digest in digests if digest not in found])
+        return [found[digest] for digest in digests]
+
+    def change(
+        self,
+        edit: Callable[[Head], Head | None],
+        epoch: int,
+        *,
+        fenced: bool = True,
+        pace: head_turns.Pace = head_turns.SAVES,
+    ) -> Head:
         """Changes the head, again until nobody else was faster; returns it, with the change.
 
         `edit` returns the new head, or None where this one says it already. FencedError: another incarnation has
-        claimed; without `fenced` any may make the change.
+        claimed; without `fenced` any may make the change. StorageError: others are always faster, or what is read is
+        out of date.
         """
-        seen, fresh = self._seen, False
-        for _ in range(_ROUNDS):
-            if seen is None:
-                seen, fresh = self._look(), True
-            if seen is None:
-                raise StorageError(self.store.root, FileNotFoundError(f"its head, {paths.HEAD}, is gone"))
-            old, data = seen
-            late = fenced and old.incarnation != self.incarnation
-            try:
-                new = edit(old)
-            except EpochCheckpointError:
-                if fresh and late:
-                    raise self._fenced(epoch, old) from None
-                if fresh:
-                    raise
-                new = None
-            if new is not None and not late:
-                new = new.tidied(self.swept, self._log.moved)
-                if self._put(data, new):
-                    return new
-            elif fresh and new is None:
-                return old
-            elif fresh:
-                raise self._fenced(epoch, old)
-            seen = None  # what is remembered may be of long ago
-        raise StorageError(self.store.root, OSError(f"its head, {paths.HEAD}, changes all the time"))
+        seen, fresh, conflicts = (None if pace.yields else self._seen), False, Conflicts()
+        refused, patient = None, not pace.yields
+        for _ in rounds(pace.pauses_secs, pace.limit_secs):
+            with self._turns.taken(pace):
+                if seen is None:
+                    seen, fresh = self._look(), True
+                if seen is None:
+                    raise StorageError(self.store.root, FileNotFoundError(f"its head, {paths.HEAD}, is gone"))
+                old = seen[0]
+                late = fenced and old.incarnation != self.incarnation
+                try:
+                    new = edit(old)
+                except EpochCheckpointError:
+                    if fresh and late:
+                        raise self._fenced(epoch, old) from None
+                    if fresh:
+                        raise
+                    new = None
+                if new is not None and not late:
+                    new = new.tidied(self.swept, self._log.moved)
+                    try:
+                        if (written := self._put(seen, new, patient=patient)) is not None:
+                            return written
+                        refused = None
+                        if fresh:
+                            conflicts.note(seen[1])
+                    except StorageError as error:
+                        if not pace.yields or (patient and error.errno != errno.EBUSY):
+                            raise
+                        refused = error
+                        patient = error.errno != errno.EBUSY  # else others write now, and may go first
+                elif fresh and new is None:
+                    return old
+                elif fresh:
+                    raise self._fenced(epoch, old)
+                seen = None  # what is remembered may be of long ago
+        raise refused or conflicts.error(f"{self.store.root}/{paths.HEAD}")
 
-    def _put(self, old: bytes | None, new: Head) -> bool:
-        """Writes the head, if it is still the old one; returns whether it was."""
+    def _put(self, old: tuple[Head | None, bytes] | None, new: Head, *, patient: bool = True) -> Head | None:
+        """Writes the head, with its new pages, if it is still the old one; returns it, or None."""
+        with self.access():
+            self.store.check_conditions(paths.CONDITIONS)
+            new = head_pages.paged(new)
+            fresh = [page for page in new.pages if page.data]
+            self.store.each(lambda page: self.store.create(page.path, page.data), fresh)
+        new = dataclasses.replace(new, pages=tuple(dataclasses.replace(page, data=b"") for page in new.pages))
         data = new.to_bytes()
         try:
             with self.access():
                 if old is None:
                     self.store.create(paths.HEAD, data)
                 else:
-                    self.store.replace(paths.HEAD, old, data)
+                    self.store.replace(paths.HEAD, old[1], data, patient=patient)
         except (FileExistsError, FileNotFoundError):
-            return False
+            self._remove_pages(fresh)
+            return None
+        self._pages = {page.digest: page for page in new.pages}
         self._note(next(self._looks), (new, data))
-        return True
+        if old is not None and old[0] is not None:
+            self._unnamed = [*self._unnamed, *(page for page in old[0].pages if page.digest not in self._pages)]
+        if not (fresh and patient):  # a save that has written a page leaves the removal to the next change
+            unnamed, self._unnamed = self._unnamed, []
+            self._remove_pages(unnamed)
+        return new
+
+    def _remove_pages(self, pages: Iterable[Page]) -> None:
+        """Removes pages that no head names; the next claim removes those that this misses."""
+        gone = [page.path for page in pages]
+        if gone:
+            _threads.logged(f"{self.store.root}: {gone[0]} stays", lambda: self.store.remove_all(gone))
+
+    def write_rebuilt(self, old: bytes | None, new: Head) -> bool:
+        """Writes a head that was made anew, in place of exactly the bytes that were looked at, or of none.
+
+        Returns whether it was written: also where the answer was lost, and a run has gone on from it since.
+        """
+        if self._put(None if old is None else (None, old), new) is not None:
+            return True
+        now = self.head()
+        return now is not None and new.incarnation in (now.incarnation, *now.past)
 
     @contextmanager
-    def access(self) -> Generator[None]:
-        """Gives errors of storage about the head the types that callers expect, and its URL."""
+    def access(self, path: str = paths.HEAD) -> Generator[None]:
+        """Gives errors of storage about the head, or a page of it, the types that callers expect, and its URL."""
         try:
             yield
         except (FileExistsError, FileNotFoundError):
             raise
         except OSError as error:
-            raise unreadable(f"{self.store.root}/{paths.HEAD}", error) from error
+            raise unreadable(f"{self.store.root}/{path}", error) from error
 
     def _fenced(self, epoch: int, found: Head) -> FencedError:
         newest, own = int(found.incarnation[:8]), int(self.incarnation[:8])
@@ -344,9 +434,11 @@ class PutCommits(Commits):
         check: Callable[[], None] = lambda: None,
         lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
     ) -> None:
-        owner = claiming.owner()
-        while True:
-            old, data = self._look() or (None, None)
+        owner, conflicts = claiming.owner(), Conflicts()
+        for _ in rounds():
+            seen = self._look()
+            old = seen[0] if seen else None
+            pages = self.store.find(paths.HEAD_PAGE_PREFIX, paths.HEAD.rpartition("/")[0]) if old else []
             check()
             following = lineage.apply(None if old is None else old.lineage)
             beside, stock = self.beside(old or Head())
@@ -357,10 +449,15 @@ class PutCommits(Commits):
             new = (old or Head()).claimed(owner, tuple(sorted(n for n in others if beside[n] is None)))
             strays = {attempt: name for name, attempts in beside.items() for attempt in attempts or ()}
             new = new.next(lineage=following, stock=stock, leaving=leaving, dead={**new.dead, **strays})
-            if self._put(data, new):
+            with self._turns.taken(head_turns.SAVES):
+                claimed = self._put(seen, new)
+            if claimed is not None:
                 break
             logging.info("%s: another run claims it at this moment", self.store.root)
-        self.store.check_conditions(paths.HEAD, new.to_bytes())
+            conflicts.note(seen[1] if seen else b"")
+        else:
+            raise conflicts.error(f"{self.store.root}/{paths.HEAD}")
+        new = claimed
         if old is None:
             self._views.guard()
         self.incarnation, self.taken_over = new.incarnation, None
@@ -372,7 +469,11 @@ class PutCommits(Commits):
             logging.info("%s: removing what earlier runs left of %d saves", self.store.root, len(new.dead))
             _threads.start(lambda: _threads.logged(self.store.root, lambda: self.remove_dead(new.dead)))
 
+        unnamed = sorted({*pages} - {page.path for page in new.pages})
+
         def finish() -> None:
+            if unnamed:  # a writer was killed before it named them, or before it removed them
+                _threads.logged(f"{self.store.root}: {unnamed[0]} stays", lambda: self.store.remove_all(unnamed))
             self._depart(new.leaving)
             _threads.logged(self.store.root, lambda: self._views.finish(new))
 
@@ -597,13 +698,21 @@ class PutCommits(Commits):
     def attach(self, epoch: int, attempt: str, source: str, metrics: Mapping[str, Any]) -> bool:
         """Adds the metrics of a source to an epoch's entry; False if another attempt, or none, is there by now."""
         folder = self.folder(epoch)
+        wanted = head_turns.Attachment(folder, attempt, source, metrics)
 
         def edit(now: Head) -> Head | None:
-            if not now.has(folder, attempt) or now.epochs[folder].attached.get(source) == metrics:
-                return None
-            return now.next(epochs={**now.epochs, folder: now.epochs[folder].with_attached(source, metrics)})
+            epochs = dict(now.epochs)
+            for one in list(self._turns.waiting):
+                entry = epochs.get(one.folder)
+                if entry is not None and entry.attempt == one.attempt and entry.attached.get(one.source) != one.metrics:
+                    epochs[one.folder] = entry.with_attached(one.source, one.metrics)
+            return now.next(epochs=epochs) if epochs != now.epochs else None
 
-        return self.change(edit, epoch, fenced=False).has(folder, attempt)
+        self._turns.waiting.append(wanted)
+        try:
+            return self.change(edit, epoch, fenced=False, pace=head_turns.ATTACHMENTS).has(folder, attempt)
+        finally:
+            self._turns.waiting.remove(wanted)
 
     def release(self) -> None:
         """See Commits. The head stays, and the next incarnation counts on from it."""

@@ -1,21 +1,32 @@
 """The head of a directory in an object store, `_epochckpt/head.json`: its epochs, and the run that may write there.
 
-A change is one conditional write of the whole, so that of two changes at one moment one sees the other. Readers take it
-in one request, and no listing tells them what there is.
+A change is one conditional write of the whole, so that of two changes at one moment one sees the other. Readers need
+one request and no listing.
+
+It has the newest entries. Older ones are in pages, `_epochckpt/head-<digest>.json`: objects that never change. The head
+names each page by the digest of its content, with a bit for each of its entries that still counts. So one write of the
+head decides about old entries, too. `commit.head_pages` says which entries are in pages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import errno
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from epochckpt.commit.lineage import Lineage
 from epochckpt.commit.metrics_log import Line
+from epochckpt.errors import DamagedError
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 
 _MAX_METRICS_BYTES = 8192  # of one epoch: larger ones are in its record only
 _MAX_PAST = 4096
+SECTIONS = ("epochs", "stock", "aside")  # of the head: the fields whose entries may be in pages
+_DIGEST = re.compile("[0-9a-f]{32}")
+_COUNTED = re.compile("[0-9a-f]+")
 _MAX_NODES = 16  # of an epoch: what more nodes took is in its record only
 
 
@@ -108,6 +119,55 @@ class Leaving:
 
 
 @dataclasses.dataclass(frozen=True)
+class PageEntry:
+    """One entry of a page."""
+
+    section: str  # one of SECTIONS
+    key: str  # of the entry in that field of the head
+    epoch: HeadEpoch
+    nbytes: int  # of its JSON
+
+    @classmethod
+    def of(cls, section: str, key: str, epoch: HeadEpoch) -> Self:
+        """The entry, measured."""
+        return cls(section, key, epoch, len(key) + len(checksums.dumps(epoch.to_json([]))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """Entries in an object of their own, which never changes.
+
+    Attributes:
+        digest: of its content, which names it.
+        data: its content; empty where it was read.
+    """
+
+    entries: tuple[PageEntry, ...]
+    digest: str
+    data: bytes = dataclasses.field(default=b"", repr=False)
+
+    @classmethod
+    def of(cls, entries: Sequence[PageEntry]) -> Self:
+        """A new page. No other page has the same content, not even one of the same entries."""
+        nodes = list[list[str]]()
+        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head page", "id": paths.new_id()}
+        sections = {name: {e.key: e.epoch.to_json(nodes) for e in entries if e.section == name} for name in SECTIONS}
+        data = checksums.seal({**head, "nodes": nodes, **sections})
+        ordered = [entry for name in SECTIONS for entry in entries if entry.section == name]
+        return cls(tuple(ordered), checksums.digest(data), data)
+
+    @property
+    def path(self) -> str:
+        """Where it lies in the directory."""
+        return paths.head_page(self.digest)
+
+    def counted(self, head: Head) -> list[PageEntry]:
+        """The entries that count in this head, which names the page."""
+        found = {name: getattr(head, name) for name in SECTIONS}
+        return [entry for entry in self.entries if found[entry.section].get(entry.key) is entry.epoch]
+
+
+@dataclasses.dataclass(frozen=True)
 class Head:
     """What the head says. Folders are those of epochs, relative to the directory; attempts are ids."""
 
@@ -122,9 +182,10 @@ class Head:
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
     leaving: Mapping[str, Leaving] = dataclasses.field(default_factory=dict)  # by folder; see `commit.departures`
     foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
-    log: tuple[Line, ...] = ()  # of deleted epochs: the last lines, which come after those of the file
-    logged: int = 0  # lines that are in the file alone, see `commit.metrics_log`
+    log: tuple[Line, ...] = ()  # of deleted epochs: the last lines, which come after those of the parts
+    logged: int = 0  # lines that are in parts alone, see `commit.object_log`
     lineage: Lineage | None = None  # of the directory whose mirror this is
+    pages: tuple[Page, ...] = ()  # that may have entries of `epochs`, `stock` and `aside`
     change: str = ""  # unlike that of every other content
 
     def knows(self, attempt: str) -> bool:
@@ -141,22 +202,35 @@ class Head:
         return {entry.attempt for entries in (self.epochs, self.aside) for entry in entries.values()}
 
     def to_bytes(self) -> bytes:
-        nodes = list[list[str]]()
+        nodes, pages = list[list[str]](), list[list[str]]()
         head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head", "nodes": nodes, **vars(self)}
-        for name in ("epochs", "stock", "aside"):
-            head[name] = {folder: entry.to_json(nodes) for folder, entry in head[name].items()}
+        for page in self.pages:
+            counted = {id(entry) for entry in page.counted(self)}
+            bits = sum(1 << number for number, entry in enumerate(page.entries) if id(entry) in counted)
+            pages += [[page.digest, f"{bits:x}"]] if bits else []
+        head["pages"] = pages
+        for name, entries in self.loose().items():
+            head[name] = {key: entry.to_json(nodes) for key, entry in entries.items()}
         head["log"] = [line.to_json() for line in self.log]
         head["lineage"] = None if self.lineage is None else self.lineage.to_json()
         head["leaving"] = {folder: [step.attempt, step.to] for folder, step in self.leaving.items()}
         return checksums.seal(head)
 
+    def loose(self) -> dict[str, dict[str, HeadEpoch]]:
+        """The entries that are in no page, by section."""
+        found = {name: dict(getattr(self, name)) for name in SECTIONS}
+        for page in self.pages:
+            for entry in page.counted(self):
+                del found[entry.section][entry.key]
+        return found
+
     @property
     def lines(self) -> list[Line]:
-        """The lines of `log` as they are to be in the file."""
+        """The lines of `log` as they are to be in parts."""
         return [dataclasses.replace(line, number=number) for number, line in enumerate(self.log, self.logged + 1)]
 
     def tidied(self, gone: Collection[str], moved: int) -> Head:
-        """The head without dead attempts of which nothing is left, and without the lines that are in the file."""
+        """The head without dead attempts of which nothing is left, and without the lines that are in parts."""
         dead = {attempt: folder for attempt, folder in self.dead.items() if attempt not in gone}
         count = min(max(moved - self.logged, 0), len(self.log))
         return self.next(dead=dead, log=self.log[count:], logged=self.logged + count)
@@ -209,32 +283,82 @@ def send_off(changes: dict[str, dict[str, Any]], folder: str, entry: HeadEpoch, 
         changes["dead"][entry.attempt] = folder
 
 
-def parse(path: str, data: bytes) -> Head:
-    """Parses the head; raises DamagedError, FormatError or FormatVersionError."""
+def _nodes(fields: parsing.Fields) -> list[Any]:
+    nodes = fields.array("nodes")
+    for names in nodes:
+        if not isinstance(names, list):
+            raise fields.fail("nodes", "lists of names")
+        for name in names:
+            paths.check_recorded_name(fields.path, name, paths.is_node_name)
+    return nodes
+
+
+def _entries(fields: parsing.Fields, section: str, nodes: Sequence[Sequence[str]]) -> dict[str, HeadEpoch]:
+    path, check = fields.path, _aside if section == "aside" else _folder
+    return {
+        check(path, key): HeadEpoch.from_json(path, f"{section}.{key}", entry, nodes)
+        for key, entry in fields.mapping(section).items()
+    }
+
+
+def _folder(path: str, name: str) -> str:
+    return paths.check_recorded_name(path, name, paths.is_part)
+
+
+def _aside(path: str, name: str) -> str:
+    into, _, folder = name.partition("/")
+    return paths.join(_folder(path, into), _folder(path, folder))
+
+
+def parse_page(digest: str, data: bytes) -> Page:
+    """Parses a page; raises like `parse`."""
+    path = paths.head_page(digest)
+    if checksums.digest(data) != digest:
+        raise DamagedError(path, f"is not the page of this name: its digest is {checksums.digest(data)}")
+    fields = parsing.open_record(path, data, "head page")
+    nodes, entries = _nodes(fields), list[PageEntry]()
+    for section in SECTIONS:
+        entries += [PageEntry.of(section, key, entry) for key, entry in _entries(fields, section, nodes).items()]
+    return Page(tuple(entries), digest)
+
+
+def _no_pages(digests: Sequence[str]) -> list[Page]:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), paths.head_page(digests[0]))
+
+
+def parse(path: str, data: bytes, read_pages: Callable[[Sequence[str]], Sequence[Page]] = _no_pages) -> Head:
+    """Parses the head; raises DamagedError, FormatError or FormatVersionError.
+
+    `read_pages` gives the pages with these digests, in their order. What it raises is raised.
+    """
     fields = parsing.open_record(path, data, "head")
 
     def folders(name: str) -> dict[str, str]:
         found = fields.mapping(name)
         for attempt, folder in found.items():
             paths.check_recorded_name(path, attempt)
-            paths.check_recorded_name(path, folder, paths.is_part)
+            _folder(path, folder)
         return found
 
-    nodes = fields.array("nodes")
-    for names in nodes:
-        if not isinstance(names, list):
-            raise fields.fail("nodes", "lists of names")
-        for name in names:
-            paths.check_recorded_name(path, name, paths.is_node_name)
-
-    def entries(name: str, folder: Any) -> dict[str, HeadEpoch]:
-        found = fields.mapping(name)
-        return {folder(f): HeadEpoch.from_json(path, f"{name}.{f}", e, nodes) for f, e in found.items()}
-
-    def aside(name: str) -> str:
-        into, _, folder = name.partition("/")
-        paths.check_recorded_name(path, into, paths.is_part)
-        return paths.join(into, paths.check_recorded_name(path, folder, paths.is_part))
+    counted = dict[str, int]()
+    for found in fields.array("pages"):
+        if not (isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found)):
+            raise fields.fail("pages", "pairs of a digest and of bits")
+        digest, bits = found
+        if not _DIGEST.fullmatch(digest) or not _COUNTED.fullmatch(bits) or digest in counted:
+            raise fields.fail("pages", "different digests, each with bits in hexadecimal")
+        counted[digest] = int(bits, 16)
+    pages = tuple(read_pages(list(counted))) if counted else ()
+    entries = {name: dict[str, HeadEpoch]() for name in SECTIONS}
+    for page in pages:
+        if counted[page.digest] >> len(page.entries):
+            raise fields.fail("pages", f"no more bits than page {page.digest} has entries")
+        for number, entry in enumerate(page.entries):
+            if counted[page.digest] >> number & 1:
+                entries[entry.section][entry.key] = entry.epoch
+    nodes = _nodes(fields)
+    for name in SECTIONS:
+        entries[name] |= _entries(fields, name, nodes)
 
     def leaving(found: object) -> Leaving:
         if not isinstance(found, list) or len(found) != 2:
@@ -248,21 +372,22 @@ def parse(path: str, data: bytes) -> Head:
         owner=fields.mapping("owner"),
         closed=fields.boolean("closed"),
         past=tuple(paths.check_recorded_name(path, name) for name in fields.array("past")),
-        epochs=entries("epochs", lambda name: paths.check_recorded_name(path, name, paths.is_part)),
-        stock=entries("stock", lambda name: paths.check_recorded_name(path, name, paths.is_part)),
+        epochs=entries["epochs"],
+        stock=entries["stock"],
         begun=folders("begun"),
         dead=folders("dead"),
-        aside=entries("aside", aside),
+        aside=entries["aside"],
         leaving={
-            paths.check_recorded_name(path, folder, paths.is_part): leaving(found)
+            _folder(path, folder): leaving(found)
             for folder, found in (fields.mapping("leaving") if "leaving" in fields.data else {}).items()
         },
-        foreign=tuple(paths.check_recorded_name(path, name, paths.is_part) for name in fields.array("foreign")),
+        foreign=tuple(_folder(path, name) for name in fields.array("foreign")),
         log=tuple(
             Line.from_json(path, line, f"log[{number}].")
             for number, line in enumerate(fields.array("log") if "log" in fields.data else [])
         ),
         logged=fields.integer("logged") if "logged" in fields.data else 0,
         lineage=None if fields.data.get("lineage") is None else Lineage.from_json(path, fields.data["lineage"]),
+        pages=pages,
         change=fields.text("change", 16),
     )

@@ -2,7 +2,8 @@
 
 On a file system the line is appended before the epoch goes out of sight, and is not flushed: a power cut may lose the
 last lines, or tear one. What is no whole line counts for nothing. In an object store the change of the head that
-deletes the epoch also adds the line to the head, and some lines at a time move from there to the file.
+deletes the epoch adds the line to the head. Some lines at a time then move to a part of the log: an object that never
+changes, `_epochckpt/metrics-<n>.jsonl`, where n is the number of its first line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 from absl import logging
@@ -19,8 +21,10 @@ from epochckpt.errors import DamagedError, FormatError
 from epochckpt.format import checksums, parsing, paths
 from epochckpt.storage import Store
 
-COLLECTED = 100  # lines that the head of an object store collects
+COLLECTED = 100  # lines that the head of an object store collects, before they move to a part
+COLLECTED_BYTES = 2**14  # of the same
 MAX_BYTES = 2**26  # of the file: what is deleted beyond that leaves no line
+MAX_LINES = 500_000  # the same, of all parts
 _MAX_METRICS_BYTES = 4096  # of a line
 
 
@@ -33,7 +37,7 @@ class Line:
     committed_ns: int = 0
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # its numbers, by `flat` names
     back: bool = False
-    number: int = 0  # in the file of an object store, from 1
+    number: int = 0  # in the parts of an object store, from 1
 
     @classmethod
     def of(cls, epoch: int, attempt: str, committed_ns: int, metrics: Any) -> Self | None:
@@ -97,8 +101,21 @@ def read(store: Store) -> list[Line]:
     return parse(data)
 
 
+def read_parts(store: Store) -> list[Line]:
+    """The whole lines of all parts on an object store, by their numbers. One listing, and one request for each part."""
+    parts = store.find(paths.METRICS_PART_PREFIX, paths.HEAD.rpartition("/")[0])
+    found = dict[int, Line]()
+
+    def read_part(path: str) -> None:
+        with suppress(FileNotFoundError):
+            found.update({line.number: line for line in parse(store.read(path, limit_bytes=MAX_BYTES))})
+
+    store.each(read_part, parts)
+    return [line for _, line in sorted(found.items())]
+
+
 def parse(data: bytes) -> list[Line]:
-    """The whole lines of the content of the file."""
+    """The whole lines of the content of the file, or of a part."""
     found, broken = list[Line](), 0
     for line in filter(None, data.split(b"\n")):
         try:

@@ -1,8 +1,9 @@
-"""The metrics of deleted epochs in an object store: lines that the head collects, and the file that they move to.
+"""The metrics of deleted epochs in an object store: lines that the head collects, and the parts that they move to.
 
 The change that deletes an epoch adds its line, or that the run went back; that costs no request of its own. Once there
-are many, they are added to the file, after a deletion, and the next change of the head drops them. The head says which
-number each line has: whoever moves lines, be it late or twice, writes the same file.
+are many, they become a part of the log, after a deletion, and the next change of the head drops them. A part is an
+object that never changes. Which lines it has follows from the lines and from the number of those before, which the head
+says: whoever moves them, be it late or twice, writes the same part.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 from epochckpt import _threads
 from epochckpt.commit import attached_metrics, metrics_log
 from epochckpt.commit.head_record import Head
-from epochckpt.commit.metrics_log import COLLECTED, MAX_BYTES, Line
+from epochckpt.commit.metrics_log import COLLECTED, Line
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.storage import Store
@@ -22,7 +23,7 @@ class ObjectLog:
     """The log of one directory.
 
     Attributes:
-        moved: the number of the last line that is in the file, as far as this process knows.
+        moved: the number of the last line that is in a part, as far as this process knows.
     """
 
     def __init__(self, store: Store):
@@ -48,26 +49,30 @@ class ObjectLog:
         return {"log": (*now.log, line)} if line else {}
 
     def deleted(self, now: Head) -> dict[int, Line]:
-        """See `Commits.deleted`; one request if lines have been moved."""
-        in_file = metrics_log.read(self._store) if now.logged else []
-        return metrics_log.deleted([*(line for line in in_file if line.number <= now.logged), *now.log])
+        """See `Commits.deleted`; if lines have been moved, one listing, and one request for each part."""
+        moved = metrics_log.read_parts(self._store) if now.logged else []
+        return metrics_log.deleted([*(line for line in moved if line.number <= now.logged), *now.log])
 
     def move(self, now: Head | None) -> None:
-        """Moves the lines of the head to the file if they are many; a failure is logged."""
-        if now is not None and len(now.log) >= COLLECTED and self.moved < now.lines[-1].number:
-            what = f"{self._store.root}/{paths.METRICS_LOG}: the metrics of deleted epochs stay in the head for now"
-            _threads.logged(what, lambda: self._move(now))
+        """Moves lines of the head to parts if they are many; a failure is logged."""
+        if now is not None and self.moved < now.logged + len(_part(now.lines)):
+            what = f"{self._store.root}: the metrics of deleted epochs stay in the head for now"
+            _threads.logged(what, lambda: self._move(now.lines))
 
-    def _move(self, now: Head) -> None:
-        try:
-            old = self._store.read(paths.METRICS_LOG, limit_bytes=2 * MAX_BYTES)
-        except FileNotFoundError:
-            old = b""
-        last = max((line.number for line in metrics_log.parse(old)), default=0)
-        new = old + b"".join(line.to_bytes() for line in now.lines if line.number > last)
-        if new != old and len(old) < MAX_BYTES:
-            if old:
-                self._store.replace(paths.METRICS_LOG, old, new)
-            else:
-                self._store.create(paths.METRICS_LOG, new)
-        self.moved = now.lines[-1].number
+    def _move(self, lines: list[Line]) -> None:
+        while part := _part(lines):
+            if part[-1].number <= metrics_log.MAX_LINES:
+                with suppress(FileExistsError):  # it was moved before
+                    data = b"".join(line.to_bytes() for line in part)
+                    self._store.create(paths.metrics_part(part[0].number), data)
+            self.moved, lines = part[-1].number, lines[len(part) :]
+
+
+def _part(lines: list[Line]) -> list[Line]:
+    """The first lines, as many as make a part; none if they are too few."""
+    nbytes = 0
+    for count, line in enumerate(lines, start=1):
+        nbytes += len(line.to_bytes())
+        if count >= COLLECTED or nbytes >= metrics_log.COLLECTED_BYTES:
+            return lines[:count]
+    return []

@@ -13,6 +13,7 @@ from epochckpt import errors
 from epochckpt.commit import attached_metrics, claiming, metrics_log
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.commit.lineage import ClaimDirectly
 from epochckpt.format import EpochRecord, parsing, paths
 
 
@@ -23,6 +24,8 @@ class Rebuilt:
     epochs: Mapping[str, HeadEpoch]  # by folder
     aside: Mapping[str, HeadEpoch]  # by `<name>/<folder>`: epochs that were rolled back, or kept
     left_out: Mapping[str, str]  # folders that are named like epochs and cannot be used, and why
+    seen: bytes | None  # the head that was looked at, if it cannot be used; None if there was none
+    change: str  # of the head that was looked at, if it can be used
     problem: str = ""  # what is wrong with the head; empty: it can be used, and other epochs lie beside its own
 
 
@@ -31,9 +34,13 @@ def look(commits: PutCommits) -> Rebuilt:
 
     Raises:
         InvalidArgumentError: the head can be used, and a run that may be alive has not closed the directory.
+        FormatVersionError: a newer epochckpt has written it; or the head is lost, and it has written epochs.
     """
+    seen = commits.read_bytes()  # before the look: a head that changes in between is not replaced
     try:
         head, problem = commits.head(), ""
+    except errors.FormatVersionError:
+        raise
     except (errors.DamagedError, errors.FormatError) as error:
         head, problem = None, errors.say(error)
     if head is None:
@@ -41,29 +48,63 @@ def look(commits: PutCommits) -> Rebuilt:
     known, epochs, left_out = head or Head(), dict[str, HeadEpoch](), dict[str, str]()
     named = {*known.epochs, *known.begun.values(), *known.dead.values(), paths.HEAD.partition("/")[0]}
     names = [entry.name for entry in commits.store.list("") if entry.is_folder and entry.name not in named]
+
+    def record(where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:
+        try:
+            return _record(commits, where, folder, but)
+        except errors.FormatVersionError as error:
+            if problem:  # the head would have been one that this epochckpt cannot write
+                raise
+            return errors.say(error)
+
     # What was set aside is no epoch any more.
     aside, is_aside = dict[str, HeadEpoch](), known.named
     for name in (name for name in names if commits.names.parse(name) is None):
         inner = [paths.join(name, entry.name) for entry in commits.store.list(name) if entry.is_folder]
-        found = {kept: _record(commits, kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
-        aside |= {kept: HeadEpoch.of(record) for kept, record in found.items() if isinstance(record, EpochRecord)}
+        found = {kept: record(kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
+        aside |= {kept: HeadEpoch.of(one) for kept, one in found.items() if isinstance(one, EpochRecord)}
     is_aside |= {entry.attempt for entry in aside.values()}
     for name in (name for name in names if commits.names.parse(name) is not None):
-        record = _record(commits, name, name, is_aside)
-        if isinstance(record, str):
-            left_out[name] = record
+        one = record(name, name, is_aside)
+        if isinstance(one, str):
+            left_out[name] = one
         else:
-            sources = attached_metrics.in_folder(commits, name, record.epoch, record.attempt)
-            epochs[name] = dataclasses.replace(HeadEpoch.of(record), attached=sources)
+            sources = attached_metrics.in_folder(commits, name, one.epoch, one.attempt)
+            epochs[name] = dataclasses.replace(HeadEpoch.of(one), attached=sources)
     if head is not None and epochs:
         claiming.check_idle(commits)
-    return Rebuilt(epochs, aside, left_out, problem)
+    return Rebuilt(
+        epochs=epochs,
+        aside=aside,
+        left_out=left_out,
+        seen=seen,
+        change=head.change if head else "",
+        problem=problem,
+    )
 
 
 def write(commits: PutCommits, found: Rebuilt) -> None:
-    """Writes what `look` has found. A run that is alive after all is fenced off where the head was lost."""
+    """Writes what `look` has found. A run that is alive after all is fenced off where the head was lost.
+
+    InvalidArgumentError: the head is not what was looked at any more.
+    """
+    changed = errors.InvalidArgumentError(
+        f"{commits.store.root}: {paths.HEAD} has changed since it was looked at: a run, or another repair, has written "
+        "it. Nothing was changed here; look again"
+    )
+
+    def take_in(now: Head) -> Head | None:
+        epochs, aside = {**found.epochs, **now.epochs}, {**found.aside, **now.aside}
+        if (epochs, aside) == (now.epochs, now.aside):
+            return None
+        if now.change != found.change:
+            raise changed
+        foreign = tuple(name for name in now.foreign if name not in epochs)
+        # What is taken in was not written by the directory whose mirror this is, perhaps.
+        return now.next(epochs=epochs, aside=aside, foreign=foreign, lineage=ClaimDirectly().apply(now.lineage))
+
     if not found.problem:
-        commits.change(lambda now: _with(now, found), 0, fenced=False)
+        commits.change(take_in, 0, fenced=False)
         return
     attempts = [entry.attempt for entries in (found.epochs, found.aside) for entry in entries.values()]
     runs = {attempt.partition("-")[0] for attempt in attempts}
@@ -71,17 +112,10 @@ def write(commits: PutCommits, found: Rebuilt) -> None:
     head = Head(incarnation=last, past=tuple(sorted(runs - {last})), epochs=found.epochs, aside=found.aside)
     beside, stock = commits.beside(head)
     foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
-    logged = max((line.number for line in metrics_log.read(commits.store)), default=0)
+    logged = max((line.number for line in metrics_log.read_parts(commits.store)), default=0)
     head = head.claimed(claiming.owner(), foreign).next(closed=True, stock=stock, logged=logged)
-    with commits.access():
-        commits.store.put(paths.HEAD, head.to_bytes(), draft="", replace=True)
-
-
-def _with(now: Head, found: Rebuilt) -> Head | None:
-    """The head with the epochs that were found; what it names already stays."""
-    epochs, aside = {**found.epochs, **now.epochs}, {**found.aside, **now.aside}
-    foreign = tuple(name for name in now.foreign if name not in epochs)
-    return now.next(epochs=epochs, aside=aside, foreign=foreign) if (epochs, aside) != (now.epochs, now.aside) else None
+    if not commits.write_rebuilt(found.seen, head):
+        raise changed
 
 
 def _record(commits: PutCommits, where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:
@@ -95,6 +129,8 @@ def _record(commits: PutCommits, where: str, folder: str, but: Container[str] = 
     for path in _candidates(commits, where):
         try:
             record = parsing.read_record(commits.store, path, parsing.parse_head)
+        except errors.FormatVersionError:
+            raise
         except (errors.DamagedError, errors.FormatError) as error:
             reason = errors.say(error)
             continue

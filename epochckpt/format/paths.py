@@ -21,6 +21,8 @@ NODE_RECORD = "node.json"
 ROLLBACK_RECORD = "rollback.json"
 HEAD = "_epochckpt/head.json"  # on object stores, see `commit.head_record`
 OWNER_FILE = "owner.json"  # in an incarnation's folder: the process that claimed the directory
+HEAD_PAGE_PREFIX = "head-"  # of the names, beside the head, of objects with more of its entries
+CONDITIONS = "_epochckpt/conditions"  # empty: what a store is asked with whether it checks the conditions of writes
 DEFAULT_ITEM = "default"
 UNNAMED = (DEFAULT_ITEM, "pytree", "state")  # what Orbax calls the one unnamed item: v0; older v1; v1
 JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's folder
@@ -30,6 +32,7 @@ LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax
 MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
 LINEAGE_RECORD = "_epochckpt/lineage.json"  # of a mirror on a file system, see `commit.lineage`
 METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `commit.metrics_log`
+METRICS_PART_PREFIX = "metrics-"  # of the names of its parts on object stores, see `commit.object_log`
 HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
 ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
 
@@ -56,6 +59,16 @@ _MAX_PART = 255  # bytes, of most file systems
 _MAX_FILE_PATH = 1000
 METRICS_PREFIX = "_metrics-"  # no node and no item has such a name
 _METRICS = re.compile(re.escape(METRICS_PREFIX) + r"(.+)\.json\Z")
+
+
+def head_page(digest: str) -> str:
+    """Path of the page of a head whose content has this digest."""
+    return f"{HEAD.rpartition('/')[0]}/{HEAD_PAGE_PREFIX}{digest}.json"
+
+
+def metrics_part(first: int) -> str:
+    """Path of a part of the log of deleted epochs, by the number of its first line."""
+    return f"{HEAD.rpartition('/')[0]}/{METRICS_PART_PREFIX}{first:08d}.jsonl"
 
 
 def new_id() -> str:

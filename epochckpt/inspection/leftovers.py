@@ -130,6 +130,7 @@ _NAMED = (
         rows.QUARANTINED,
         "parts of epochs that other hosts lack",
     ),
+    (re.compile(r"diverged-[0-9a-f]{16}\Z"), rows.QUARANTINED, "no part of the history that the mirror has"),
     (re.compile(f"(?s)export-{_STAGED}"), rows.ATTEMPT, "staging of an export"),
     (re.compile(f"unclaimed-{_STAGED}"), rows.DELETED, "staging of a run that has not begun, or has ended"),
     (re.compile(f"(?s){GC_PREFIX}{_STAGED}"), rows.DELETED, "being removed, or left by a removal that was interrupted"),
@@ -202,7 +203,7 @@ def is_sign(commits: Commits, name: str) -> bool:
     """Whether a folder that is named like no epoch shows that the directory is one of checkpoints."""
     if _is_staging(name) or _orbax_step(commits, name) is not None:
         return True
-    if name.startswith(("rolled-back-", "damaged-", "partial-")):  # also what people have named so
+    if name.startswith(("rolled-back-", "damaged-", "partial-", "diverged-")):  # also what people have named so
         return bool(_epochs_in(commits, name))
     return name == paths.ROOT_METADATA[0] and commits.store.exists(paths.join(*paths.ROOT_METADATA))
 

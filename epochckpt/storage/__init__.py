@@ -16,10 +16,11 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage.object_client import plain
 from epochckpt.storage.object_store import ObjectStore
 from epochckpt.storage.posix import ALIGNMENT, PosixStore
-from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, patiently, writing
+from epochckpt.storage.store import Conflicts, Entry, File, Reader, Store, Tally, Writer, patiently, rounds, writing
 
 __all__ = [
     "ALIGNMENT",
+    "Conflicts",
     "Entry",
     "File",
     "PosixStore",
@@ -33,6 +34,7 @@ __all__ = [
     "path_text",
     "patiently",
     "plain",
+    "rounds",
     "with_settings",
     "writing",
 ]

@@ -307,11 +307,20 @@ class Client:
             return None
 
     def put(
-        self, path: str, data: bytes | memoryview, version: dict[str, str] | None = None, *, look: bool = True
+        self,
+        path: str,
+        data: bytes | memoryview,
+        version: dict[str, str] | None = None,
+        *,
+        look: bool = True,
+        patient: bool = True,
+        cached: bool = True,
     ) -> dict[str, str]:
         """Writes an object if there is none, or none but this version; else FileExistsError. Returns its version.
 
-        What a repeated request meets is looked at, unless `look` says no: it may be the work of the first one.
+        What a repeated request meets is looked at, unless `look` says no: it may be the work of the first one. Unless
+        it is `patient`, no request is repeated. `cached` says whether readers may be given it from a cache, as Google
+        Cloud Storage does for an hour with objects that are public.
         """
         import obstore
 
@@ -319,7 +328,8 @@ class Client:
         mode: Any = version or "create"
 
         def write() -> dict[str, str]:
-            return _version(obstore.put(kv, key, data, mode=mode, use_multipart=False))
+            attributes: Any = None if cached else {"Cache-Control": "no-store"}
+            return _version(obstore.put(kv, key, data, attributes=attributes, mode=mode, use_multipart=False))
 
         def confirm() -> dict[str, str]:
             with suppress(FileNotFoundError, ValueError):  # gone again, or longer
@@ -329,7 +339,7 @@ class Client:
             raise existing(self.name(path))
 
         kv = self.kv if len(data) <= _SMALL_BYTES else self._large
-        return self.ask(path, "writing", write, confirm)
+        return self.ask(path, "writing", write, confirm, patient=patient)
 
     def copy(self, path: str, to: str, *, replace: bool) -> None:
         """Copies an object at the server; one that is there is replaced, or FileExistsError."""
@@ -370,8 +380,16 @@ class Client:
 
         self.ask(path, "writing", write)
 
-    def ask(self, path: str, doing: str, call: Callable[[], T], confirm: Callable[[], T] | None = None) -> T:
-        """Calls the store, and again while it refuses for the moment.
+    def ask(
+        self,
+        path: str,
+        doing: str,
+        call: Callable[[], T],
+        confirm: Callable[[], T] | None = None,
+        *,
+        patient: bool = True,
+    ) -> T:
+        """Calls the store, and again while it refuses for the moment, if it is `patient`.
 
         `confirm` is called where a conditional write that is repeated meets what may be its own work. On the main
         thread a signal's handler, such as Ctrl-C's, need not wait for the answer.
@@ -380,7 +398,7 @@ class Client:
 
         self._check_process()
         alone = threading.current_thread() is threading.main_thread()
-        name, began, said, pauses = self.name(path), time.monotonic(), False, self._pauses()
+        name, began, said, pauses = self.name(path), time.monotonic(), False, self._pauses() if patient else ()
         give_up_secs = sum(pauses) + 2 * _SILENT_SECS
         for number, pause in enumerate((*pauses, None)):
             try:
@@ -408,7 +426,8 @@ class Client:
                 elif status in (401, 403):
                     raise AccessError(f"{name}: {doing} is not permitted: {why}") from error
                 elif pause is None or waited > give_up_secs or status not in (None, *_PASSING):
-                    raise StorageError(name, OSError(errno.EAGAIN, f"{doing} failed: {why}")) from error
+                    number_of_error = errno.EBUSY if status == 429 else errno.EAGAIN
+                    raise StorageError(name, OSError(number_of_error, f"{doing} failed: {why}")) from error
                 if waited >= _QUIET_SECS and not said:
                     said = True
                     logging.warning("%s: %s has been failing for %.0f s: %s; trying on", name, doing, waited, why)

@@ -34,6 +34,7 @@ _PAGE = 1000  # names in the answer to one request
 _REMOVE_ROUNDS = 16
 _KEPT, _KEPT_BYTES = 4, 16 << 20  # files whose versions are kept, and the largest of them
 _NO_VERSION = '"00000000000000000000000000000000"'
+_enforcing: set[tuple[str, str]] = set()  # directories, with their servers, that were seen to check conditions
 _EARLY_BYTES = 4 * CHUNK_BYTES  # kept of pieces that come before their turn
 _LATE_SECS = 30.0  # without progress, before an early piece is taken all the same
 _STILL_SECS = 10.0  # without progress of an upload, before it is said
@@ -87,7 +88,7 @@ class ObjectStore(Store):
 
     def create(self, path: str, data: bytes) -> None:
         """One conditional write."""
-        self._note(path, data, self._client.put(path, data))
+        self._note(path, data, self._client.put(path, data, cached=False))
 
     def open_writer(self, path: str, size: int) -> Writer:
         """No request; `write` or `finish` refuses a file that exists."""
@@ -114,17 +115,37 @@ class ObjectStore(Store):
         start = f"{folder}/" if folder else ""
         return [start + e.name for e in self.list(folder) if e.name.startswith(prefix) and not e.is_folder]
 
-    def replace(self, path: str, old: bytes, new: bytes) -> None:
-        """One write on condition that the object has not changed; before it one read, unless its version is known."""
+    def replace(self, path: str, old: bytes, new: bytes, *, patient: bool = True) -> None:
+        """One write on condition that the object has not changed; before it one read, unless its version is known.
+
+        AccessError: the store gives no version of it on which a write could rest.
+        """
         found, version = self._versions.pop(path, (b"", {}))
         if not version or found != old:
             try:
                 found, version = self._client.get(path, len(old))
             except ValueError:  # it is longer
-                found, version = b"", {}
-        if not version or found != old:
-            raise FileExistsError(errno.EEXIST, "it has other content by now", self._client.name(path))
-        self._note(path, new, self._client.put(path, new, version))
+                raise self._other(path) from None
+        if found != old:
+            raise self._other(path)
+        self._check_version(path, version)
+        self._note(path, new, self._client.put(path, new, version, patient=patient, cached=False))
+
+    def _other(self, path: str) -> FileExistsError:
+        return FileExistsError(errno.EEXIST, "it has other content by now", self._client.name(path))
+
+    def _check_version(self, path: str, version: Mapping[str, str]) -> None:
+        """Refuses what no condition can name: `If-Match` compares strong ETags only (RFC 9110, section 13.1.1)."""
+        if "version" in version and self.root.startswith("gs://"):
+            return
+        etag = version.get("e_tag", "")
+        if not etag or etag.startswith("W/"):
+            found = f"weak ETags ({etag})" if etag else "no ETag"
+            raise AccessError(
+                f"{self._client.name(path)}: the server, or a proxy in front of it, gives {found}. No conditional "
+                "write (If-Match) can rest on that, so nothing is saved here: reach the store without a proxy that "
+                "compresses or changes answers"
+            )
 
     def _note(self, path: str, content: bytes, version: dict[str, str]) -> None:
         """Keeps the version of a small file that was read or written, for `replace`."""
@@ -134,18 +155,27 @@ class ObjectStore(Store):
                 with suppress(KeyError, StopIteration, RuntimeError):  # another thread has
                     self._versions.pop(next(iter(self._versions)))
 
-    def check_conditions(self, path: str, data: bytes) -> None:
-        """Two writes, which must be refused."""
-        for version in (None, {"e_tag": _NO_VERSION, "version": "1"}):
-            try:
-                self._client.put(path, data, version, look=False)
-            except FileExistsError:
-                continue
-            raise AccessError(
-                f"{self.root}: this store took a conditional write whose condition does not hold. Nothing would keep "
-                "two runs from writing here at the same time, so nothing is saved here: use a store that has "
-                "If-None-Match and If-Match for writes"
-            )
+    def check_conditions(self, path: str) -> None:
+        """Two writes, which must be refused. A missing object is created first."""
+        known = self.root, self.endpoint
+        if known in _enforcing:
+            return
+        with suppress(FileExistsError):
+            self._client.put(path, b"", look=False)  # the same again must be refused
+            with suppress(FileExistsError):
+                self._client.put(path, b"", look=False)
+                raise self._heedless()
+        with suppress(FileExistsError):
+            self._client.put(path, b"", {"e_tag": _NO_VERSION, "version": "1"}, look=False)
+            raise self._heedless()
+        _enforcing.add(known)
+
+    def _heedless(self) -> AccessError:
+        return AccessError(
+            f"{self.root}: this store took a conditional write whose condition does not hold. Nothing would keep "
+            "two runs from writing here at the same time, so nothing is saved here: use a store that has "
+            "If-None-Match and If-Match for writes"
+        )
 
     def copy(self, src: str, dst: str, *, replace: bool = True) -> None:
         """One request; S3 copies up to 5 GiB so."""

@@ -16,9 +16,12 @@ which is what fences off an older run. On other stores a folder exists while a f
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
+import random
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +40,8 @@ T = TypeVar("T")
 _PIECE_BYTES = 4 * 2**20
 _MAX_PUT_BYTES = 256 * 2**20  # of a file that `put` replaces
 _PAUSES_SECS = (0.05, 0.2, 0.75)  # before storage is asked again
+_ROUNDS_SECS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *(5.0,) * 8)  # before each try of a change
+_ROUNDS_LIMIT_SECS = 120.0  # after which no further try of it begins
 _NO_NAMES = frozenset(("", ".", ".."))  # what no component of a path may be
 
 
@@ -255,13 +260,13 @@ class Store(ABC):
         """Removes files, those that exist."""
         self.each(self.remove, paths)
 
-    def check_conditions(self, path: str, data: bytes) -> None:
-        """Checks with a file, and its content, that no conditional write succeeds whose condition does not hold.
+    def check_conditions(self, path: str) -> None:
+        """Checks with a file of its own, which it leaves, that no write succeeds whose condition does not hold.
 
-        Raises AccessError if the store does not enforce them: of several runs, all would take themselves for the only
-        one there.
+        It asks once in a process. Raises AccessError if the store does not enforce conditions: of several runs, all
+        would take themselves for the only one there.
         """
-        del path, data
+        del path
 
     def make_folder(self, path: str) -> None:
         """Creates one folder, never its parents; nothing to do on object stores.
@@ -336,7 +341,7 @@ class Store(ABC):
         A reader, and what a crash leaves, has all of the old content or all of the new one, unlike after `create`.
         With `replace` an existing file is replaced, and of several callers the last one wins; else it raises
         FileExistsError. With `renames` the content is first written to `draft`, a path that nothing else uses on the
-        same file system; a crash may leave it.
+        same file system; a crash may leave it. StorageError: on an object store others were faster at every try.
         """
         if self.renames:
             self.create(draft, data)
@@ -348,14 +353,20 @@ class Store(ABC):
                 raise
             self.sync_folder(path.rpartition("/")[0])
             return
-        while True:
+        seen = Conflicts()
+        for _ in rounds():
             try:
                 return self.create(path, data)
             except FileExistsError:
                 if not replace:
                     raise
-            with suppress(FileExistsError, FileNotFoundError):  # somebody else changed it just now
-                return self.replace(path, self.read(path, limit_bytes=_MAX_PUT_BYTES), data)
+            with suppress(FileNotFoundError):  # it was removed just now
+                old = self.read(path, limit_bytes=_MAX_PUT_BYTES)
+                try:
+                    return self.replace(path, old, data)
+                except FileExistsError:  # somebody else changed it just now
+                    seen.note(old)
+        raise seen.error(f"{self.root.rstrip('/')}/{path}")
 
     def append_line(self, path: str, line: bytes, *, limit_bytes: int) -> bool:
         """Appends a line to a file, which it makes if there is none; what a crash has torn stays a line of its own.
@@ -365,11 +376,14 @@ class Store(ABC):
         """
         raise io.UnsupportedOperation(f"{self.root} cannot append to {path!r}")
 
-    def replace(self, path: str, old: bytes, new: bytes) -> None:
+    def replace(self, path: str, old: bytes, new: bytes, *, patient: bool = True) -> None:
         """Replaces the content of a small file, durably and atomically, if it still has the old content.
 
-        FileExistsError if its content is not `old`, io.UnsupportedOperation if the store cannot (POSIX).
+        Unless it is `patient`, the write is not repeated where the store refuses it for the moment.
+        FileExistsError if its content is not `old`, io.UnsupportedOperation if the store cannot (POSIX). StorageError
+        whose `errno` is `EBUSY`: the store takes no more writes of this file at the moment.
         """
+        del old, new, patient
         raise io.UnsupportedOperation(f"{self.root} cannot replace the content of {path!r}")
 
     @abstractmethod
@@ -401,6 +415,46 @@ def patiently(name: str, read: Callable[[], T]) -> T:
             logging.warning("%s: storage does not answer (%s); trying again", name, error)
             threading.Event().wait(pause)
     raise AssertionError  # the last round returns or raises
+
+
+def rounds(pauses: Iterable[float] = (), limit_secs: float = 0.0) -> Iterator[int]:
+    """Numbers of the tries to change a file that others change as well; between them are growing pauses.
+
+    They end after so many tries, or so much time: the defaults are those of a write that somebody waits for.
+    """
+    end = time.monotonic() + (limit_secs or _ROUNDS_LIMIT_SECS)
+    for number, pause in enumerate(pauses or _ROUNDS_SECS):
+        if pause:
+            threading.Event().wait(pause * random.uniform(0.5, 1.0))  # writers must not come back together
+        if number and time.monotonic() > end:
+            return
+        yield number
+
+
+class Conflicts:
+    """Counts failed conditional writes of a file, and compares what was read before each."""
+
+    def __init__(self) -> None:
+        self._began, self._tries, self._same = time.monotonic(), 0, 0
+        self._seen: bytes | None = None
+
+    def note(self, seen: bytes) -> None:
+        """The content on which a write failed."""
+        self._same = self._same + 1 if seen == self._seen else 1
+        self._seen = seen
+        self._tries += 1
+
+    def error(self, name: str) -> StorageError:
+        """The error when no further try is made."""
+        tries, secs = f"{self._tries} conditional writes", time.monotonic() - self._began
+        if self._same > max(2, self._tries // 2):
+            problem = (
+                f"the last {self._same} of {tries} in {secs:.0f} s were refused because it has changed, yet it reads "
+                "the same each time. Reads are out of date: is there a cache in front of the store?"
+            )
+        else:
+            problem = f"{tries} in {secs:.0f} s were refused because others changed it in between"
+        return StorageError(name, OSError(errno.EBUSY, problem))
 
 
 @contextmanager

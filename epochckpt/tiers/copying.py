@@ -120,6 +120,7 @@ class Backlog:
         self._due: list[int] = []
         self._copying: int | None = None
         self._since = 0  # epochs that were committed since the last that is to be copied
+        self._fresh = set[int]()  # epochs that were committed since the last look at the mirror began
 
     def begin(self, epochs: Sequence[int], there: Collection[int], outdated: Collection[int]) -> None:
         """The directory has these epochs, of which the mirror has `there`, some of them `outdated`."""
@@ -135,6 +136,7 @@ class Backlog:
         """An epoch was committed here."""
         with self._lock:
             self._since += 1
+            self._fresh.add(epoch)
             if self._since >= self._options.mirror_every or epoch in there:
                 self._since = 0
                 self._due = [*(each for each in self._due if each != epoch or each == self._copying), epoch]
@@ -153,10 +155,20 @@ class Backlog:
             text = "%s: it is behind, and checkpoint %s is left out: at most %d may wait (mirror_backlog)"
             logging.warning(text, self._url, names, self._options.mirror_backlog)
 
-    def correct(self, outdated: Collection[int], present: Collection[int]) -> None:
-        """After a look at the mirror: which epochs it has in an older form, and which as they are here."""
+    def begin_look(self) -> None:
+        """The mirror is compared with what is here, from now on."""
         with self._lock:
-            self._due = sorted({*outdated, *(epoch for epoch in self._due if epoch not in present)})
+            self._fresh = set()
+
+    def correct(self, outdated: Collection[int], present: Collection[int]) -> frozenset[int]:
+        """After that look: which epochs the mirror has in an older form, and which as they are here.
+
+        Returns the epochs that were committed meanwhile, of which the look says nothing.
+        """
+        with self._lock:
+            due = {epoch for epoch in self._due if epoch not in present or epoch in self._fresh}
+            self._due = sorted({*outdated, *due})
+            return frozenset(self._fresh)
 
     def withdraw(self, epochs: Collection[int]) -> None:
         """These epochs are not to be copied any more."""
@@ -414,6 +426,7 @@ class Worker:
 
     def _compare(self) -> None:
         """Compares what the mirror has with what is here."""
+        self._backlog.begin_look()
         ledger = self._ledger.known()
         found = {epoch: self._copies.seen_attempt(epoch) or "" for epoch in self._copies.list_epochs()}
         listed = set(self._local.list_epochs())
@@ -433,7 +446,7 @@ class Worker:
         ledger = self._ledger.change(lambda now: dataclasses.replace(now, copies=copies, copying={}))
         self._epochs.there = found
         self._epochs.readable = {e: copy.mirror_id for e, copy in copies.items() if e not in ledger.hidden}
-        self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys())
+        self._epochs.disown(self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys()))
 
     # -- following -----------------------------------------------------------------------------------------------
 

@@ -27,14 +27,14 @@ from epochckpt.commit import Commits, Coordinator, attached_metrics, commits_of
 from epochckpt.commit.lineage import Lineage
 from epochckpt.commit.opening import Survey
 from epochckpt.errors import (
-    AccessError,
     DamagedError,
+    EpochCheckpointError,
     FormatError,
     InvalidArgumentError,
     NotACheckpointDirectoryError,
-    StorageError,
     UnsupportedError,
     say,
+    unreadable,
 )
 from epochckpt.format import paths
 from epochckpt.options import StorageOptions
@@ -46,7 +46,7 @@ from epochckpt.tiers.ledger import Copy, Identity, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import Owner, Reader, Standing, Stranger, Successor, Unanswered, assess, claim_of
 
 _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
-_NO_ANSWER = (AccessError, DamagedError, FormatError, NotACheckpointDirectoryError, StorageError)
+_NO_ANSWER = (DamagedError, FormatError, NotACheckpointDirectoryError, OSError)
 
 
 class Mirror:
@@ -181,13 +181,19 @@ class Mirror:
             self._standing = assess(own, here, lineage, seen, lambda epoch: self._is_of_save(local, epoch))
         except _NO_ANSWER as error:
             if not here:
-                raise
+                raise self._refusal(error) from error
             text = "%s: its mirror %s does not answer, so that epochs which only the mirror has cannot be read: %s"
             logging.warning(text, root, self.url, say(error))
             self._standing = Unanswered(error)
             self._epochs.there = {epoch: copy.mirror_id for epoch, copy in self._known.items()}
         self._epochs.readable = self._history(local, found if isinstance(self._standing, Reader) else own)
         self._say(root, known_url="" if found is None else found.url)
+
+    def _refusal(self, error: Exception) -> Exception:
+        """The error for a mirror that cannot be looked at, where there is nothing else to go on with."""
+        if isinstance(error, EpochCheckpointError):
+            return error
+        return unreadable(self.url, error) if isinstance(error, OSError) else error
 
     def _lineage_and_epochs(self) -> tuple[Lineage | None, dict[int, str]]:
         """The lineage of the mirror, and the ids of its epochs, as they are now."""

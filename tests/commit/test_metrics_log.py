@@ -27,7 +27,7 @@ from epochckpt.inspection import whole_run
 from epochckpt.inspection.directory import Inspection
 from epochckpt.inspection.rows import Overview
 from epochckpt.orbax import StepNames
-from epochckpt.storage import open_store
+from epochckpt.storage import Store, open_store
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 1.5, 6: 1.75}
 
@@ -186,7 +186,13 @@ def test_what_is_torn_or_damaged_counts_for_nothing(tmp_path: pathlib.Path) -> N
         assert stock.all_steps() == [5, 6]
 
 
-def test_lines_of_a_bucket_move_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def parts_in(store: Store) -> dict[str, bytes]:
+    """All parts of the log."""
+    found = store.find(paths.METRICS_PART_PREFIX, "_epochckpt")
+    return {path: store.read(path, limit_bytes=2**20) for path in found}
+
+
+def test_lines_of_a_bucket_move_to_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some at a time, so that the head stays small; a late or second move writes the same, and a lost head finds it."""
     monkeypatch.setattr(object_log, "COLLECTED", 4)
     directory = f"memory://log/{uuid.uuid4()}"
@@ -203,12 +209,14 @@ def test_lines_of_a_bucket_move_to_a_file(monkeypatch: pytest.MonkeyPatch) -> No
         assert head is not None
         assert head.logged >= 8
         assert len(head.log) <= 4
-        file = store.read(paths.METRICS_LOG, limit_bytes=2**20)
-        numbers = [line.number for line in metrics_log.parse(file)]
+        parts = parts_in(store)
+        numbers = [line.number for line in metrics_log.read_parts(store)]
         assert numbers == [*range(1, len(numbers) + 1)]
         assert len(numbers) >= head.logged
         ObjectLog(store).move(stale[0])
-        assert store.read(paths.METRICS_LOG, limit_bytes=2**20) == file
+        assert parts_in(store) == parts
+        assert len(parts) >= 2
+        assert {len(metrics_log.parse(data)) for data in parts.values()} == {4}
         expected = {e: float(e) for e in range(1, 12)} | {12: 120.0, 13: 130.0, 14: 140.0}
         assert losses(directory) == expected
     store.remove(paths.HEAD)
@@ -219,6 +227,18 @@ def test_lines_of_a_bucket_move_to_a_file(monkeypatch: pytest.MonkeyPatch) -> No
     with manager_of(directory) as manager:
         save(manager, [15, 16, 17, 18, 19])
     assert losses(directory) == kept | {e: float(e) for e in range(15, 20)}
+
+
+def test_long_lines_of_a_bucket_move_sooner() -> None:
+    """The head is written with each save: it has at most some 16 KiB of them."""
+    directory, many = f"memory://log/{uuid.uuid4()}", {f"metric_{number}": float(number) for number in range(150)}
+    with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        for epoch in range(16):
+            assert manager.save(epoch, args=ocp.args.StandardSave({"w": jnp.zeros(1)}), metrics=many)
+            manager.wait_until_finished()
+        assert len(open_store(directory).read(paths.HEAD, limit_bytes=2**20)) < 40_000
+    assert [row.epoch for row in ec.inspect(directory).metrics().rows] == list(range(16))
+    assert len(parts_in(open_store(directory))) >= 2
 
 
 NAMES = st.text(max_size=20)

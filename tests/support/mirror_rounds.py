@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import enum
 import itertools
 import pathlib
 import random
@@ -95,14 +96,15 @@ class Disk:
     together: tuple[int, ...] = ()
     claims: set[int] = dataclasses.field(default_factory=set)
     is_copy: bool = False
+    unsure: bool = False  # it was about to go on from the mirror's history, and may not have begun
 
     def retire(self, epoch: int, tags: set[int]) -> None:
         """Retention may remove these."""
         self.retired.setdefault(epoch, set()).update(tags)
         self.here -= tags
 
-    def problem(self, listed: Found, mirror: Found, *, reachable: bool) -> Wrong | None:
-        """Why the disk's own history cannot be listed so."""
+    def problem(self, listed: Found, mirror: Found) -> Wrong | None:
+        """Why the disk's own history, which is this mirror's, cannot be listed so."""
         for epoch, tags in self.must.items():
             if listed.get(epoch) not in tags:
                 return Wrong("an acknowledged epoch is lost", f"{epoch} is {listed.get(epoch)}, not {tags}")
@@ -114,7 +116,7 @@ class Disk:
                 return Wrong("an epoch is listed that is none of this history", f"{epoch}: {tag}")
         for epoch, tag in mirror.items():
             uncertain = len(self.must.get(epoch, ())) > 1 or epoch in self.may
-            if reachable and tag not in self.timeline.dead and epoch not in listed and not uncertain:
+            if tag not in self.timeline.dead and epoch not in listed and not uncertain:
                 return Wrong("an epoch of the mirror is not listed", f"{epoch}: {tag}")
         gone = [epoch for epoch in self.together if epoch not in listed]
         if gone and any(epoch in listed for epoch in self.together if epoch > gone[0]):
@@ -194,9 +196,15 @@ class World:
             self.note(f"{returned.path.parent.name} comes back{' (a copy)' if returned.is_copy else ''}")
         return self.disks[-1]
 
-    def look(self) -> Found:
-        """What the mirror has; whose it can be is then known better."""
-        found = self._look()
+    def look(self, *, beside: bool = False) -> Found:
+        """What the mirror has; whose it can be is then known better. `beside`: a run may be changing it."""
+        for left in range(20 if beside else 0, -1, -1):
+            try:
+                found = self._look()
+                break
+            except Wrong:
+                if not left:
+                    raise
         fitting = {claim: timeline for claim, timeline in self.owners.items() if timeline.fits(found)}
         if not fitting:
             may = [timeline.may for timeline in self.owners.values()]
@@ -343,7 +351,7 @@ class World:
             self.disks.append(newer)
         self.note(f"  meanwhile {newer.path.parent.name}")
         visit = Visit(self, newer)
-        self.look()
+        self.look(beside=True)
         complete = visit.play(last=True, at_once=True)
         older.fenced = newer is disk and visit.has_claimed
         older.finish()
@@ -361,6 +369,14 @@ class World:
         return self._tags.of(manager, epochs)
 
 
+class Follows(enum.Enum):
+    """Whose history a run goes on with."""
+
+    OWN = enum.auto()  # the disk's, which is the mirror's, too
+    MIRROR = enum.auto()  # the mirror's, which is not the disk's
+    NOTHING = enum.auto()  # the disk's, and the mirror is another's
+
+
 class Visit:
     """One life of a run on a disk."""
 
@@ -370,8 +386,8 @@ class Visit:
         self.life = life or Life()
         self._known: Found = {}  # what this manager lists
         self._unread: set[int] = set()  # what is listed, and only the mirror can have, which is away
-        self._own = True  # whether the disk's own history goes on
-        self._claimed = False
+        self._follows = Follows.OWN
+        self._claimed = self._wrote = False  # the former: perhaps
         self._reached = True  # whether the mirror has answered when it was opened
         self._was_away = False
         self._gone: Found = {}  # what was acknowledged here, and is not of the mirror's history
@@ -482,7 +498,7 @@ class Visit:
 
     @property
     def has_claimed(self) -> bool:
-        return self._claimed
+        return self._wrote
 
     def _is_away(self) -> bool:
         return lives._is_away(self.world.mirror)
@@ -492,14 +508,14 @@ class Visit:
     def _open(self) -> ec.CheckpointManager | None:
         """Opens the disk, and compares what is listed with what must be."""
         world, disk = self.world, self.disk
-        mirror = dict(world.seen)
         self._reached = not self._is_away()
+        mirror = dict(world.look() if self._reached and not self._beside else world.seen)
         self._was_away = not self._reached
-        fresh = not (disk.must or disk.may or disk.saved or disk.retired)
+        empty = not disk.must  # of epochs that are certain to be here
         try:
             manager = world.open(disk)
         except (EpochCheckpointError, OSError) as error:
-            if not self._reached and not disk.must:  # it is empty, or may be: no run must start from scratch there
+            if empty and not self._reached:
                 world.note(f"  refused: {type(error).__name__}")
                 return None
             if disk.is_copy:  # it may be told from the directory whose copy it is, or not
@@ -507,11 +523,11 @@ class Visit:
                 return None
             how = "" if self._reached else " while its mirror is away"
             raise Wrong(f"a directory does not open{how}", say(error)) from error
-        if fresh and not disk.claims and not self._reached:
+        if empty and not disk.claims and not self._reached:
             raise Wrong("an empty disk begins from scratch beside a mirror that does not answer")
         listed = world.tags_of(manager, manager.all_steps()) if self._reached else self._listed_alone(manager)
         if self._beside:  # another run may have changed it just now
-            mirror = {epoch: tag for epoch, tag in world.look().items() if mirror.get(epoch) == tag}
+            mirror = {epoch: tag for epoch, tag in world.look(beside=True).items() if mirror.get(epoch) == tag}
         world.note(f"  lists {listed}, mirror {mirror}{'' if self._reached else ' (away)'}")
         self._judge(listed, mirror)
         return manager
@@ -533,42 +549,37 @@ class Visit:
         return listed
 
     def _judge(self, listed: Found, mirror: Found) -> None:
+        """Finds out whether the disk's own history goes on, or the mirror's; raises if it is neither."""
         world, disk = self.world, self.disk
         possible = bool(disk.claims & world.owners.keys())
-        certain = world.owners.keys() <= disk.claims and not disk.is_copy
+        certain = world.owners.keys() <= disk.claims and not disk.unsure
+        to_list = mirror if self._reached and possible and not disk.is_copy else {}
+        if world.options.mirror_keep is not None:  # the others may be about to leave it
+            to_list = {epoch: tag for epoch, tag in to_list.items() if epoch == max(mirror)}
+        own = disk.problem(listed, to_list)
+        foreign = self._problem_of_adopting(listed, mirror) if self._reached else own
         if disk.is_copy:
-            self._judge_copy(listed, mirror)
-            return
-        own = disk.problem(listed, mirror, reachable=self._reached)
-        if not self._reached:
-            self._own = possible
-            if own is not None:
-                raise own
-        elif possible and own is None:
-            self._own = True
+            self._judge_copy(listed, own, foreign)
+        elif own is None and (possible or not self._reached):
+            self._follows = Follows.OWN if possible else Follows.NOTHING
+        elif foreign is None and not certain:
+            self._follows = Follows.MIRROR
         else:
-            foreign = self._problem_of_adopting(listed, mirror)
-            if certain or foreign is not None:
-                problem = own if certain else foreign
-                assert problem is not None
-                raise problem
-            self._own = False
+            problem = own if certain or foreign is None else foreign
+            assert problem is not None
+            raise problem
         self._known = listed
         self._resolve(listed)
 
-    def _judge_copy(self, listed: Found, mirror: Found) -> None:
-        """A copy of a directory has its own history, and never the mirror, unless it is empty: then it goes on there."""
+    def _judge_copy(self, listed: Found, own: Wrong | None, foreign: Wrong | None) -> None:
+        """A copy of a directory has its own history, and never the mirror; but an empty one goes on from there."""
         disk = self.disk
-        own = disk.problem(listed, mirror, reachable=False)
-        if own is not None or not (listed or disk.must):
-            foreign = self._problem_of_adopting(listed, mirror) if self._reached else None
-            if own is not None and (foreign is not None or not self._reached or disk.must):
-                raise own
-            disk.is_copy = False
-            disk.claims = set()
-        self._own = disk.is_copy
-        self._known = listed
-        self._resolve(listed)
+        if own is None and (listed or disk.must or not self._reached):
+            self._follows = Follows.NOTHING
+        elif foreign is None and self._reached and not disk.must:
+            self._follows, disk.is_copy, disk.claims = Follows.MIRROR, False, set()
+        else:
+            raise own or foreign or AssertionError
 
     def _problem_of_adopting(self, listed: Found, mirror: Found) -> Wrong | None:
         """Why this is no listing of a host that goes on from a mirror of another history."""
@@ -587,7 +598,7 @@ class Visit:
         """What was uncertain is known now."""
         disk = self.disk
         kept = {epoch: {tag} for epoch, tag in listed.items() if tag in disk.here}
-        if not self._own and self._reached:
+        if self._follows is Follows.MIRROR:
             for epoch, tags in disk.must.items():
                 if len(tags) == 1 and listed.get(epoch) not in tags:
                     self._gone[epoch] = next(iter(tags))
@@ -622,16 +633,13 @@ class Visit:
         if self._claimed:
             return
         self._claimed = True
-        if disk.is_copy:
-            return
         claim = world.claim()
-        if not self._own and self._reached:
-            self._old = disk.timeline
+        if self._follows is Follows.MIRROR:
             disk.timeline, disk.claims = self._timeline, {*world.owners}
             disk.here, disk.saved, disk.may, disk.together = set(), {}, {}, ()
-            self._own = True
+            self._follows, disk.unsure = Follows.OWN, True
             self._bound()
-        if self._own:
+        if self._follows is Follows.OWN:
             disk.claims = disk.claims | {claim}
             world.owners = world.owners | {claim: disk.timeline}
         self._number = claim
@@ -701,6 +709,7 @@ class Visit:
 
         if not self._change(save, exists=epoch in disk.must):
             return
+        self._wrote, disk.unsure = True, False
         disk.saved[epoch] = {tag}
         disk.timeline.dead |= old
         disk.may.pop(epoch, None)
@@ -734,6 +743,8 @@ class Visit:
             disk.may.setdefault(epoch, set()).add(self._known[epoch])
         if not self._change(call, exists=exists):
             return
+        if epochs:
+            self._wrote, disk.unsure = True, False
         for epoch in epochs:
             disk.timeline.dead.add(self._known[epoch])
             disk.timeline.dead |= disk.may.pop(epoch, set())
@@ -762,7 +773,7 @@ class Visit:
         except EpochCheckpointError as error:
             raise Wrong(f"close() fails ({type(error).__name__})", say(error)) from error
         self._check_aside()
-        if self.disk.is_copy or not (reachable and self._claimed and self._own):
+        if not (reachable and self._wrote and self._follows is Follows.OWN):
             return None
         self.life.end()
         return self._check_mirror()
@@ -777,10 +788,10 @@ class Visit:
             if tag in disk.timeline.dead:
                 kind = "the mirror has what was deleted, rolled back or replaced, after a good end"
                 raise Wrong(kind, f"{epoch}: {tag}; {warned}")
-            if self._known.get(epoch) != tag:
-                raise Wrong(
-                    "the mirror differs from the directory, after a good end", f"{found}, {self._known}; {warned}"
-                )
+            unseen = not self._reached and tag in disk.timeline.may.get(epoch, ())
+            if self._known.get(epoch) != tag and not unseen:
+                details = f"{found}, {self._known}; {warned}"
+                raise Wrong("the mirror differs from the directory, after a good end", details)
         if newest is not None and found.get(newest) != self._known[newest]:
             raise Wrong("the newest epoch is not mirrored, after a good end", f"{found}, {self._known}; {warned}")
         if world.options.mirror_keep is not None and len(found) > world.options.mirror_keep:
@@ -791,7 +802,7 @@ class Visit:
 
     def _check_aside(self) -> None:
         """What a returned host had saved by itself is kept, and was spoken of."""
-        if not self._gone or not self._claimed:
+        if not self._gone or not self._wrote:
             return
         texts = [path.read_text(errors="replace") for path in self.disk.path.rglob("epoch.json")]
         for epoch, tag in self._gone.items():

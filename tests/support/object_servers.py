@@ -34,6 +34,7 @@ class Fault:
         withheld: called when the server has done what was asked; its answer goes on when this returns.
         late: the connection breaks, and the server is asked when this returns: nobody hears its answer.
         slow_secs: the answer's body comes in two pieces, the second so much later.
+        rewrite: gives another answer for the server's, as a cache or another proxy would.
     """
 
     delay_secs: float = 0.0
@@ -46,6 +47,16 @@ class Fault:
     withheld: Callable[[], object] | None = None
     late: Callable[[], object] | None = None
     slow_secs: float = 0.0
+    rewrite: Callable[["Answer"], "Answer"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the server answers to one request."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    content: bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,12 +171,16 @@ class _Handler(Handler):
             fault.withheld()
         if fault.lost:
             return self.break_off()
-        self.send_response_only(answer.status, answer.reason)
-        for name, value in answer.getheaders():
+        given = Answer(answer.status, answer.getheaders(), content)
+        if fault.rewrite is not None:
+            given = fault.rewrite(given)
+        content = given.content
+        self.send_response_only(given.status)
+        for name, value in given.headers:
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                 self.send_header(name, value)
         length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
-        if length is not None and answer.status not in (204, 304):
+        if length is not None and given.status not in (204, 304):
             self.send_header("Content-Length", length)
         self.end_headers()
         if fault.slow_secs:

@@ -1,0 +1,570 @@
+"""Directories with a mirror in another directory: whose history counts, and who may write.
+
+`tests/object_stores/test_mirror.py` has what is about buckets, `tests/faults/test_random_mirrors.py` random rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import logging
+import os
+import pathlib
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.cli.main import main
+from epochckpt.commit.rename import RenameCommits
+from epochckpt.errors import FencedError, InvalidArgumentError
+from epochckpt.format import paths
+from epochckpt.storage import PosixStore
+from epochckpt.tiers import copying, read_ledger
+from tests.support import lives
+from tests.support.lives import Killed, Life
+
+Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that a test need not wait for."""
+    monkeypatch.setattr(copying, "_PAUSES_SECS", (0.01, 0.05))
+
+
+@pytest.fixture
+def lived(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives.install(monkeypatch)
+
+
+class Place:
+    """A mirror, and the directories that use it."""
+
+    def __init__(self, root: pathlib.Path):
+        self.root = root
+        self.mirror = root / "mirror"
+
+    def open(self, name: str, keep: int | None = None, mirror: Any = None, **storage: Any) -> ec.CheckpointManager:
+        options = ec.StorageOptions(mirror=str(mirror or self.mirror), orbax_view=False, **storage)
+        return ec.CheckpointManager(self.root / name, options=Options(max_to_keep=keep), storage=options)
+
+    def mirrored(self) -> dict[int, float]:
+        """The values of the epochs that the mirror has."""
+        return values_of(self.mirror)
+
+
+def values_of(directory: Any) -> dict[int, float]:
+    with ec.CheckpointManager(directory, options=Options(read_only=True)) as manager:
+        return listed(manager)
+
+
+def listed(manager: ec.CheckpointManager) -> dict[int, float]:
+    return {epoch: float(manager.restore(epoch)["w"][0]) for epoch in manager.all_steps()}
+
+
+def save(manager: ec.CheckpointManager, epoch: int, value: float | None = None, replace: bool = False) -> None:
+    if replace:
+        manager.allow_overwrite(epoch)
+    number = float(epoch) if value is None else value
+    assert manager.save(epoch, args=Save({"w": jnp.full(4, number)}), force=True)
+    manager.wait_until_finished()
+
+
+def files_of(folder: pathlib.Path) -> dict[str, bytes]:
+    """The files below a folder, but for what is being written in it at this moment."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and "incarnation-" not in str(path))
+    return {str(path): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def place(tmp_path: pathlib.Path) -> Place:
+    return Place(tmp_path)
+
+
+@contextlib.contextmanager
+def away(place: Place) -> Iterator[None]:
+    """The mirror cannot be looked at: a file lies in its place."""
+    aside = place.root / "aside"
+    if place.mirror.exists():
+        place.mirror.rename(aside)
+    place.mirror.write_text("")
+    yield
+    place.mirror.unlink()
+    if aside.exists():
+        aside.rename(place.mirror)
+
+
+# -- 1: a returned host
+
+
+def test_a_returned_host_goes_on_from_the_history_of_its_replacement(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.open("one") as manager:
+        for epoch in range(5):
+            save(manager, epoch)
+    with away(place), place.open("one") as manager:  # its last epochs never reach the mirror
+        for epoch in range(5, 9):
+            save(manager, epoch)
+    with place.open("two") as manager:
+        assert manager.latest_step() == 4
+        for epoch in (5, 6, 7):
+            save(manager, epoch, epoch + 0.5)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), place.open("one") as manager:
+        assert listed(manager) == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5.5, 6: 6.5, 7: 7.5}
+        manager.claim()
+        assert float(manager.restore(None)["w"][0]) == 7.5
+        save(manager, 8, 8.25)
+    assert "checkpoint 5, 6, 7, 8 of this directory is no part of that history" in caplog.text
+    assert place.mirrored() == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5.5, 6: 6.5, 7: 7.5, 8: 8.25}
+    (aside,) = (place.root / "one").glob("diverged-*")
+    assert values_of(aside) == {5: 5, 6: 6, 7: 7, 8: 8}
+    found = ec.inspect(place.root / "one").overview().leftovers
+    assert [row.kind for row in found if row.path == aside.name] == ["quarantined"]
+    with place.open("two") as manager:  # and the replacement, when it comes back
+        assert manager.latest_step() == 8
+
+
+def test_a_returned_host_only_claims_and_changes_nothing(place: Place) -> None:
+    """The case that lost epochs: it has newer numbers than the mirror, and saves nothing."""
+    with place.open("one", mirror_every=2) as manager:
+        for epoch in range(4):
+            save(manager, epoch)
+    shutil.copytree(place.root / "one", place.root / "kept", copy_function=os.link)
+    with place.open("two") as manager:
+        save(manager, 4, 4.5)
+    before = place.mirrored()
+    with place.open("one") as manager:
+        manager.claim()
+    assert place.mirrored() == before
+
+
+def test_a_run_that_lost_its_mirror_goes_on_without_it(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with place.open("one") as first:
+        save(first, 0)
+    first = place.open("one")
+    save(first, 1)
+    with place.open("two") as second:
+        save(second, 7, 7.5)
+    before = place.mirrored()
+    with caplog.at_level(logging.WARNING):
+        save(first, 2)
+        first.close()
+    assert "nothing more is mirrored" in caplog.text
+    assert place.mirrored() == before
+
+
+def test_whoever_writes_to_the_mirror_directly_takes_it(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    with ec.CheckpointManager(place.mirror) as direct:
+        direct.delete(1)
+    with place.open("one") as manager:  # what was deleted there is no part of the history here any more
+        assert listed(manager) == {0: 0}
+        save(manager, 2)
+    assert place.mirrored() == {0: 0, 2: 2}
+
+
+# -- 2: a replaced epoch
+
+
+@pytest.mark.usefixtures("lived")
+@pytest.mark.parametrize("step", [0, 3, 6, 9, 12, 15])
+def test_a_replaced_epoch_reaches_the_mirror_whatever_was_killed(place: Place, step: int) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    life = Life(step, str(place.mirror))
+
+    def replace() -> None:
+        manager = place.open("one")
+        save(manager, 1, 1.5, replace=True)
+        manager.close()
+
+    with contextlib.suppress(Killed):
+        life.run(replace)
+    life.end()
+    here = values_of(place.root / "one")  # the save may have been killed, too
+    with place.open("one", keep=1) as manager:
+        save(manager, 2)
+    assert place.mirrored() == {**here, 2: 2}
+    with place.open("one") as manager:  # the old one does not come back from there, either
+        assert listed(manager) == {**here, 2: 2}
+
+
+def test_a_replaced_epoch_reaches_a_mirror_that_was_away_until_the_end(place: Place) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    with away(place), place.open("one", keep=2) as manager:
+        save(manager, 1, 1.5, replace=True)
+    with place.open("one", keep=1) as manager:
+        for epoch in (2, 3, 4):
+            save(manager, epoch)
+        assert listed(manager)[1] == 1.5
+    assert place.mirrored()[1] == 1.5
+
+
+def test_an_epoch_that_only_the_mirror_has_is_replaced_in_one_step(place: Place) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+    with place.open("two") as manager:
+        save(manager, 0, 0.5, replace=True)
+        assert listed(manager) == {0: 0.5}
+    assert place.mirrored() == {0: 0.5}
+
+
+# -- 3: copies of a directory, and hostile ledgers
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_copy_of_a_directory_changes_nothing_in_its_mirror(
+    place: Place, capsys: pytest.CaptureFixture[str], alive: bool
+) -> None:
+    run = place.open("one")
+    for epoch in range(3):
+        save(run, epoch)
+    if not alive:
+        run.close()
+    subprocess.run(["cp", "-r", str(place.root / "one"), str(place.root / "copy")], check=True)
+    before = files_of(place.mirror)
+    copy, mirror = str(place.root / "copy"), str(place.mirror)
+    assert main(["rm", copy, "1", "--yes", "--take-over"]) == 0
+    assert "has not followed yet" in capsys.readouterr().err
+    with place.open("copy") as manager:
+        manager.rollback_to(0)
+        save(manager, 9)
+    for arguments in (["rm", copy, "0", "--yes"], ["rollback", copy, "0", "--yes"]):
+        main([*arguments, "--mirror", mirror])
+    if alive:
+        save(run, 3)
+        run.close()
+        assert place.mirrored() == {0: 0, 1: 1, 2: 2, 3: 3}
+    else:
+        assert files_of(place.mirror) == before
+
+
+def test_commands_ask_whether_a_run_writes_to_the_mirror(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    with place.open("two") as manager:
+        save(manager, 2)
+        threading.Event().wait(0)
+        claimed = ec.CheckpointManager(place.mirror)  # somebody else, on the mirror itself
+        claimed.claim()
+        with pytest.raises(InvalidArgumentError, match="may be alive"):
+            _check_both(place)
+        claimed.close()
+
+
+def _check_both(place: Place) -> None:
+    from epochckpt.commit import commits_of
+    from epochckpt.manager.changes import check_both_changeable
+    from epochckpt.orbax import StepNames
+    from epochckpt.storage import open_store
+
+    commits = commits_of(open_store(place.root / "one"), StepNames.of(Options()))
+    check_both_changeable(commits, str(place.mirror))
+
+
+def test_a_hostile_ledger_deletes_nothing_elsewhere(place: Place) -> None:
+    """It names another directory of mine as its mirror, and epochs that are to be deleted there."""
+    with ec.CheckpointManager(place.root / "precious") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    with place.open("evil") as manager:
+        save(manager, 0, 0.5)
+    ledger = read_ledger(PosixStore(place.root / "evil"))
+    assert ledger is not None
+    (place.root / "evil" / paths.MIRROR_RECORD).write_bytes(
+        type(ledger)(
+            url=str(place.root / "precious"),
+            identity=ledger.identity,
+            claims=("unclaimed",),
+            withdrawals=(type(ledger).__dataclass_fields__ and _withdrawal(0, 1),),
+        ).to_bytes()
+    )
+    assert main(["rm", str(place.root / "evil"), "0", "--yes"]) == 0
+    with ec.CheckpointManager(place.root / "evil") as manager:
+        save(manager, 5)
+    assert values_of(place.root / "precious") == {0: 0, 1: 1}
+
+
+def _withdrawal(*epochs: int) -> Any:
+    from epochckpt.tiers.ledger import Withdrawal
+
+    return Withdrawal(to=None, epochs=epochs, here={})
+
+
+# -- 4: addresses out of a directory
+
+
+class _Counting(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.send_error(404)
+
+    do_HEAD = do_PUT = do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[http.server.ThreadingHTTPServer]:
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Counting)
+    made.asked = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def test_looking_at_a_downloaded_directory_asks_no_server(
+    place: Place, server: http.server.ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its records name: with the credentials of the environment, an address in them would leak these."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with place.open("run") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    directory = place.root / "run"
+    record = directory / paths.MIRROR_RECORD
+    data = json.loads(record.read_text())
+    data["url"] = f"s3://bucket/run?endpoint={endpoint}"
+    data["address"] = data["url"]
+    from epochckpt.format import checksums
+
+    data.pop("checksum")
+    record.write_bytes(checksums.seal(data))
+    found = ec.inspect(directory)
+    assert "s3://bucket/run" in str(found.overview())
+    for look in (found.epochs, found.du, found.metrics, found.goodput, lambda: found[1].detail()):
+        look()
+    with contextlib.suppress(ec.errors.EpochNotFoundError):
+        found[7]
+    for command in ("ls", "show", "verify", "tree", "du"):
+        assert main([command, str(directory)]) == 0
+    assert main(["export", str(directory), "1", str(place.root / "out"), "--format", "safetensors"]) == 0
+    assert main(["cp", str(directory), str(place.root / "there"), "--yes"]) == 0
+    assert main(["rm", str(directory), "0", "--yes"]) == 0
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 2)
+    assert server.asked == []  # type: ignore[attr-defined]
+
+
+# -- 5: deleting, going back, and what is kept
+
+
+@pytest.mark.usefixtures("lived")
+@pytest.mark.parametrize("step", range(8))
+def test_a_rollback_that_is_killed_is_done_or_not(place: Place, step: int) -> None:
+    """The newest epoch is here, the others in the mirror alone."""
+    with place.open("one", keep=1) as manager:
+        for epoch in range(4):
+            save(manager, epoch)
+    life = Life(step, str(place.root / "one"))
+
+    def go_back() -> None:
+        manager = place.open("one", keep=1)
+        manager.claim()
+        life.arm(step)
+        manager.rollback_to(0)
+
+    with contextlib.suppress(Killed):
+        life.run(go_back)
+    life.end()
+    for _ in range(2):
+        with place.open("one", keep=1) as manager:
+            found = list(manager.all_steps())
+            manager.claim()
+        assert found in ([0, 1, 2, 3], [0])
+    assert list(place.mirrored()) == found
+
+
+def test_the_mirror_keeps_what_could_not_be_deleted_here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+
+        def fails(*_: object, **__: object) -> None:
+            raise OSError(5, "it cannot be renamed")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(RenameCommits, "hide", fails)
+            with pytest.raises(OSError, match="cannot be renamed"):
+                manager.delete(0)
+        assert manager.all_steps() == [0, 1]
+        save(manager, 2)
+    assert place.mirrored() == {0: 0, 1: 1, 2: 2}
+
+
+def test_the_mirror_keeps_no_more_than_mirror_keep(place: Place) -> None:
+    most = 0
+    for start in range(0, 12, 4):
+        with place.open("one", keep=6, mirror_keep=2, mirror_backlog=4) as manager:
+            for epoch in range(start, start + 4):
+                save(manager, epoch)
+                most = max(most, len([p for p in place.mirror.glob("*") if p.name.isdigit()]))
+        assert list(place.mirrored()) == [start + 2, start + 3]
+    assert most <= 3  # and one copy more while it is made
+
+
+@pytest.mark.parametrize("change", ["delete", "rollback"])
+def test_the_newest_is_mirrored_at_the_end_after_a_change(place: Place, change: str) -> None:
+    with place.open("one", mirror_every=100) as manager:
+        for epoch in range(4):
+            save(manager, epoch)
+        if change == "delete":
+            manager.delete(3)
+        else:
+            manager.rollback_to(2)
+    assert list(place.mirrored()) == [2]
+
+
+# -- 6: a mirror that cannot be used
+
+
+def damage_lineage(mirror: pathlib.Path) -> None:
+    (mirror / paths.LINEAGE_RECORD).write_text("{}")
+
+
+def remove(mirror: pathlib.Path) -> None:
+    shutil.rmtree(mirror)
+
+
+def put_a_file(mirror: pathlib.Path) -> None:
+    shutil.rmtree(mirror)
+    mirror.write_text("")
+
+
+def newer_version(mirror: pathlib.Path) -> None:
+    record = mirror / paths.LINEAGE_RECORD
+    from epochckpt.format import checksums
+
+    data = json.loads(record.read_text())
+    data.pop("checksum")
+    record.write_bytes(checksums.seal({**data, "version": 99}))
+
+
+@pytest.mark.parametrize("break_it", [damage_lineage, remove, put_a_file, newer_version])
+def test_a_healthy_directory_starts_without_its_mirror(place: Place, break_it: Any) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    break_it(place.mirror)
+    with place.open("one") as manager:
+        assert listed(manager) == {0: 0, 1: 1}
+        save(manager, 2)
+    if break_it is remove:  # it begins anew
+        assert place.mirrored() == {0: 0, 1: 1, 2: 2}
+    with pytest.raises((ec.EpochCheckpointError, OSError)) if break_it is not remove else contextlib.nullcontext():
+        place.open("empty").close()  # but nothing starts from scratch beside it
+
+
+def test_a_directory_is_no_mirror_of_itself_under_another_name(place: Place) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+    link = place.root / "link"
+    link.symlink_to(place.root / "one")
+    for name in (place.root / "one", link, place.root / "one" / ".." / "one"):
+        with pytest.raises(InvalidArgumentError, match="is the directory itself"):
+            place.open("one", mirror=name)
+    with place.open("one") as manager:
+        save(manager, 1)
+
+
+def test_a_bind_mount_is_no_mirror_of_what_is_mounted(place: Place) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+    mounted = place.root / "mounted"
+    mounted.mkdir()
+    done = subprocess.run(["mount", "--bind", str(place.root / "one"), str(mounted)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("this user may not mount")
+    try:
+        with pytest.raises(InvalidArgumentError, match="is the directory itself"):
+            place.open("one", mirror=mounted)
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_run_saves_where_no_thread_is_to_be_had_for_its_mirror(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if "Worker.run" in repr(getattr(thread, "_args", "")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with caplog.at_level(logging.ERROR), place.open("one") as manager:
+        save(manager, 0)
+    assert "there is no thread for it" in caplog.text
+    assert values_of(place.root / "one") == {0: 0}
+
+
+def test_commands_find_what_ls_lists_after_a_host_was_replaced(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with place.open("one") as manager:
+        for epoch in range(4):
+            save(manager, epoch)
+    with place.open("two", keep=1) as manager:
+        save(manager, 4)
+    directory, mirror = str(place.root / "two"), ["--mirror", str(place.mirror)]
+    capsys.readouterr()
+    assert main(["ls", directory, *mirror, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["epochs"]
+    assert [(row["epoch"], row["tier"]) for row in rows] == [*((e, "mirror") for e in range(4)), (4, "both")]
+    for command in (["show", directory, "1"], ["verify", directory, "1"], ["tree", directory, "0"]):
+        assert main([*command, *mirror]) == 0
+    assert main(["export", directory, "2", str(place.root / "out"), "--format", "orbax", *mirror]) == 0
+    assert main(["cp", directory, str(place.root / "copied"), *mirror, "--yes"]) == 0
+    assert values_of(place.root / "copied") == {e: e for e in range(5)}
+    assert main(["rm", directory, "1", *mirror, "--yes"]) == 0
+    assert main(["rollback", directory, "2", *mirror, "--yes"]) == 0
+    assert list(place.mirrored()) == [0, 2]
+    with place.open("two") as manager:
+        assert listed(manager) == {0: 0, 2: 2}
+
+
+def test_a_paused_older_run_cannot_claim_the_mirror_back(place: Place) -> None:
+    """The claim that it wrote down before is known to the newer run, and replaced by it."""
+    with place.open("one") as manager:
+        save(manager, 0)
+    ledger = read_ledger(PosixStore(place.root / "one"))
+    assert ledger is not None
+    assert len(ledger.claims) == 1
+    with place.open("one") as manager:
+        save(manager, 1)
+    after = read_ledger(PosixStore(place.root / "one"))
+    assert after is not None
+    assert len(after.claims) == 1
+    assert after.claims != ledger.claims
+    commits = RenameCommits(PosixStore(place.mirror), manager._commits.names)
+    from epochckpt.commit.lineage import ClaimLineage, Lineage
+
+    old = Lineage(directory=ledger.identity.directory, claim=ledger.claims[0])
+    with pytest.raises(FencedError):
+        commits.claim(lineage=ClaimLineage(expected=old, directory=old.directory, claim="x"))
+    np.testing.assert_equal(place.mirrored(), {0: 0, 1: 1})
