@@ -35,6 +35,7 @@ T = TypeVar("T")
 _MAX_DIM, _MAX_DIMS = 2**48, 32
 _MAX_BYTES = 2**62
 _MAX_BRACES = 2**16
+_MAX_FEATURE, _SHOWN_FEATURES = 100, 10  # characters of the name of a feature; names in an error
 _OPENING = ord("{")
 _PLAIN = bytes(set(range(256)) - set(b'"{}'))  # bytes that neither begin nor end a string or an object
 _STRING = re.compile(rb'"[^"]*"')
@@ -110,16 +111,29 @@ def open_record(path: str, data: bytes, kind: str, trees: bool = True) -> Fields
     fields = Fields(path, checksums.parse_sealed(path, data if trees else _without_items(data)))
     if fields.data.get("format") != paths.FORMAT:
         raise FormatError(path, f"is no epochckpt record (format {str(fields.data.get('format'))[:40]!r})")
-    version = fields.data.get("version")
-    if version != paths.VERSION:
-        raise FormatVersionError(
-            path,
-            f"has format version {str(version)[:40]!r}; this epochckpt reads version {paths.VERSION}: "
-            "install a newer one",
-        )
+    _check_understood(fields)
     if fields.data.get("record") != kind:
         raise FormatError(path, f"is a {str(fields.data.get('record'))[:40]!r} record, expected {kind!r}")
     return fields
+
+
+def _check_understood(fields: Fields) -> None:
+    """Raises FormatVersionError for a record that only a newer epochckpt can read, before its fields are looked at."""
+    remedy = "install a newer epochckpt. Nothing is known to be wrong with the record"
+    version = fields.data.get("version")
+    if type(version) is not int or version != paths.VERSION:
+        problem = f"has format version {str(version)[:40]!r}; this epochckpt reads version {paths.VERSION}"
+        raise FormatVersionError(fields.path, f"{problem}: {remedy}")
+    if "requires" not in fields.data:
+        return
+    required = fields.array("requires")
+    if not all(isinstance(name, str) and len(name) <= _MAX_FEATURE for name in required):
+        raise fields.fail("requires", f"names of features, of at most {_MAX_FEATURE} characters")
+    unknown = [name for name in required if name not in paths.FEATURES]
+    if unknown:
+        shown = ", ".join(map(repr, unknown[:_SHOWN_FEATURES]))
+        problem = f"needs a newer epochckpt: it requires {shown}, which this one does not know"
+        raise FormatVersionError(fields.path, f"{problem}; {remedy}", unknown[:_SHOWN_FEATURES])
 
 
 def parse_node(path: str, data: bytes) -> NodeRecord:

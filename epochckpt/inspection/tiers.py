@@ -8,7 +8,7 @@ from epochckpt.commit import Commits, commits_of
 from epochckpt.commit.host_record import HostRecord, read_host_record
 from epochckpt.format import paths
 from epochckpt.inspection import whole_run
-from epochckpt.inspection.rows import BOTH, COMMITTED, DAMAGED, LOCAL, MIRROR, EpochRow, Overview
+from epochckpt.inspection.rows import BOTH, COMMITTED, DAMAGED, LOCAL, MIRROR, NEWER, EpochRow, Overview
 from epochckpt.manager.mirror_record import MirrorRecord, read_mirror_record
 from epochckpt.storage import open_store
 
@@ -43,7 +43,7 @@ def with_tiers(
             found = dataclasses.replace(found, host=host.node, mirror=host.mirror)
         if (record := mirror_of(commits)) is None:
             return found
-        shown = {row.epoch: row for row in found.epochs if row.state in (COMMITTED, DAMAGED)}
+        shown = {row.epoch: row for row in found.epochs if row.state in (COMMITTED, DAMAGED, NEWER)}
         elsewhere, url = in_mirror(commits, record), record.url
         epochs = set(elsewhere.list_epochs()) - record.hidden
         known = {e: record.copies[e][0] for e in epochs & shown.keys() & record.copies.keys()}
@@ -67,7 +67,7 @@ def with_tiers(
         )
 
     def placed(row: EpochRow) -> EpochRow:
-        if row.state == COMMITTED:
+        if row.state in (COMMITTED, NEWER):
             return dataclasses.replace(row, tier=BOTH if row.epoch in copied else LOCAL)
         if row.state == DAMAGED and row.epoch in copied:
             return dataclasses.replace(row, tier=MIRROR, detail=f"{row.detail}; it is read from the mirror")

@@ -40,6 +40,7 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FencedError,
     FormatError,
+    FormatVersionError,
     InvalidArgumentError,
     LateNodesError,
     StorageError,
@@ -422,7 +423,7 @@ class Mirror:
         """Copies an epoch, unless it is there; one that cannot be copied is left out."""
         try:
             self._copy_now(epoch)
-        except (DamagedError, FormatError, EpochNotFoundError, UnsupportedError) as error:
+        except (DamagedError, FormatError, FormatVersionError, EpochNotFoundError, UnsupportedError) as error:
             logging.error("%s: checkpoint %d is not mirrored: %s", self.url, epoch, error)
         except BaseException:
             self._copying = None

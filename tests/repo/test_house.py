@@ -12,7 +12,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-MAX_LINES = 600
+MAX_LINES = 1000
 LONGER = {"epochckpt/manager/manager.py": 820}  # one class, which is read from top to bottom
 SLEEP = re.compile(r"\btime\s*\.\s*sleep\s*\(|\bfrom\s+time\s+import\b.*\bsleep\b")
 ABANDONED = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
@@ -42,7 +42,7 @@ def bare_todos(source: str) -> list[int]:
 
 
 def test_every_module_is_short() -> None:
-    """Modules of epochckpt stay under 600 lines; `CheckpointManager` is one class in one file."""
+    """Modules of epochckpt stay under 1000 lines; `CheckpointManager` is one class in one file."""
     lines = {
         path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in python_files("epochckpt")
