@@ -354,6 +354,18 @@ def test_directories_of_hosts_are_read(folders: dict[str, pathlib.Path]) -> None
             check_items(manager, epoch, epoch)
 
 
+def test_the_objects_of_one_process_are_read(folders: dict[str, pathlib.Path]) -> None:
+    """Their head says what there is, and what was deleted and rolled back."""
+    url = f"memory://{uuid.uuid4().hex}/run"
+    golden.load(folders["in-memory"], url)
+    with opened(url) as manager:
+        assert manager.all_steps() == [1, 2]
+        assert [same(manager.restore(epoch), {"w": np.array([epoch, epoch + 1, epoch + 2])}) for epoch in (1, 2)]
+        assert manager.metrics(2) == {"loss": 1 / 3, "accuracy": 0.5}
+        assert all(manager.verify(epoch).ok for epoch in (1, 2))
+    assert [(row.epoch, row.metrics) for row in ec.inspect(url).overview(None).deleted] == [(0, {"loss": 1.0})]
+
+
 def test_a_job_of_steps_is_read_and_goes_on(folders: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
     """Its blobs and notes; the same job resumes, and has nothing left to do."""
     seen = ec.inspect(folders["steps"])
@@ -385,7 +397,7 @@ def test_epochs_of_single_nodes_are_read(folders: dict[str, pathlib.Path]) -> No
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["kinds", "steps", "single-nodes"])
+@pytest.mark.parametrize("name", ["kinds", "in-memory", "steps", "single-nodes"])
 def test_today_s_code_writes_the_same(folders: dict[str, pathlib.Path], tmp_path: pathlib.Path, name: str) -> None:
     """Data files byte for byte, and records but for ids and times: here in this process."""
     run = tmp_path / "run"

@@ -53,7 +53,7 @@ class Golden:
             with bucket("gs") as server:
                 url = server.new_url()
                 self._run(url, server.environment)
-                dump(url, folder)
+                golden_jobs.dump(url, folder)
             return
         self._run(str(folder), {})
 
@@ -71,6 +71,7 @@ class Golden:
 GOLDEN = {
     "history": Golden("history", processes=3, devices=2),
     "bucket": Golden("history", processes=3, devices=2, in_bucket=True),
+    "in-memory": Golden("in_memory"),
     "hosts": Golden("hosts", processes=3, devices=2),
     "kinds": Golden("kinds"),
     "rolling-back": Golden("rolling_back", status=golden_jobs.KILLED),
@@ -83,17 +84,8 @@ GOLDEN = {
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def dump(url: str, folder: pathlib.Path) -> None:
-    """Writes the objects of a directory in a bucket as files."""
-    store = open_store(url)
-    for file in store.files(""):
-        path = folder / file.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.read(file.path, limit_bytes=file.size))
-
-
 def load(folder: pathlib.Path, url: str) -> None:
-    """The inverse of `dump`."""
+    """The inverse of `golden_jobs.dump`."""
     store = open_store(url)
     for path in _walk(folder):
         if (folder / path).is_file():

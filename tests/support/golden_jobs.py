@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import uuid
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
-from epochckpt.storage import PosixStore
+from epochckpt.storage import PosixStore, open_store
 from tests.support.jobs import global_mesh, place
 
 Composite, Save, JsonSave = ocp.args.Composite, ocp.args.StandardSave, ocp.args.JsonSave
@@ -150,6 +151,28 @@ def kinds(directory: str) -> None:
     with ec.CheckpointManager(directory, storage=ec.StorageOptions(part_bytes=4096)) as manager:
         manager.save(0, args=Save(of_every_kind()))
         manager.save(1, args=Save(jnp.asarray(np.arange(3, dtype=np.float32))), metrics=0.5)
+
+
+def in_memory(directory: str) -> None:
+    """An object store of this process, as `dump` writes it: epochs, attached metrics, a deletion and a rollback."""
+    url = f"memory://{uuid.uuid4().hex}/run"
+    with ec.CheckpointManager(url) as manager:
+        for epoch in range(4):
+            manager.save(epoch, args=Save({"w": np.arange(3) + epoch}), metrics={"loss": 1 / (epoch + 1)})
+        manager.wait_until_finished()
+        ec.attach_metrics(url, 2, {"accuracy": 0.5}, "evaluator")
+        manager.delete(0)
+        manager.rollback_to(2)
+    dump(url, pathlib.Path(directory))
+
+
+def dump(url: str, folder: pathlib.Path) -> None:
+    """Writes the objects of a directory in a bucket as files."""
+    store = open_store(url)
+    for file in store.files(""):
+        path = folder / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.read(file.path, limit_bytes=file.size))
 
 
 def rolling_back(directory: str) -> None:
