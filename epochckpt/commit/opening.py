@@ -27,6 +27,7 @@ from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.format import EpochRecord, Nodes, RunEntry, checksums, paths
 from epochckpt.format.nodes import check_names
+from epochckpt.format.records import RUN_ROWS
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, events, step_names
 from epochckpt.storage import Store, open_store, patiently
@@ -59,7 +60,7 @@ class Survey:
             "foreign": sorted(self.foreign.items()),
             "attached": checksums.pack_by_number(self.attached, "metrics"),
             "remote": list(self.remote),
-            "runs": [dataclasses.astuple(run) for run in self.runs],
+            "runs": [RUN_ROWS.pack(run) for run in self.runs],
             "costs": [dataclasses.astuple(cost) for cost in self.costs],
             "aside": [[process, list(epochs)] for process, epochs in self.aside.items()],
         }
@@ -68,7 +69,8 @@ class Survey:
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
         damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
-        runs, costs = tuple(RunEntry(*row) for row in wire["runs"]), tuple(SaveCost(*row) for row in wire["costs"])
+        runs = tuple(RUN_ROWS.parse("a survey", "runs", row) for row in wire["runs"])
+        costs = tuple(SaveCost(*row) for row in wire["costs"])
         foreign, aside = dict(map(tuple, wire["foreign"])), {process: tuple(found) for process, found in wire["aside"]}
         return cls(wire["epochs"], damaged, foreign, attached, tuple(wire["remote"]), runs, costs, aside)
 
