@@ -404,7 +404,7 @@ class Commits(abc.ABC):
     def read_attempt(self, epoch: int) -> str | None:
         """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
 
-        FormatVersionError: there is one, and only a newer epochckpt can read its record.
+        FormatVersionError: only a newer epochckpt can read its record.
         """
         try:
             return self.read_head(epoch).attempt

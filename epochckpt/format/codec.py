@@ -106,7 +106,7 @@ class Codec(Generic[T]):
     Attributes:
         read: the value of a field, once it is checked; FormatError otherwise.
         write: the value as JSON; None: it is that already.
-        column: the values of many rows, checked together; Unfit if one of them is none. None: it is never in rows.
+        column: the values of many rows, checked together; raises Unfit if a value is wrong. None: it is never in rows.
     """
 
     read: Callable[[Fields, str], T]
@@ -268,7 +268,7 @@ class Rows(Generic[T]):
         self._writes = [(i, codec.write) for i, codec in enumerate(codecs) if codec.write is not None]
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
         self._padding = [defaults[attribute] for attribute in more]
-        # The arguments of the class: a column, or the default of what is in no row.
+        # The arguments of the class. Each is the number of a column; a field that has no column keeps its default.
         self._arguments = [(names.index(n) if n in names else None, default) for n, default in defaults.items()]
 
     def pack(self, record: T) -> list[Any]:
@@ -296,7 +296,7 @@ class Rows(Generic[T]):
         return self._class(**read)
 
     def _all(self, rows: Sequence[Any]) -> tuple[T, ...]:
-        """What `parse` makes of all rows; Unfit if one of them is none."""
+        """What `parse` makes of all rows; raises Unfit if a row is wrong."""
         if not rows:
             return ()
         least, most = self._least, len(self._columns)
