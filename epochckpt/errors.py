@@ -15,7 +15,7 @@ EpochCheckpointError
 ├── AccessError (PermissionError)            the directory may not be read or written
 ├── StorageError (OSError)                   storage did not answer: this says nothing about the data
 ├── FormatError (ValueError)                 a record is not what the format allows
-│   └── FormatVersionError                   written by a newer epochckpt
+├── FormatVersionError (ValueError)          a record needs a newer epochckpt; this says nothing against the data
 ├── DamagedError (ValueError)                bytes differ from what was written; names file and leaf
 ├── MismatchError (ValueError)               the target does not fit; one table of every difference
 ├── SaveError (RuntimeError)                 an epoch was not saved; earlier epochs are untouched
@@ -150,8 +150,17 @@ class FormatError(EpochCheckpointError, ValueError):
         self.path, self.problem = path, problem
 
 
-class FormatVersionError(FormatError):
-    """Written in a format version that this epochckpt does not know."""
+class FormatVersionError(EpochCheckpointError, ValueError):
+    """A record needs a newer epochckpt, and is not damaged: see `path`, `problem` and `features`.
+
+    `path` is relative to the checkpoint directory. `features` are the names in the record's `requires` that this
+    epochckpt does not know; empty where it does not know the format version. An epoch whose record says so is listed,
+    and is never taken for a damaged one: no save replaces it, and `restore(None)` does not pass over it.
+    """
+
+    def __init__(self, path: str, problem: str, features: Sequence[str] = ()):
+        super().__init__(f"{path}: {problem}")
+        self.path, self.problem, self.features = path, problem, list(features)
 
 
 class DamagedError(EpochCheckpointError, ValueError):

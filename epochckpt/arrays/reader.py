@@ -18,7 +18,14 @@ import numpy as np
 from epochckpt import _collector, _progress
 from epochckpt._threads import Pool
 from epochckpt.arrays.node_files import ArrayFile, CarriedFile, Copy, NodeFile, Pack, noting
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, FormatError, unreadable
+from epochckpt.errors import (
+    DamagedError,
+    EpochCheckpointError,
+    EpochDeletedError,
+    FormatError,
+    FormatVersionError,
+    unreadable,
+)
 from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeRecord, checksums, grid, parsing, paths
 from epochckpt.format.grid import slices, whole
 from epochckpt.format.records import MAX_RECORD_BYTES
@@ -307,6 +314,8 @@ class EpochReader:
             now = parsing.read_record(self.store, path, parsing.parse_head)
         except (DamagedError, FormatError):
             return
+        except FormatVersionError as error:
+            raise EpochDeletedError(self.record.epoch, self.store.root, f"now {error}") from error
         if now is None:
             raise EpochDeletedError(self.record.epoch, self.store.root, detail)
         if now.attempt != self.record.attempt:

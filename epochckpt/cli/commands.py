@@ -17,6 +17,7 @@ from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
     EpochNotFoundError,
+    FormatVersionError,
     InvalidArgumentError,
     NotACheckpointDirectoryError,
     StorageError,
@@ -198,7 +199,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
                 found.append(_repaired(run, one, output) if args.repair_view else one)
             except EpochNotFoundError:  # a live run deletes epochs
                 output.note(f"{unit} {epoch} was deleted meanwhile")
-            except (AccessError, StorageError) as error:  # which says nothing about the data
+            except (AccessError, FormatVersionError, StorageError) as error:  # which says nothing about the data
                 output.note(f"{unit} {epoch}: {error}")
                 unread = True
             except EpochCheckpointError as error:  # its record cannot be read

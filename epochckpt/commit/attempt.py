@@ -24,7 +24,7 @@ from epochckpt.commit.auto_interval import SaveCost
 from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.errors import SaveError, from_wire, to_wire
 from epochckpt.format import DataFile, EpochRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
-from epochckpt.format.records import AlsoFile, pack_contents, tree_digest, unpack_contents
+from epochckpt.format.records import FILE_ROWS, AlsoFile, pack_contents, tree_digest, unpack_contents
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
 from epochckpt.orbax.view import bases
@@ -61,13 +61,13 @@ class NodeReport:
     local: LocalReport | None = None  # where each host has a disk of its own
 
     def to_wire(self) -> dict[str, Any]:
-        files = [file.row() for file in self.entry.files]
+        files = [FILE_ROWS.pack(file) for file in self.entry.files]
         local = {} if self.local is None else {"local": self.local.to_wire()}
         return {**vars(self.entry), "files": files, "own": dict(self.own), **local}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> NodeReport:
-        fields = {**wire, "files": tuple(map(DataFile.from_row, wire["files"]))}
+        fields = {**wire, "files": tuple(FILE_ROWS.parse("a report", "files", row) for row in wire["files"])}
         own, local = fields.pop("own"), fields.pop("local", None)
         return cls(NodeEntry(**fields), own, None if local is None else LocalReport.from_wire(local))
 
@@ -197,18 +197,18 @@ class Attempt:
                 digests = {node.own.get(name) for node in nodes}
                 items[name] = dataclasses.replace(item, same=len(digests) == 1 and None not in digests)
         return EpochRecord(
-            self.epoch,
-            attempt,
-            objects,
-            self.plan,
-            tuple(node.entry for node in nodes),
-            items,
-            self.default_item,
-            self.metrics,
-            self.custom_metadata,
-            self.started_ns,
-            time.time_ns(),
-            {"blocked_secs": round(self.blocked_secs, 6), "secs": round(self.elapsed_secs, 6)},
+            epoch=self.epoch,
+            attempt=attempt,
+            objects=objects,
+            plan=self.plan,
+            nodes=tuple(node.entry for node in nodes),
+            items=items,
+            default_item=self.default_item,
+            metrics=self.metrics,
+            custom_metadata=self.custom_metadata,
+            started_ns=self.started_ns,
+            committed_ns=time.time_ns(),
+            timings={"blocked_secs": round(self.blocked_secs, 6), "secs": round(self.elapsed_secs, 6)},
             per_node=per_node,
             carried=carried,
         )
@@ -404,9 +404,19 @@ class _NodeWriter:
         began, attempt, files = time.monotonic(), self._attempt, tuple(self._files)
         own = attempt.snapshot.own.get(self._number, {})
         timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(attempt.blocked_secs, 6)}
-        place = self._name, self._process, self._processes
-        also = tuple(self._also)
-        data = NodeRecord(attempt.epoch, self._identity, *place, attempt.plan, files, timings, own, also).to_bytes()
+        record = NodeRecord(
+            epoch=attempt.epoch,
+            attempt=self._identity,
+            node=self._name,
+            process=self._process,
+            processes=self._processes,
+            plan=attempt.plan,
+            files=files,
+            timings=timings,
+            items=own,
+            also=tuple(self._also),
+        )
+        data = record.to_bytes()
         view: list[str] | None = [] if self._options.orbax_view else None
         if view is not None and self._processes > 1 and not self._local:
             view = bases(attempt.snapshot.items, files)

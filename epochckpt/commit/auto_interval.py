@@ -10,6 +10,7 @@ from what has ended.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -23,7 +24,7 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 from epochckpt import _units
 from epochckpt._threads import Deadline, Future
 from epochckpt.commit.head_record import HeadEpoch
-from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.errors import FormatVersionError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import EpochRecord, RunEntry
 
 _WINDOW = 8  # saves that are looked at, the newest ones
@@ -164,9 +165,13 @@ def is_asked(options: ocp.CheckpointManagerOptions) -> bool:
 
 
 def recent(epochs: Sequence[int], read: Callable[[int], EpochRecord | HeadEpoch]) -> list[SaveCost]:
-    """The costs of the newest of these epochs."""
-    found = (SaveCost.of(epoch, read(epoch)) for epoch in epochs[-_WINDOW - 1 :])
-    return [cost for cost in found if cost is not None]
+    """The costs of the newest of these epochs, but for those that only a newer epochckpt can read."""
+    found = list[SaveCost]()
+    for epoch in epochs[-_WINDOW - 1 :]:
+        with contextlib.suppress(FormatVersionError):
+            cost = SaveCost.of(epoch, read(epoch))
+            found += [] if cost is None else [cost]
+    return found
 
 
 def auto_interval(*, target_overhead: float | None = None, mtbf: float | str | None = None) -> AutoInterval:

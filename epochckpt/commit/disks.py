@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from absl import logging
+
 from epochckpt import errors
 from epochckpt.commit.host_record import HostRecord
 from epochckpt.commit.rename import RenameCommits
@@ -71,8 +73,9 @@ def look(store: Store, names: StepNames, record: HostRecord, process: int, proce
             for number in range(count) if processes == 1 else [process]:
                 commits.check_node(commits.folder(epoch), head, number)
             parts[epoch] = Part(attempt)
-        except errors.FormatVersionError:
-            raise
+        except errors.FormatVersionError as error:  # all hosts have the same record, which this epochckpt cannot read
+            logging.error("%s: checkpoint %d cannot be read here: %s", store.root, epoch, error)
+            parts[epoch] = Part("")
         except (errors.DamagedError, errors.FormatError) as error:
             parts[epoch] = Part(attempt, errors.say(error))
         except errors.EpochNotFoundError:  # deleted just now

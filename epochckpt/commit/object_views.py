@@ -10,7 +10,7 @@ from functools import partial
 
 from epochckpt import _threads
 from epochckpt.commit.head_record import Head, HeadEpoch
-from epochckpt.errors import DamagedError, FormatError
+from epochckpt.errors import DamagedError, FormatError, FormatVersionError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import Views, object_view
 from epochckpt.orbax.steps import COMMIT
@@ -119,7 +119,7 @@ class ObjectViews:
                 self._show(folder, attempt, self._views.build(record))
 
     def _record(self, folder: str, attempt: str) -> EpochRecord | None:
-        """An attempt's record; None if it is lost or damaged."""
-        with suppress(DamagedError, FormatError):
+        """An attempt's record; None if it is lost or damaged, or needs a newer epochckpt."""
+        with suppress(DamagedError, FormatError, FormatVersionError):
             return self._read(folder, attempt)
         return None

@@ -7,6 +7,8 @@ import dataclasses
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -25,6 +27,7 @@ from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.format import EpochRecord, Nodes, RunEntry, checksums, paths
 from epochckpt.format.nodes import check_names
+from epochckpt.format.records import RUN_ROWS
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, events, step_names
 from epochckpt.storage import Store, open_store, patiently
@@ -59,7 +62,7 @@ class Survey:
             "foreign": sorted(self.foreign.items()),
             "attached": checksums.pack_by_number(self.attached, "metrics"),
             "remote": list(self.remote),
-            "runs": [dataclasses.astuple(run) for run in self.runs],
+            "runs": [RUN_ROWS.pack(run) for run in self.runs],
             "costs": [dataclasses.astuple(cost) for cost in self.costs],
             "copies": sorted(self.copies.items()),
             "diverged": list(self.diverged),
@@ -70,7 +73,8 @@ class Survey:
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
         damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
-        runs, costs = tuple(RunEntry(*row) for row in wire["runs"]), tuple(SaveCost(*row) for row in wire["costs"])
+        runs = tuple(RUN_ROWS.parse("a survey", "runs", row) for row in wire["runs"])
+        costs = tuple(SaveCost(*row) for row in wire["costs"])
         foreign, aside = dict(map(tuple, wire["foreign"])), {process: tuple(found) for process, found in wire["aside"]}
         return cls(
             epochs=wire["epochs"],
@@ -156,21 +160,28 @@ def survey(
 
     The `mirror` of the directory adds the epochs that it has.
 
-    Where a newer epochckpt wrote the newest epoch, or storage does not give it, nothing is decided: that is an error.
+    Where storage does not give the newest epoch, nothing is decided: that is an error. An epoch that only a newer
+    epochckpt can read is listed unseen, and the next older one is looked at.
     """
     commits.forget_records()
     epochs, others = commits.scan()
     foreign = {epoch: commits.obstacle(name) for epoch, name in others.items()}
     there = {epoch: found for epoch, found in (known or {}).items() if epoch in epochs}
-    damaged = {epoch: found for epoch, found in there.items() if commits.read_attempt(epoch) == found.attempt}
+    damaged = {epoch: found for epoch, found in there.items() if _is_still(commits, epoch, found)}
     epochs, looks, runs = [e for e in epochs if e not in damaged], 0, ()
+    unknown: list[int] = []
     while epochs:
         epoch = epochs[-1]
         try:
             found = _look_at(commits, epoch)
         except errors.EpochNotFoundError:  # deleted just now: others may be gone, too, and newer ones committed
             looks += 1
-            epochs = epochs[:-1] if looks > _LOOKS else [e for e in commits.list_epochs() if e not in damaged]
+            listed = epochs[:-1] if looks > _LOOKS else [e for e in commits.list_epochs() if e not in damaged]
+            epochs = [e for e in listed if e not in unknown]
+            continue
+        except errors.FormatVersionError as error:
+            logging.error("%s: checkpoint %d cannot be read here: %s", commits.store.root, epoch, error)
+            unknown.append(epochs.pop())
             continue
         if not isinstance(found, ReplaceCondition):
             runs = found.runs
@@ -179,11 +190,35 @@ def survey(
         logging.error("%s: checkpoint %d is damaged and will not be used: %s", where, epoch, found.damage)
         damaged[epoch] = found
         epochs.pop()
+    epochs = sorted({*epochs, *unknown})
     needed = attached_metrics.are_needed(options)
-    metrics = attached_metrics.of_epochs(commits, epochs, commits.read_attempt) if needed else {}
+    readable = [epoch for epoch in epochs if epoch not in unknown]
+    metrics = attached_metrics.of_epochs(commits, readable, partial(_attempt, commits)) if needed else {}
     costs = auto_interval.recent(epochs, commits.read_brief) if auto_interval.is_asked(options) else ()
     found = Survey(epochs, damaged, foreign, metrics, runs=runs, costs=tuple(costs))
     return found if mirror is None else mirror.complete(commits, found)
+
+
+def _attempt(commits: Commits, epoch: int) -> str | None:
+    """The attempt of an epoch; None if its record does not say, or not to this epochckpt."""
+    with suppress(errors.FormatVersionError):
+        return commits.read_attempt(epoch)
+    return None
+
+
+def _is_still(commits: Commits, epoch: int, damaged: ReplaceCondition) -> bool:
+    """Whether an epoch is the one that was found damaged."""
+    with suppress(errors.FormatVersionError):  # another one, which is not known to be damaged
+        return commits.read_attempt(epoch) == damaged.attempt
+    return False
+
+
+def _runs(commits: Commits, epochs: Sequence[int]) -> tuple[RunEntry, ...]:
+    """The runs of a directory until the newest epoch that this epochckpt can read."""
+    for epoch in reversed(epochs):
+        with suppress(errors.FormatVersionError):
+            return commits.read_head(epoch).runs
+    return ()
 
 
 def survey_of_disks(
@@ -207,7 +242,7 @@ def survey_of_disks(
     epochs = [epoch for epoch in found.whole if epoch not in damaged]
     needed = attached_metrics.are_needed(options)
     metrics = attached_metrics.of_epochs(commits, epochs, found.whole.get) if needed else {}
-    runs = commits.read_head(epochs[-1]).runs if epochs else ()
+    runs = _runs(commits, epochs)
     costs = tuple(auto_interval.recent(epochs, commits.read_brief)) if auto_interval.is_asked(options) else ()
     local, texts = Survey(epochs, damaged, foreign, metrics, (), runs, costs), [each.mirror for each in found.disks]
     survey = mirror.complete(commits, local, texts)
@@ -233,7 +268,10 @@ def survey_of_disks(
 
 
 def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | EpochRecord:
-    """The damage of an epoch, as far as its records and the sizes of its files tell; its record if it has none."""
+    """The damage of an epoch, as far as its records and the sizes of its files tell; its record if it has none.
+
+    Raises EpochNotFoundError, or FormatVersionError for one that only a newer epochckpt can read.
+    """
     while True:  # one that is replaced meanwhile is looked at again
         attempt = None
         try:
@@ -242,8 +280,6 @@ def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | EpochRecord:
             if commits.store.renames:  # elsewhere a request for each file; a restore finds it, and falls back, too
                 commits.check_shallow(record)
             return record
-        except errors.FormatVersionError:
-            raise
         except (errors.DamagedError, errors.FormatError) as error:
             if attempt is None or commits.read_head(epoch).attempt == attempt:
                 return ReplaceCondition(attempt, errors.say(error))
@@ -261,8 +297,9 @@ def open_directory(
     """Opens a directory for a manager: looks at it, and writes nothing but the directory itself where it is missing.
 
     Raises NotACheckpointDirectoryError (a file, or missing and not to be created), AccessError (no permission to read
-    or create it), FormatVersionError (written by a newer epochckpt), InvalidArgumentError (unusable or repeated names
-    of nodes or items) or CoordinationTimeoutError, which names the process that did not come to open it.
+    or create it), FormatVersionError (a record of the directory itself needs a newer epochckpt), InvalidArgumentError
+    (unusable or repeated names of nodes or items) or CoordinationTimeoutError, which names the process that did not
+    come to open it.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
     names = StepNames.of(options)  # refuses what cannot be used before another process hears of this one

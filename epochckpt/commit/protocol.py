@@ -429,7 +429,10 @@ class Commits(abc.ABC):
         return errors.SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def read_attempt(self, epoch: int) -> str | None:
-        """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged."""
+        """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
+
+        FormatVersionError: only a newer epochckpt can read its record.
+        """
         try:
             return self.read_head(epoch).attempt
         except (errors.DamagedError, errors.FormatError, errors.EpochNotFoundError):

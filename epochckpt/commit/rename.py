@@ -305,7 +305,7 @@ class RenameCommits(Commits):
             if self._latest < epoch:
                 self._append(Line(max(others, default=epoch - 1 if self._is_mirrored else -1), back=True))
                 return
-        with suppress(errors.DamagedError, errors.FormatError):
+        with suppress(errors.DamagedError, errors.FormatError, errors.FormatVersionError):
             found = self.read_head(epoch)
             metrics = attached_metrics.merge(found.metrics, attached_metrics.of_epoch(self, found))
             if line := Line.of(epoch, found.attempt, found.committed_ns, metrics):

@@ -106,8 +106,7 @@ def _try(
 
 def _is_verdict(error: Exception) -> bool:
     """Whether an error is about the epoch; another one stops every process."""
-    kinds = errors.DamagedError | errors.FormatError | errors.EpochNotFoundError
-    return isinstance(error, kinds) and not isinstance(error, errors.FormatVersionError)
+    return isinstance(error, errors.DamagedError | errors.FormatError | errors.EpochNotFoundError)
 
 
 def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_secs: float) -> Exception | None:

@@ -35,6 +35,7 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FencedError,
     FormatError,
+    FormatVersionError,
     InvalidArgumentError,
     RemovalError,
     UnfinishedError,
@@ -55,6 +56,7 @@ class EpochInfo:
     def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochRecord | HeadEpoch]):
         self.step, self._source = step, source  # (metrics, time_ns, attempt id), or what reads the record
         self.attached: Mapping[str, Any] = {}  # metrics that were attached later, by name, as the primary sees them
+        self.is_unknown = False  # its metrics were asked for, and only a newer epochckpt can read them
 
     @classmethod
     def of(cls, attempt: Attempt) -> EpochInfo:
@@ -72,6 +74,10 @@ class EpochInfo:
                 source = record.metrics, record.committed_ns, record.attempt
             except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
                 logging.warning("checkpoint %d has no readable record: it counts as one without metrics", self.step)
+                source = None, 0, ""
+            except FormatVersionError as error:
+                logging.warning("checkpoint %d is kept, and counts as one without metrics: %s", self.step, error)
+                self.is_unknown = True
                 source = None, 0, ""
             self._source = source
         return source
@@ -426,6 +432,8 @@ def _raise(error: Exception) -> None:
 def _may_delete(commits: Commits, info: EpochInfo) -> bool:
     """Whether an epoch that no caller has named may be deleted: a step of stock Orbax must be one without doubt."""
     epoch = info.step
+    if info.is_unknown:  # what it is worth cannot be judged
+        return False
     if not commits.store.renames:
         if paths.attempt_in(info.attempt) is not None:
             return True

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from epochckpt.commit.head_record import Head, HeadEpoch
-from epochckpt.errors import DamagedError, FormatError
+from epochckpt.errors import DamagedError, FormatError, FormatVersionError
 from epochckpt.format import parsing, paths
 from epochckpt.orbax import StepNames, object_view, steps
 from epochckpt.storage import Store
@@ -24,7 +24,11 @@ def folders(store: Store, names: StepNames, known: Head) -> dict[str, set[str] |
     def look(name: str) -> None:
         files = [file.path for file in store.files(name, _LOOKED_AT)] if known.incarnation else []
         attempts = {attempt for path in files if (attempt := paths.attempt_in(path)) and known.knows(attempt)}
-        copy = copied_attempt(store, name) if paths.EPOCH_RECORD in files else None
+        try:
+            copy = copied_attempt(store, name) if paths.EPOCH_RECORD in files else None
+        except FormatVersionError:  # whose it is cannot be seen: nothing there is swept
+            beside[name] = None
+            return
         # Beside attempts of ours other files are what is left of an Orbax view.
         only_metrics = all(map(paths.parse_metrics_file, files)) and files
         ours = attempts or only_metrics or (copy is not None and known.knows(copy))

@@ -15,6 +15,8 @@ from epochckpt.errors import FormatError, InvalidArgumentError
 
 FORMAT = "epochckpt"
 VERSION = 1
+FEATURES: frozenset[str] = frozenset()
+"""What a record may name in `requires` and this epochckpt can read, see "How the format grows" in docs/format.md."""
 
 EPOCH_RECORD = "epoch.json"
 NODE_RECORD = "node.json"

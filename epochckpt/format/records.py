@@ -1,6 +1,7 @@
-"""The two records of the format, `epoch.json` and `node.json`: their fields, and how they are written.
+"""The two records of the format, `epoch.json` and `node.json`: their fields, each with its codec.
 
-`parsing` reads them back. The order of the fields in the classes is their order in the files.
+`parsing` reads the files. The order of the fields in the classes is their order in the files, and their names there are
+those of `stored`; see `codec`.
 """
 
 from __future__ import annotations
@@ -11,39 +12,55 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from epochckpt.format import checksums, paths
-from epochckpt.format.grid import ArrayItem
+from epochckpt.format import checksums, codec, paths
+from epochckpt.format.codec import (
+    BOOLEAN,
+    INTEGER,
+    MAYBE,
+    NUMBER,
+    NUMBERS,
+    SIZE,
+    Codec,
+    Fields,
+    Rows,
+    stored,
+)
+from epochckpt.format.items import ItemRecord, items
 
 MAX_RECORD_BYTES = 256 * 2**20
+MAX_FEATURE = 100  # characters of the name of a feature
+
+_ATTEMPT = codec.name(limit=80)
+_TEXT = codec.text()
+_NODE = codec.name(paths.is_node_name)
+_FEATURES = codec.strings(f"names of features, of at most {MAX_FEATURE} characters", 0, MAX_FEATURE)
+_SUMS = codec.strings("strings of 16 hex digits", 16, 16)
+_FILE_PATH: Codec[str] = codec.plain(
+    "a relative path, or nothing", lambda found: all(path == "" or paths.is_file_path(path) for path in found)
+)
+_NODE_SECS: Codec[float] = codec.plain(
+    "seconds", lambda found: all(type(s) in (int, float) and 0 <= s < 1e12 for s in found), lambda secs: round(secs, 6)
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
     """One file of a node, as recorded in `node.json` and, without checksums, in `epoch.json`."""
 
-    item: str
-    part: int  # number of the part of a data file, else 0
-    size: int
-    data_start: int = 0  # offset of the tensors in a data file
-    cells: int = 0  # in a data file
-    block_bytes: int = 0  # size of the blocks that have a checksum each
-    xxh3: tuple[str, ...] = ()  # one checksum per block as 16 hex digits; empty in `epoch.json`
-    name: str = ""  # path inside the item's folder, for files that a handler wrote; empty for data files
+    item: str = stored("item", codec.name())
+    part: int = stored("part", SIZE)  # number of the part of a data file, else 0
+    size: int = stored("size", SIZE)
+    data_start: int = stored("data_start", SIZE, default=0)  # offset of the tensors in a data file
+    cells: int = stored("cells", SIZE, default=0)  # in a data file
+    block_bytes: int = stored("block_bytes", codec.integer(1, 2**31), default=0)  # of the blocks with a checksum each
+    xxh3: tuple[str, ...] = stored("xxh3", _SUMS, default=())  # one per block, 16 hex digits; empty in `epoch.json`
+    # Path inside the item's folder, for files that a handler wrote; empty for data files.
+    name: str = stored("name", _FILE_PATH, default="")
 
     @property
     def path(self) -> str:
         """Path relative to the node's folder; `EpochRecord.path` has the one relative to the epoch's."""
         return paths.join(self.item, self.name) if self.name else paths.data_file(self.item, self.part)
-
-    def row(self) -> list[Any]:
-        """Its form in `epoch.json`."""
-        row: list[Any] = [self.item, self.part, self.size, self.data_start, self.cells]
-        return [*row, self.name] if self.name else row
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> DataFile:
-        """The inverse of `row`."""
-        return cls(*row[:5], name=row[5] if len(row) == 6 else "")
 
 
 class AlsoFile(DataFile):
@@ -54,46 +71,44 @@ class AlsoFile(DataFile):
         return paths.join(paths.ALSO_FOLDER, super().path)
 
 
-@dataclasses.dataclass(frozen=True)
+FILE_ROWS = Rows(DataFile, ["item", "part", "size", "data_start", "cells"], ["name"])
+"""Files in `epoch.json`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeRecord:
     """`node.json`: what one node wrote for one attempt."""
 
-    epoch: int
-    attempt: str
-    node: str
-    process: int
-    processes: int
-    plan: str  # digest of the plan; equal on all nodes
-    files: tuple[DataFile, ...]
-    timings: Mapping[str, float]  # seconds by name
-    items: Mapping[str, ItemRecord] = dataclasses.field(default_factory=dict)  # the node's own, by name
+    epoch: int = stored("epoch", INTEGER)
+    attempt: str = stored("attempt", _TEXT)
+    node: str = stored("node", _NODE)
+    process: int = stored("process", INTEGER)
+    processes: int = stored("processes", INTEGER)
+    plan: str = stored("plan", _TEXT)  # digest of the plan; equal on all nodes
+    files: tuple[DataFile, ...] = stored("files", codec.objects(DataFile))
+    timings: Mapping[str, float] = stored("timings", NUMBERS)  # seconds by name
+    # The node's own items, by name.
+    items: Mapping[str, ItemRecord] = stored("items", items(None), default_factory=dict)
     # Data files of cells that this node holds and another one owns, on a disk that only this host sees. No copy of the
     # epoch has them.
-    also: tuple[AlsoFile, ...] = ()
+    also: tuple[AlsoFile, ...] = stored("also", codec.objects(AlsoFile), optional=True, default=())
+    requires: tuple[str, ...] = stored("requires", _FEATURES, optional=True, default=())  # what a reader must know
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        fields: dict[str, Any] = {
-            **vars(self),
-            "files": [dataclasses.asdict(f) for f in self.files],
-            "items": _items_json(self.items),
-            "also": [dataclasses.asdict(f) for f in self.also],
-        }
-        if not self.also:
-            del fields["also"]
-        return _seal("node", fields)
+        return codec.seal("node", self)
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeEntry:
     """One node in `epoch.json`."""
 
-    name: str
-    process: int  # JAX process index
-    record_size: int  # bytes of its `node.json`
-    record_digest: str  # xxh3-128 of its `node.json`
-    files: tuple[DataFile, ...]  # without checksums
-    secs: float = 0.0  # that the node took to write them
+    name: str = stored("name", _NODE)
+    process: int = stored("process", codec.integer(-(2**63), 2**63))  # JAX process index
+    record_size: int = stored("size", codec.integer(1, MAX_RECORD_BYTES + 1))  # bytes of its `node.json`
+    record_digest: str = stored("digest", _TEXT)  # xxh3-128 of its `node.json`
+    files: tuple[DataFile, ...] = stored("files", FILE_ROWS.codec())  # without checksums
+    secs: float = stored("seconds", _NODE_SECS, default=0.0)  # that the node took to write them
 
     @property
     def folder(self) -> str:
@@ -105,26 +120,8 @@ class NodeEntry:
         """Bytes of all its files."""
         return sum(f.size for f in self.files)
 
-    def row(self) -> list[Any]:
-        """Its form in `epoch.json`."""
-        files = [f.row() for f in self.files]
-        return [self.name, self.process, self.record_size, self.record_digest, round(self.secs, 6), files]
 
-
-@dataclasses.dataclass(frozen=True)
-class ItemRecord:
-    """One item of an epoch.
-
-    Its kind is `arrays` (a pytree in data files), `files` (written by a handler), or `node` (a pytree that differs per
-    node; each node's `node.json` describes its own).
-    """
-
-    kind: str
-    handler: str = ""  # type name of the Orbax handler, as Orbax records it
-    arrays: ArrayItem | None = None  # only of kind `arrays`; so are the next two
-    values: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # Python leaves as JSON, by leaf number
-    custom_metadata: Any = None  # the caller's
-    same: bool = False  # of `node`: every node of the epoch has the item, with the same content
+_NODE_ROWS = Rows(NodeEntry, ["name", "process", "record_size", "record_digest", "secs", "files"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,45 +131,105 @@ class RunEntry:
     Seconds are the primary's, up to the beginning of that save.
     """
 
-    incarnation: str
-    began_ns: int
-    saved_ns: int  # when its newest save began, by the wall clock
-    committed_ns: int
-    saves: int  # that it has committed
-    epoch: int  # the newest
-    blocked_secs: float  # in `save`
-    restoring_secs: float
-    waiting_secs: float  # for saves to end
-    killed: bool | None = None  # whether it ended without closing the directory; None until a later run has claimed
+    incarnation: str = stored("incarnation", _ATTEMPT)
+    began_ns: int = stored("opened", INTEGER)
+    saved_ns: int = stored("newest save began", INTEGER)  # by the wall clock
+    committed_ns: int = stored("committed", INTEGER)
+    saves: int = stored("saves", INTEGER)  # that it has committed
+    epoch: int = stored("epoch", INTEGER)  # the newest
+    blocked_secs: float = stored("seconds blocked", NUMBER)  # in `save`
+    restoring_secs: float = stored("seconds restoring", NUMBER)
+    waiting_secs: float = stored("seconds waiting", NUMBER)  # for saves to end
+    # Whether it ended without closing the directory; None until a later run has claimed.
+    killed: bool | None = stored("killed", MAYBE, default=None)
 
 
-@dataclasses.dataclass(frozen=True)
+_RUN_COLUMNS = ["incarnation", "began_ns", "saved_ns", "committed_ns", "saves", "epoch", "blocked_secs"]
+RUN_ROWS = Rows(RunEntry, [*_RUN_COLUMNS, "restoring_secs", "waiting_secs", "killed"])
+
+
+def pack_contents(contents: Mapping[str, Mapping[str, bytes]]) -> dict[str, dict[str, str]]:
+    """Contents by item and name, for JSON."""
+    packed = {item: {n: base64.b64encode(data).decode() for n, data in each.items()} for item, each in contents.items()}
+    return {item: each for item, each in packed.items() if each}
+
+
+def unpack_contents(packed: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, bytes]]:
+    """The inverse of `pack_contents`; raises ValueError, AttributeError or TypeError for what it did not make."""
+    return {item: {n: base64.b64decode(d, validate=True) for n, d in each.items()} for item, each in packed.items()}
+
+
+def _read_carried(fields: Fields, key: str) -> dict[str, dict[str, bytes]]:
+    try:
+        found = unpack_contents(fields.mapping(key))
+    except (ValueError, TypeError, AttributeError):
+        raise fields.fail(key, "contents in base64, by item and name") from None
+    known = fields.found["items"]
+    for item, contents in found.items():
+        arrays = known[item].arrays if item in known else None
+        sizes = {} if arrays is None else {str(i): arrays.leaves[i].nbytes for i in arrays.carried}
+        if item not in known or (arrays is not None and any(sizes.get(n) != len(d) for n, d in contents.items())):
+            raise fields.fail(key, "small leaves, and files, of items of the epoch")
+    return found
+
+
+def _read_unsupported(fields: Fields, key: str) -> dict[str, dict[str, str]] | None:
+    if fields.data.get(key) is None:
+        return None
+    found = fields.mapping(key)
+    if not all(isinstance(d, dict) and all(isinstance(v, str) for v in d.values()) for d in found.values()):
+        raise fields.fail(key, "reasons by leaf, by item")
+    return found
+
+
+def _read_view(fields: Fields, key: str) -> dict[str, tuple[int, str]] | None:
+    if fields.data.get(key) is None:
+        return None
+    found = {}
+    for path, row in fields.mapping(key).items():
+        typed = isinstance(row, list) and [type(value) for value in row] == [int, str]
+        if not typed or not 0 <= row[0] < codec.MAX_BYTES or not paths.is_file_path(path):
+            raise fields.fail(key, "[length, digest] by path")
+        found[path] = row[0], row[1]
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist."""
 
-    epoch: int
-    attempt: str
-    objects: bool  # it lies in an object store, where paths have the attempt in them, see `paths.part_folder`
-    plan: str  # digest of the plan, equal on all nodes
-    nodes: tuple[NodeEntry, ...]
-    items: Mapping[str, ItemRecord]
-    default_item: bool  # its one item has no name in the caller's arguments
-    metrics: Any
-    custom_metadata: Mapping[str, Any]
-    started_ns: int  # when the save began, by the wall clock
-    committed_ns: int
-    timings: Mapping[str, float]  # seconds by name
+    epoch: int = stored("epoch", INTEGER)
+    attempt: str = stored("attempt", _ATTEMPT)
+    # It lies in an object store, where paths have the attempt in them, see `paths.part_folder`.
+    objects: bool = stored("objects", BOOLEAN)
+    plan: str = stored("plan", _TEXT)  # digest of the plan, equal on all nodes
+    nodes: tuple[NodeEntry, ...] = stored("nodes", _NODE_ROWS.codec())
+    items: Mapping[str, ItemRecord] = stored("items", items("nodes"))
+    default_item: bool = stored("default_item", BOOLEAN)  # its one item has no name in the caller's arguments
+    metrics: Any = stored("metrics", codec.user(object, "metrics"))  # noqa: RUF009 - it gives a field
+    custom_metadata: Mapping[str, Any] = stored("custom_metadata", codec.user(dict, "custom_metadata"))
+    started_ns: int = stored("started_ns", INTEGER)  # when the save began, by the wall clock
+    committed_ns: int = stored("committed_ns", INTEGER)
+    timings: Mapping[str, float] = stored("timings", NUMBERS)  # seconds by name
     # What the Orbax view lacks: reasons by leaf name, by item; None where no view was asked for. The item `*` stands
     # for the whole view, if none could be made.
-    orbax_unsupported: Mapping[str, Mapping[str, str]] | None = None
+    orbax_unsupported: Mapping[str, Mapping[str, str]] | None = stored(
+        "orbax_unsupported", Codec(_read_unsupported), default=None
+    )
     # (length, xxh3-128) of the Orbax view's files, by path in the epoch's folder; its links follow from the rest.
-    orbax_view: Mapping[str, tuple[int, str]] | None = None
-    per_node: bool = False  # one node only, whose files lie beside the record, see `jobs.caffe2_epochs`
-    copied_from: str = ""  # the attempt that a copy was made of, if it could not keep that id
+    orbax_view: Mapping[str, tuple[int, str]] | None = stored("orbax_view", Codec(_read_view), default=None)
+    # One node only, whose files lie beside the record, see `jobs.caffe2_epochs`.
+    per_node: bool = stored("per_node", BOOLEAN, optional=True, default=False)
+    # The attempt that a copy was made of, if it could not keep that id.
+    copied_from: str = stored("copied_from", codec.text(80), optional=True, default="")
     # Where each host has a disk of its own: small contents that one process alone wrote. By item, then by the name of
     # the file that a handler wrote, or by the number of the leaf.
-    carried: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
-    runs: tuple[RunEntry, ...] = ()  # the newest runs until then, oldest first; the last one saved this epoch
+    carried: Mapping[str, Mapping[str, bytes]] = stored(
+        "carried", Codec(_read_carried, pack_contents), optional=True, default_factory=dict
+    )
+    # The newest runs until then, oldest first; the last one saved this epoch.
+    runs: tuple[RunEntry, ...] = stored("runs", RUN_ROWS.codec(), optional=True, default=())
+    requires: tuple[str, ...] = stored("requires", _FEATURES, optional=True, default=())  # what a reader must know
 
     # of a step of stock Orbax these are fields: see `OrbaxRecord`
     stock: ClassVar[bool] = False
@@ -217,34 +274,7 @@ class EpochRecord:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        fields: dict[str, Any] = {
-            **vars(self),
-            "nodes": [n.row() for n in self.nodes],
-            "items": _items_json(self.items),
-            "metrics": checksums.pack_json(self.metrics, "metrics"),
-            "custom_metadata": checksums.pack_json(dict(self.custom_metadata), "custom_metadata"),
-        }
-        fields["carried"] = pack_contents(self.carried)
-        fields["runs"] = [dataclasses.astuple(run) for run in self.runs]
-        for name in ("per_node", "copied_from", "carried", "runs"):
-            if not fields[name]:
-                del fields[name]
-        return _seal("epoch", fields)
-
-
-def pack_contents(contents: Mapping[str, Mapping[str, bytes]]) -> dict[str, dict[str, str]]:
-    """Contents by item and name, for JSON."""
-    packed = {item: {n: base64.b64encode(data).decode() for n, data in each.items()} for item, each in contents.items()}
-    return {item: each for item, each in packed.items() if each}
-
-
-def unpack_contents(packed: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, bytes]]:
-    """The inverse of `pack_contents`; raises ValueError, AttributeError or TypeError for what it did not make."""
-    return {item: {n: base64.b64decode(d, validate=True) for n, d in each.items()} for item, each in packed.items()}
-
-
-def _seal(kind: str, fields: Mapping[str, Any]) -> bytes:
-    return checksums.seal({"format": paths.FORMAT, "version": paths.VERSION, "record": kind, **fields})
+        return codec.seal("epoch", self)
 
 
 def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
@@ -262,19 +292,3 @@ def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
         "files": [[f.part, f.size, f.data_start, f.block_bytes, f.xxh3] for f in files],
     }
     return checksums.digest(json.dumps(content, separators=(",", ":")).encode())
-
-
-def _items_json(items: Mapping[str, ItemRecord]) -> checksums.Json:
-    return checksums.dumps_fields({name: checksums.dumps_fields(_item_fields(item)) for name, item in items.items()})
-
-
-def _item_fields(item: ItemRecord) -> dict[str, Any]:
-    head: dict[str, Any] = {"kind": item.kind, "handler": item.handler}
-    if item.arrays is None:
-        return {**head, "same": item.same} if item.kind == "node" else head
-    return {
-        **head,
-        **item.arrays.json_fields,
-        "values": {str(k): v for k, v in item.values.items()},
-        "custom_metadata": checksums.pack_json(item.custom_metadata, "custom_metadata"),
-    }

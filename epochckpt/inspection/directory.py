@@ -21,7 +21,7 @@ from epochckpt.format import paths
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import goodput, scan, usage, whole_run
 from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, MetricsView, UsageView
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview, RunMetrics
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, NEWER, EpochRow, Overview, RunMetrics
 from epochckpt.inspection.select import narrowed
 from epochckpt.manager.reader import epoch_number
 from epochckpt.tiers import Mirror, viewed
@@ -152,11 +152,11 @@ class Inspection(Container):
             return scan.in_bucket(self.commits) and not self.commits.names.only and self.commits.head() is not None
 
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
-        """The row of every committed epoch, damaged ones too, ascending.
+        """The row of every committed epoch, also of those that cannot be read, ascending.
 
         In an object store they are made without a request per epoch: see `EpochRow` for what is not known then.
         """
-        return [row for row in self.overview(None, check=check).epochs if row.state in (COMMITTED, DAMAGED)]
+        return [row for row in self.overview(None, check=check).epochs if row.state in (COMMITTED, DAMAGED, NEWER)]
 
     def du(self) -> UsageView:
         """What the directory takes up on storage: bytes, files and their ages, by epoch and by everything else.
@@ -222,7 +222,7 @@ class Inspection(Container):
             if mirror is not None and number in mirror.readable() and scan.find(mirror.there, number) is not None:
                 return self._at(mirror.there, number)
         rows = self.overview(None, check=False).epochs
-        known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
+        known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED, NEWER)]
         error = EpochNotFoundError(number, self.directory, known)
         attempt = next((f". An attempt at saving it is {row.state}" for row in rows if row.epoch == number), "")
         error.args = (f"{self.directory}: no checkpoint {number}; {_text.near_epochs(number, known)}{attempt}",)

@@ -120,12 +120,12 @@ def _host(found: rows.Overview | rows.Usage) -> Iterator[Span]:
 
 
 def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
-    epochs = [row for row in found.epochs if row.state in (rows.COMMITTED, rows.DAMAGED)]
+    epochs = [row for row in found.epochs if row.state in (rows.COMMITTED, rows.DAMAGED, rows.NEWER)]
     count = len(epochs) + found.hidden
     size = _units.nbytes(sum(row.nbytes for row in epochs) + found.hidden_nbytes)
     yield f"{several(count, found.unit)}, {size}" if count else f"no {noun(found.unit)}s"
     states = collections.Counter(row.state for row in found.epochs)
-    for state in (rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED):
+    for state in (rows.DAMAGED, rows.NEWER, rows.IN_PROGRESS, rows.ABANDONED):
         if states[state]:
             yield Span(f"{_units.count(states[state])} {state}", tone(state))
     yield from _host(found)

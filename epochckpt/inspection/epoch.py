@@ -16,6 +16,7 @@ from epochckpt.errors import (
     DamagedError,
     EpochDeletedError,
     EpochNotFoundError,
+    FormatVersionError,
     InvalidArgumentError,
     UnknownNameError,
     UnsupportedError,
@@ -25,6 +26,7 @@ from epochckpt.inspection import describe, plain, scan, stats
 from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import (
     DAMAGED,
+    NEWER,
     ArrayLook,
     Diff,
     DiffRow,
@@ -246,7 +248,7 @@ class EpochInspection(Container):
 
     def _described(self) -> EpochDetail:
         detail = describe.describe(self._commits, self.plain_row(), self._mirror())
-        if not detail.items and detail.row.state == DAMAGED:
+        if not detail.items and detail.row.state in (DAMAGED, NEWER):
             raise _unusable(detail.row)
         return detail
 
@@ -262,6 +264,7 @@ class EpochInspection(Container):
         Raises:
             UnknownNameError: there is no such item; names those that are near.
             DamagedError: the epoch's record cannot be used.
+            FormatVersionError: only a newer epochckpt can read it.
         """
         items = self._items()
         if item not in items:
@@ -448,6 +451,7 @@ class ItemInspection(Container):
         return self.row
 
 
-def _unusable(row: EpochRow) -> DamagedError:
+def _unusable(row: EpochRow) -> DamagedError | FormatVersionError:
     where = paths.join(row.folder, paths.EPOCH_RECORD)
-    return DamagedError(where, row.detail.removeprefix(f"{where}: ") or "cannot be used")
+    kind = FormatVersionError if row.state == NEWER else DamagedError
+    return kind(where, row.detail.removeprefix(f"{where}: ") or "cannot be used")

@@ -15,6 +15,7 @@ from epochckpt.commit.metrics_log import flat, numbers
 from epochckpt.format.tree import EMPTY_KINDS
 
 COMMITTED = "committed"
+NEWER = "newer"  # committed, and only a newer epochckpt can read it
 DAMAGED = "damaged"  # it cannot be read, or files are missing or have other sizes than recorded
 IN_PROGRESS = "in progress"  # an attempt that something was written to lately
 ABANDONED = "abandoned"  # an attempt that failed or died
@@ -38,9 +39,9 @@ class EpochRow:
     """One epoch, or one attempt at saving an epoch that has not been committed."""
 
     epoch: int
-    state: str  # COMMITTED, DAMAGED, IN_PROGRESS or ABANDONED
+    state: str  # COMMITTED, DAMAGED, NEWER, IN_PROGRESS or ABANDONED
     writer: str = "epochckpt"  # or `orbax`
-    detail: str = ""  # why the epoch is damaged, or what is known of the attempt
+    detail: str = ""  # why the epoch cannot be read, or what is known of the attempt
     folder: str = ""  # relative to the directory
     attempt: str = ""  # its id
     nodes: tuple[NodeRow, ...] = ()  # none in a step of stock Orbax; of more than 16 as `notes`

@@ -16,7 +16,7 @@ from epochckpt import errors
 from epochckpt.inspection import leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import Container
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, DirectoryRow, Overview, RunsOverview
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, DirectoryRow, Overview, RunsOverview
 from epochckpt.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ def _directories(store: Store) -> Iterator[str]:
 
 def _row(name: str, seen: Overview) -> DirectoryRow:
     whole = [row for row in seen.epochs if row.state == COMMITTED]
-    latest = next((row for row in whole if row.latest), None)
+    latest = next((row for row in seen.epochs if row.latest), None)
     best = next((row for row in whole if row.best), None)
-    epochs = [row for row in seen.epochs if row.state in (COMMITTED, DAMAGED)]
+    epochs = [row for row in seen.epochs if row.state in (COMMITTED, DAMAGED, NEWER)]
     state, detail = state_of(seen)
     points = seen.history.get(seen.metric, ())
     return DirectoryRow(
@@ -174,7 +174,7 @@ def _row(name: str, seen: Overview) -> DirectoryRow:
 def state_of(seen: Overview) -> tuple[str, str]:
     """What goes on in a run, and why."""
     whole = [row for row in seen.epochs if row.state == COMMITTED]
-    latest = next((row for row in whole if row.latest), None)
+    latest = next((row for row in seen.epochs if row.latest), None)
     damaged = [row.epoch for row in seen.epochs if row.state == DAMAGED]
     if damaged and (latest is None or damaged[-1] > latest.epoch):
         return DAMAGED, f"{seen.unit} {damaged[-1]}"

@@ -24,6 +24,7 @@ from epochckpt.inspection.rows import (
     DAMAGED,
     ELSEWHERE,
     FOREIGN,
+    NEWER,
     EpochRow,
     LeftoverRow,
     NodeRow,
@@ -154,7 +155,12 @@ def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> Ep
         with contextlib.suppress(OSError):
             if isinstance(error, errors.EpochNotFoundError) or not commits.store.exists(folder):
                 return None
-        return EpochRow(epoch, DAMAGED, detail=errors.say(error), folder=folder)
+        return EpochRow(epoch, _state(error), detail=errors.say(error), folder=folder)
+
+
+def _state(error: Exception) -> str:
+    """The state of an epoch whose record or files cannot be used."""
+    return NEWER if isinstance(error, errors.FormatVersionError) else DAMAGED
 
 
 def unit_of(commits: Commits) -> str:
@@ -393,7 +399,7 @@ def _checked_objects(commits: PutCommits, row: EpochRow) -> EpochRow:
     except (errors.EpochCheckpointError, OSError) as error:
         if _says_nothing(commits, error):
             raise
-        fields = {"state": DAMAGED, "detail": errors.say(error), "checked": True}
+        fields = {"state": _state(error), "detail": errors.say(error), "checked": True}
         return dataclasses.replace(row, attempt=commits.seen_attempt(row.epoch) or row.attempt, **fields)
 
 
@@ -411,7 +417,7 @@ def _checked(commits: Commits, row: EpochRow) -> EpochRow:
     except (errors.EpochCheckpointError, OSError) as error:
         if _says_nothing(commits, error):
             raise
-        return dataclasses.replace(row, state=DAMAGED, detail=errors.say(error), checked=True)
+        return dataclasses.replace(row, state=_state(error), detail=errors.say(error), checked=True)
 
 
 def _with_nodes(row: EpochRow, nodes: Sequence[NodeRow]) -> EpochRow:
@@ -492,7 +498,7 @@ class _Scan:
             if check:
                 self._update(functools.partial(checked, commits), more if shown else self._first(more))
             shown |= more
-            latest = max((epoch for epoch, row in self._rows.items() if row.state == COMMITTED), default=None)
+            latest = max((epoch for epoch, row in self._rows.items() if row.state in (COMMITTED, NEWER)), default=None)
             best = self._best()
             more = {epoch for epoch in (best, latest if limit != 0 else None) if epoch is not None} - shown
             if not more:

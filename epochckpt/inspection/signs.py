@@ -17,6 +17,7 @@ HELD_UP = 1.0  # seconds by which what held up a save takes longer than most
 STATES = {  # tones and meanings
     rows.COMMITTED: (Tone.GOOD, "every node finished; it can be restored"),
     rows.DAMAGED: (Tone.BAD, "it cannot be read, or files are missing or have other sizes than recorded; never loaded"),
+    rows.NEWER: (Tone.WARN, "only a newer epochckpt can read it; nothing is known to be wrong with it"),
     rows.IN_PROGRESS: (Tone.LIVE, "a save that was written to lately; it is not committed yet"),
     rows.ABANDONED: (Tone.WARN, "a save that failed or died; no reader looks at it"),
     rows.ELSEWHERE: (Tone.FAINT, "on the disk of another host"),

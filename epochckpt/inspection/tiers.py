@@ -8,7 +8,7 @@ from epochckpt.commit import Commits
 from epochckpt.commit.host_record import HostRecord, read_host_record
 from epochckpt.format import paths
 from epochckpt.inspection import whole_run
-from epochckpt.inspection.rows import BOTH, COMMITTED, DAMAGED, LOCAL, MIRROR, EpochRow, Overview
+from epochckpt.inspection.rows import BOTH, COMMITTED, DAMAGED, LOCAL, MIRROR, NEWER, EpochRow, Overview
 from epochckpt.tiers import Ledger, read_ledger, viewed
 
 
@@ -65,7 +65,7 @@ def _with_mirror(
     there: dict[int, EpochRow] = {}
     mirror = viewed(url, commits)
     epochs = set(mirror.readable())
-    shown = {row.epoch: row for row in found.epochs if row.state in (COMMITTED, DAMAGED)}
+    shown = {row.epoch: row for row in found.epochs if row.state in (COMMITTED, DAMAGED, NEWER)}
     copied = {epoch for epoch in epochs & shown.keys() if mirror.is_copy(commits, epoch)}
     oldest = min(shown, default=-1) if found.hidden else -1  # an older one may be here, too, without a row
     remote = sorted((e for e in epochs - shown.keys() if e > oldest), reverse=True)[:limit]
@@ -79,7 +79,7 @@ def _with_mirror(
     found = whole_run.completed(found, there.values(), mirror.there.deleted(), epochs)
 
     def placed(row: EpochRow) -> EpochRow:
-        if row.state == COMMITTED:
+        if row.state in (COMMITTED, NEWER):
             return dataclasses.replace(row, tier=BOTH if row.epoch in copied else LOCAL)
         if row.state == DAMAGED and row.epoch in copied:
             return dataclasses.replace(row, tier=MIRROR, detail=f"{row.detail}; it is read from the mirror")

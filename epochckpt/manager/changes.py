@@ -23,6 +23,7 @@ from epochckpt.errors import (
     DamagedError,
     EpochNotFoundError,
     FormatError,
+    FormatVersionError,
     InvalidArgumentError,
     UnsupportedError,
     say,
@@ -205,5 +206,5 @@ class DirectoryCopy:
         """Notes what is wrong with an epoch of the source: the others are copied."""
         try:
             yield
-        except (DamagedError, EpochNotFoundError, FormatError, UnsupportedError) as error:
+        except (DamagedError, EpochNotFoundError, FormatError, FormatVersionError, UnsupportedError) as error:
             self.problems[epoch] = say(error)

@@ -129,8 +129,6 @@ class Readers:
         """The answer of these readers, or of the mirror's where an epoch is missing here or damaged."""
         try:
             return ask(self)
-        except FormatVersionError:
-            raise
         except (EpochNotFoundError, DamagedError, FormatError) as error:
             there = self._elsewhere(epoch, error)
             if there is None:
@@ -185,16 +183,18 @@ class Readers:
             reader = self.open(epoch)
             with _progress.work(f"verifying checkpoint {epoch}", reader.record.nbytes) as work:
                 return reader.verify(work.advance)
-        except EpochNotFoundError:
+        except (EpochNotFoundError, FormatVersionError):
             raise
         except EpochCheckpointError as error:
             return Verification(epoch, 0, (error,))
 
     def status(self, epoch: int) -> EpochStatus:
-        """Committed, damaged or absent; raises AccessError or StorageError if storage does not say."""
+        """Committed, damaged, newer or absent; raises AccessError or StorageError if storage does not say."""
         try:
             return self.open(epoch).status()
         except EpochNotFoundError:
             return EpochStatus(epoch, "absent")
+        except FormatVersionError as error:
+            return EpochStatus(epoch, "newer", str(error))
         except (DamagedError, FormatError) as error:
             return EpochStatus(epoch, "damaged", str(error))

@@ -30,6 +30,7 @@ def repair_view(
         EpochNotFoundError: there is no such epoch.
         EpochDeletedError: it was deleted or replaced meanwhile.
         DamagedError, FormatError: its record cannot be used.
+        FormatVersionError: only a newer epochckpt can read it.
         UnsupportedError: it was saved without a view, or by stock Orbax.
         AccessError: no permission to write there.
 

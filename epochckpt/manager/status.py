@@ -27,9 +27,10 @@ class EpochStatus:
     """The status of one epoch.
 
     Attributes:
-        state: `committed`, `saving`, `failed`, `damaged` or `absent`; `uncertain`: absent, but this process cannot
-            know that it will stay so (see `UncertainError`).
-        detail: what the save waits for, or why it failed; empty otherwise.
+        state: `committed`, `saving`, `failed`, `damaged`, `newer` or `absent`; `newer`: committed, and only a newer
+            epochckpt can read it; `uncertain`: absent, but this process cannot know that it will stay so (see
+            `UncertainError`).
+        detail: what the save waits for, why it failed, or why the epoch cannot be read; empty otherwise.
         nodes: the nodes that wrote it, if committed; none if stock Orbax wrote it.
         orbax_nbytes: bytes of its files, if stock Orbax wrote it.
     """

@@ -40,6 +40,7 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FencedError,
     FormatError,
+    FormatVersionError,
     InvalidArgumentError,
     LateNodesError,
     UncertainError,
@@ -505,7 +506,7 @@ class Worker:
             self._copy_now(epoch)
         except EpochNotFoundError as error:  # deleted here meanwhile; or replaced, and due again
             logging.info("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
-        except (DamagedError, FormatError, UnsupportedError) as error:
+        except (DamagedError, FormatError, FormatVersionError, UnsupportedError) as error:
             logging.error("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
             self._give_up(epoch)
         except BaseException:

@@ -22,6 +22,7 @@ from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
     FormatError,
+    FormatVersionError,
     InvalidArgumentError,
     UncertainError,
     UploadError,
@@ -104,7 +105,7 @@ class EpochCopy:
             return False
         try:
             record = self.commits.read_in(folder, self._epoch)
-        except (DamagedError, FormatError) as error:
+        except (DamagedError, FormatError, FormatVersionError) as error:
             raise self._in_the_way(f"not readable: {error}") from error
         if record is None:
             raise self._in_the_way("no epoch")

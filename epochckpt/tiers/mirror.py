@@ -30,6 +30,7 @@ from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     FormatError,
+    FormatVersionError,
     InvalidArgumentError,
     NotACheckpointDirectoryError,
     UnsupportedError,
@@ -46,7 +47,7 @@ from epochckpt.tiers.ledger import Copy, Identity, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import Owner, Reader, Standing, Stranger, Successor, Unanswered, assess, claim_of
 
 _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
-_NO_ANSWER = (DamagedError, FormatError, NotACheckpointDirectoryError, OSError)
+_NO_ANSWER = (DamagedError, FormatError, FormatVersionError, NotACheckpointDirectoryError, OSError)
 
 
 class Mirror:

@@ -256,7 +256,17 @@ def test_with_local_disks_a_node_writes_all_that_its_devices_hold_once(
 def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
     """It is in the record of the node alone; small contents are in that of the epoch, and others are refused there."""
     file = AlsoFile("default", 0, 5000, 4096, 3, 4096, ("0" * 16, "1" * 16))
-    node = NodeRecord(7, "0123456789abcdef-7-0", "a", 0, 2, "ab", (), {}, {}, (file,))
+    node = NodeRecord(
+        epoch=7,
+        attempt="0123456789abcdef-7-0",
+        node="a",
+        process=0,
+        processes=2,
+        plan="ab",
+        files=(),
+        timings={},
+        also=(file,),
+    )
     again = parse_node("7/a/node.json", node.to_bytes())
     assert again == node
     assert again.also[0].path == "_also/default.safetensors"
@@ -463,7 +473,18 @@ def record_of(nodes: int, leaves: int) -> EpochRecord:
     )
     record = ItemRecord("arrays", "", item, {})
     return EpochRecord(
-        7, "0123456789abcdef-1", False, "ab" * 16, files, {"default": record}, True, None, {}, 1, 2, {"secs": 1.0}
+        epoch=7,
+        attempt="0123456789abcdef-1",
+        objects=False,
+        plan="ab" * 16,
+        nodes=files,
+        items={"default": record},
+        default_item=True,
+        metrics=None,
+        custom_metadata={},
+        started_ns=1,
+        committed_ns=2,
+        timings={"secs": 1.0},
     )
 
 

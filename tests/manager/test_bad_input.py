@@ -583,13 +583,16 @@ def test_a_record_larger_than_the_cap_is_not_read(run: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("version", [0, 2, 10**9, "1", None, 1.5])
 def test_a_newer_format_version_is_refused_by_name(run: pathlib.Path, version: Any) -> None:
-    """At open, and by a manager that is open; it is not damage, so no older epoch is taken."""
+    """By a manager that was open before, too; it is not damage, so no older epoch is taken."""
     before = reader(run)
     seal_epoch(run, {**load(run, EPOCH), "version": version})
     with unchanged(run):
-        for call in (lambda: reader(run), lambda: ec.CheckpointManager(run), lambda: before.restore(1)):
-            with pytest.raises(errors.FormatVersionError, match=r"1/epoch\.json.*version"):
-                call()
+        for manager in (before, reader(run), ec.CheckpointManager(run)):
+            for epoch in (1, None):
+                with pytest.raises(errors.FormatVersionError, match=r"1/epoch\.json.*version"):
+                    manager.restore(epoch)
+            assert manager.all_steps() == [0, 1]
+            assert manager.damaged_epochs() == []
 
 
 def test_a_foreign_record_is_refused(run: pathlib.Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.exchange import Exchange
@@ -213,7 +213,7 @@ class ItemBackend(CheckpointBackend):
     def _is_beside(self, epoch: int) -> bool:
         try:
             return bool(self.notes(epoch).get(BESIDE))
-        except (DamagedError, FormatError, EpochNotFoundError):  # the restore raises it
+        except (DamagedError, FormatError, FormatVersionError, EpochNotFoundError):  # the restore raises it
             return False
 
     def _check_free(self) -> None:

@@ -1,0 +1,170 @@
+"""Items in `epoch.json`, and a node's own ones in `node.json`: trees, grids and values of Python leaves.
+
+How a tree and its grids are written is in `grid.ArrayItem`, whose text each epoch of a plan has. Here they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import marshal
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from epochckpt.errors import FormatError
+from epochckpt.format import checksums, paths
+from epochckpt.format import tree as tree_lib
+from epochckpt.format.codec import MAX_BYTES, Codec, Fields, user_data
+from epochckpt.format.grid import MAX_CELLS, MAX_ITEM_CELLS, ArrayItem, Grid, Leaf
+
+_MAX_DIM, _MAX_DIMS = 2**48, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemRecord:
+    """One item of an epoch.
+
+    Its kind is `arrays` (a pytree in data files), `files` (written by a handler), or `node` (a pytree that differs per
+    node; each node's `node.json` describes its own).
+    """
+
+    kind: str
+    handler: str = ""  # type name of the Orbax handler, as Orbax records it
+    arrays: ArrayItem | None = None  # only of kind `arrays`; so are the next two
+    values: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # Python leaves as JSON, by leaf number
+    custom_metadata: Any = None  # the caller's
+    same: bool = False  # of `node`: every node of the epoch has the item, with the same content
+
+
+def items(nodes: str | None) -> Codec[Mapping[str, ItemRecord]]:
+    """The codec of items by name, of as many nodes as the attribute `nodes` of their record has; None: of one node."""
+
+    def read(fields: Fields, key: str) -> dict[str, ItemRecord]:
+        count = 1 if nodes is None else len(fields.found[nodes])
+        return {name: _parse_item(fields.path, name, entry, count) for name, entry in fields.mapping(key).items()}
+
+    def write(found: Mapping[str, ItemRecord]) -> checksums.Json:
+        texts = {name: checksums.dumps_fields(_item_fields(item)) for name, item in found.items()}
+        return checksums.dumps_fields(texts)
+
+    return Codec(read, write)
+
+
+def _item_fields(item: ItemRecord) -> dict[str, Any]:
+    head: dict[str, Any] = {"kind": item.kind, "handler": item.handler}
+    if item.arrays is None:
+        return {**head, "same": item.same} if item.kind == "node" else head
+    return {
+        **head,
+        **item.arrays.json_fields,
+        "values": {str(k): v for k, v in item.values.items()},
+        "custom_metadata": checksums.pack_json(item.custom_metadata, "custom_metadata"),
+    }
+
+
+def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
+    paths.check_recorded_name(path, name)
+    fields = Fields(path, entry, f"items.{name}.")
+    kind, handler = fields.text("kind"), fields.text("handler")
+    if kind in ("files", "node"):
+        return ItemRecord(kind, handler, same=kind == "node" and fields.boolean("same"))
+    if kind != "arrays":
+        raise fields.fail("kind", "'arrays', 'files' or 'node'")
+    arrays = _parse_arrays(fields, name, nodes)
+    return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), user_data(fields, "custom_metadata"))
+
+
+def _parse_arrays(fields: Fields, name: str, nodes: int) -> ArrayItem:
+    grids = [_parse_grid(fields, i, row, nodes) for i, row in enumerate(fields.array("grids"))]
+    known: dict[bytes, tuple[Any, ...]] = {}
+    leaves = [_parse_leaf(fields, i, row, grids, known) for i, row in enumerate(fields.array("leaves"))]
+    if sum(len(grids[leaf.grid].holders) for leaf in leaves if leaf.grid >= 0) > MAX_ITEM_CELLS:
+        raise fields.fail("leaves", f"at most {MAX_ITEM_CELLS} cells in all")
+    if len({leaf.name for leaf in leaves}) != len(leaves):
+        raise fields.fail("leaves", "distinct names")
+    shardings, meshes = fields.array("shardings"), fields.array("meshes")
+    if any(leaf.sharding >= len(shardings) for leaf in leaves):
+        raise fields.fail("shardings", "a row for every leaf that names one")
+    return ArrayItem(name, tuple(leaves), tuple(grids), tuple(shardings), tuple(meshes))
+
+
+def _parse_grid(fields: Fields, number: int, row: object, nodes: int) -> Grid:
+    problem = FormatError(fields.path, f"{fields.where}grids[{number}] is not [counts, holders of every cell]")
+    if not isinstance(row, list) or len(row) != 2 or not all(isinstance(x, list) for x in row):
+        raise problem
+    counts, holders = row
+    if len(counts) > _MAX_DIMS or not all(type(c) is int and 0 < c <= MAX_CELLS for c in counts):
+        raise problem
+    if math.prod(counts) > MAX_CELLS or len(holders) != math.prod(counts):
+        raise problem
+    lists = [held for held in holders if isinstance(held, list)]
+    named = list(itertools.chain.from_iterable(lists))  # a large job has many: they are checked together
+    if not all(lists) or {*map(type, named)} != {int} or not 0 <= min(named) <= max(named) < nodes:
+        raise problem
+    parsed: list[tuple[int, ...]] = []
+    for held in holders:
+        if isinstance(held, list):
+            parsed.append(tuple(held))
+        elif type(held) is int and 0 <= held < len(parsed):  # the holders of an earlier cell
+            parsed.append(parsed[held])
+        else:
+            raise problem
+    return Grid(tuple(counts), tuple(parsed))
+
+
+def _parse_leaf(
+    fields: Fields, number: int, row: object, grids: list[Grid], known: dict[bytes, tuple[Any, ...]]
+) -> Leaf:
+    if not isinstance(row, list) or len(row) not in (2, 7, 8):
+        raise _no_leaf(fields, number)
+    path = tree_lib.path_from_json(fields.path, row[0])
+    try:
+        form = marshal.dumps(row[1:], 2)  # not a tuple, which would take true for 1
+    except ValueError:  # nested too deeply
+        raise _no_leaf(fields, number) from None
+    if (rest := known.get(form)) is None:
+        rest = known[form] = _parse_form(fields, number, row, grids)
+    return Leaf._make((path, tree_lib.leaf_name(path), *rest))
+
+
+def _parse_form(fields: Fields, number: int, row: list[Any], grids: list[Grid]) -> tuple[Any, ...]:
+    """The fields of a leaf after its name; few leaves of a tree differ in them."""
+    kind = row[1]
+    if not isinstance(kind, str):
+        raise _no_leaf(fields, number)
+    if len(row) == 2 and (kind in tree_lib.VALUE_KINDS or kind in tree_lib.EMPTY_KINDS):
+        return Leaf((), "", kind)[2:]
+    if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not isinstance(row[3], list):
+        raise _no_leaf(fields, number)
+    dtype = tree_lib.parse_dtype(fields.path, row[2])
+    shape, (grid, rotation, sharding) = row[3], row[4:7]
+    impl = row[7] if kind == "prng" else None
+    if {*map(type, shape), type(grid), type(rotation), type(sharding)} != {int} or len(shape) > _MAX_DIMS:
+        raise _no_leaf(fields, number)
+    if not 0 <= min((*shape, rotation)) <= max((*shape, rotation)) < _MAX_DIM:
+        raise _no_leaf(fields, number)
+    if not 0 <= grid < len(grids) or sharding < -1:
+        raise _no_leaf(fields, number)
+    if math.prod(shape) * dtype.itemsize >= MAX_BYTES or not isinstance(impl, str | None):
+        raise _no_leaf(fields, number)
+    counts = grids[grid].counts
+    if counts and (len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False))):
+        where = f"{fields.where}leaves[{number}]"
+        raise FormatError(fields.path, f"{where}: shape {shape} is not cut evenly by the grid {list(counts)}")
+    return kind, dtype, tuple(shape), grid, rotation, sharding, impl
+
+
+def _no_leaf(fields: Fields, number: int) -> FormatError:
+    row = "[path, kind, dtype, shape, grid, rotation, sharding]"
+    return FormatError(fields.path, f"{fields.where}leaves[{number}] is not {row}")
+
+
+def _parse_values(fields: Fields, arrays: ArrayItem) -> dict[int, Any]:
+    raw = fields.mapping("values")
+    expected = {str(i): i for i, leaf in enumerate(arrays.leaves) if leaf.kind in tree_lib.VALUE_KINDS}
+    if raw.keys() != expected.keys():
+        raise fields.fail("values", "one value for every Python leaf")
+    for k, i in expected.items():
+        tree_lib.value_from_json(fields.path, arrays.leaves[i].kind, raw[k])
+    return {i: raw[k] for k, i in expected.items()}
