@@ -421,13 +421,8 @@ class Visit:
         finally:
             self.life.end()
             if not at_once:
-                self._look_again()
+                world.look()  # which it is not away from: only runs are
         return None
-
-    def _look_again(self) -> None:
-        """What the mirror has after the life."""
-        if not self._is_away():
-            self.world.look()
 
     # -- a run beside which another one goes on
 
