@@ -98,10 +98,13 @@ class MirrorWalk:
         place.settle("first")
         errors = list[BaseException]()
 
+        place.go_by("older")
+        older = self._open(root / "old" / "run", url, operation)  # else it would find what the newer run has done
+
         def perform() -> None:
             of_run("older")
             try:
-                with self._open(root / "old" / "run", url, operation) as older:
+                with older:
                     OPERATIONS[operation](older)
             except BaseException as error:
                 errors.append(error)
@@ -109,7 +112,6 @@ class MirrorWalk:
                 place.settle("older")
                 pause.reached.set()
 
-        place.go_by("older")
         place.decide_by(pause.decide)
         thread = threading.Thread(target=perform, daemon=True)
         thread.start()
