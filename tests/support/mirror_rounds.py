@@ -608,6 +608,8 @@ class Visit:
         for tags in (*disk.may.values(), *disk.must.values()):
             disk.timeline.dead |= tags - {*listed.values()}
         disk.saved, disk.may, disk.together = kept, {}, ()
+        for epoch in listed.keys() - kept.keys():
+            disk.retired.setdefault(epoch, set()).add(listed[epoch])
         self._bound()
 
     def _bound(self) -> None:
@@ -632,6 +634,7 @@ class Visit:
         if self._follows is Follows.MIRROR:
             disk.timeline, disk.claims = self._timeline, {*world.owners}
             disk.here, disk.saved, disk.may, disk.together = set(), {}, {}, ()
+            disk.retired = {epoch: {tag} for epoch, tag in self._known.items()}
             self._follows, disk.unsure = Follows.OWN, True
             self._bound()
         if self._follows is Follows.OWN:
