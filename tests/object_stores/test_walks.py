@@ -1,5 +1,6 @@
 """An older run that is paused, or dies, at any of its requests while a newer one takes over: see `support.walking`."""
 
+import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import obstore
 import pytest
 
+from tests.support.mirror_walk import OPERATIONS as MIRROR_OPERATIONS
+from tests.support.mirror_walk import MirrorWalk
 from tests.support.object_servers import bucket
 from tests.support.walk_places import FORMS, MemoryPlace, Place, ServerPlace
 from tests.support.walking import NEWCOMERS, OPERATIONS, Walk
@@ -29,7 +32,7 @@ def opened(scheme: str, operation: str = "") -> Iterator[Place]:
             there.close()
 
 
-def check(walk: Walk, least: int) -> None:
+def check(walk: Walk | MirrorWalk, least: int) -> None:
     print(f"{walk.cases} meetings, {len(walk.violations)} violations")
     assert not walk.violations, "\n".join(walk.violations[:20])
     assert walk.cases >= least
@@ -72,6 +75,27 @@ def test_no_older_run_ever_harms_a_newer_one(scheme: str, operation: str) -> Non
         for newcomer in NEWCOMERS:
             walk.along(operation, newcomer)
         check(walk, len(NEWCOMERS) * len(FORMS) if operation != "close" else 1)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_paused_at_its_mirror_harms_nothing(tmp_path: pathlib.Path) -> None:
+    with opened("memory") as place:
+        walk = MirrorWalk(place, tmp_path)
+        walk.along("copies", "late")
+        check(walk, 5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("operation", MIRROR_OPERATIONS)
+@pytest.mark.parametrize("scheme", ["memory", "gs", "s3"])
+def test_no_older_owner_of_a_mirror_ever_harms_a_newer_one(scheme: str, operation: str, tmp_path: pathlib.Path) -> None:
+    """Each operation, each request to the mirror, each form of the pause."""
+    with opened(scheme) as place:
+        walk = MirrorWalk(place, tmp_path)
+        for form in FORMS:
+            walk.along(operation, form)
+        check(walk, len(FORMS))
 
 
 @contextmanager

@@ -421,13 +421,8 @@ class Visit:
         finally:
             self.life.end()
             if not at_once:
-                self._look_again()
+                world.look()  # which it is not away from: only runs are
         return None
-
-    def _look_again(self) -> None:
-        """What the mirror has after the life."""
-        if not self._is_away():
-            self.world.look()
 
     # -- a run beside which another one goes on
 
@@ -613,6 +608,8 @@ class Visit:
         for tags in (*disk.may.values(), *disk.must.values()):
             disk.timeline.dead |= tags - {*listed.values()}
         disk.saved, disk.may, disk.together = kept, {}, ()
+        for epoch in listed.keys() - kept.keys():
+            disk.retired.setdefault(epoch, set()).add(listed[epoch])
         self._bound()
 
     def _bound(self) -> None:
@@ -637,6 +634,7 @@ class Visit:
         if self._follows is Follows.MIRROR:
             disk.timeline, disk.claims = self._timeline, {*world.owners}
             disk.here, disk.saved, disk.may, disk.together = set(), {}, {}, ()
+            disk.retired = {epoch: {tag} for epoch, tag in self._known.items()}
             self._follows, disk.unsure = Follows.OWN, True
             self._bound()
         if self._follows is Follows.OWN:

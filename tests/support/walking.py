@@ -122,6 +122,7 @@ class Operation:
         aside: the subfolder that keeps what is deleted.
         stock: the epochs that stock Orbax has written.
         leaving: epoch 3 of stock Orbax was deleted by a run that was killed in the middle of removing it.
+        headless: the head is lost, and both runs make it anew before they do anything else.
     """
 
     perform: Callable[[Older], object]
@@ -135,6 +136,7 @@ class Operation:
     aside: str | None = None
     stock: tuple[int, ...] = ()
     leaving: bool = False
+    headless: bool = False
 
 
 WITH_3 = BASE | {3: tag_of(3, OLDER)}
@@ -152,6 +154,11 @@ def _replace_2(older: Older) -> None:
     manager = older.open()
     manager.allow_overwrite(2)
     save(manager, 2, tag_of(2, ANEW))
+
+
+def _repair_and_save(older: Older) -> None:
+    ec.repair_head(older.url)
+    _save_3(older)
 
 
 def _kept(count: int) -> Callable[[Found], bool]:
@@ -230,6 +237,10 @@ OPERATIONS = {
     "close": Operation(lambda older: older.open().close()),
     "collect garbage": Operation(
         lambda older: collect(older.url, delete=True, clock=lambda: time.time() + 1e7), claimed=False, dead=True
+    ),
+    "repair": Operation(lambda older: ec.repair_head(older.url), claimed=False, headless=True),
+    "repair and save": Operation(
+        _repair_and_save, lambda found: found in (BASE, WITH_3), lambda found: 3 in found, claimed=False, headless=True
     ),
     "first save": Operation(_save_3, lambda found: found in (BASE, WITH_3), lambda found: 3 in found, claimed=False),
     "first save, keep 1": Operation(_save_3, _kept(1), lambda found: 3 in found, claimed=False, keep=1),
@@ -413,7 +424,7 @@ class _Meeting:
         place, pause, older, newcomer = self._place, self._pause, self._older, self._newcomer
         self._prepare()
         keep = {} if newcomer.keep is None else {"max_to_keep": newcomer.keep}
-        early = Newer(older, **keep) if newcomer.early else None
+        early = self._newer(keep) if newcomer.early else None
         place.go_by("older")
         place.decide_by(pause.decide)
         thread = threading.Thread(target=older.perform, args=(pause,), daemon=True)
@@ -425,7 +436,7 @@ class _Meeting:
         if pause.form in KILLED:  # what it still does changes nothing
             thread.join(WAIT_SECS)
         place.go_by("newer")
-        newer = early or Newer(older, **keep)
+        newer = early or self._newer(keep)
         self._act(newer)
         place.settle("newer")
         place.go_by("older")
@@ -452,6 +463,11 @@ class _Meeting:
             ec.repair_head(self._url)
             self._check("after its head was lost and made anew", expected | {last: tag_of(last, LAST)}, newer)
         return True
+
+    def _newer(self, keep: dict[str, int]) -> Newer:
+        if self._operation.headless:
+            ec.repair_head(self._url)
+        return Newer(self._older, **keep)
 
     def end(self) -> None:
         """Lets go of everything, whatever happened."""
@@ -496,6 +512,8 @@ class _Meeting:
         if self._operation.uploads or self._newcomer.acts is Newer.uploads:
             self._older.source = open_run(f"memory://{uuid.uuid4().hex}")
             save(self._older.source, 7, UPLOADED)
+        if self._operation.headless:
+            open_store(self._url).remove(paths.HEAD)
 
     def _leave_half(self) -> None:
         """A run deletes epoch 3, of stock Orbax, and is killed when it has removed something of it."""
