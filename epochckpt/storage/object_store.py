@@ -138,7 +138,7 @@ class ObjectStore(Store):
 
     def _check_version(self, path: str, version: Mapping[str, str]) -> None:
         """Refuses what no condition can name: `If-Match` compares strong ETags only (RFC 9110, section 13.1.1)."""
-        if "version" in version and self.root.startswith("gs://"):
+        if "version" in version and self._client.scheme.generations:
             return
         etag = version.get("e_tag", "")
         if not etag or etag.startswith("W/"):

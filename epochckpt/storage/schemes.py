@@ -105,6 +105,7 @@ class Scheme:
         exists: matches an answer with status 409 that means "this object exists". Any other 409 means "try again".
         no_bucket: matches an answer that means "this bucket does not exist".
         policy: matches an answer by which a retention policy, a hold or a lock protects an object.
+        generations: an object's generation names a version of it in conditions. Otherwise its ETag does.
         copies_if_absent: the server can copy an object on the condition that the target does not exist.
         stock_orbax: stock Orbax can read and write such a bucket.
         orbax_name: the scheme's name in Orbax's events.
@@ -124,6 +125,7 @@ class Scheme:
     exists: re.Pattern[str] = _NEVER
     no_bucket: re.Pattern[str] = _NEVER
     policy: re.Pattern[str] = _NEVER
+    generations: bool = False
     copies_if_absent: bool = True
     stock_orbax: bool = False
     orbax_name: str = "other"
@@ -246,6 +248,7 @@ SCHEMES = {
     for row in (
         Scheme(
             name="gs",
+        generations=True,
             example="gs://bucket/run",
             client=_google,
             settings=frozenset({"endpoint", "requester_pays", "anonymous"}),

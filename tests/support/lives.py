@@ -20,7 +20,7 @@ import obstore
 import pytest
 
 from epochckpt import _threads
-from epochckpt.commit import coordination, opening
+from epochckpt.commit import coordination, head_turns, opening
 from epochckpt.storage import PosixStore, Store, posix
 from epochckpt.storage.object_client import Client
 from tests.support.disk_walk import InMemory, Killed
@@ -251,12 +251,19 @@ def _is_away(where: str) -> bool:
 def install(patch: pytest.MonkeyPatch) -> None:
     """Makes the calls of stores, the waits and the threads of a life its own."""
     start, drain, wait = _threads.start, _threads.drain_at_exit, _threads.Future.wait
+    start_thread = _threads.start_thread
 
     def start_here(fn: Callable[[], Any]) -> Any:
         if _here.get() is None:
             return start(fn)
         context = contextvars.copy_context()
         return start(lambda: context.run(fn))
+
+    def start_thread_here(fn: Callable[[], Any]) -> Any:
+        if _here.get() is None:
+            return start_thread(fn)
+        context = contextvars.copy_context()
+        return start_thread(lambda: context.run(fn))
 
     def wait_here(future: _threads.Future[Any], timeout_secs: float | None = None) -> bool:
         life = _here.get()
@@ -283,6 +290,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(coordination, "connect", connect_here)
     patch.setattr(opening, "_base", base_here)
     patch.setattr(_threads, "start", start_here)
+    patch.setattr(_threads, "start_thread", start_thread_here)
+    patch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # processes do not share their turns
     patch.setattr(_threads, "drain_at_exit", drain_later)
     patch.setattr(_threads.Future, "wait", wait_here)
     patch.setattr(posix, "os", _Os())
@@ -290,7 +299,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     _own(patch, Client)
     methods = {name: call for each in (Store, PosixStore) for name, call in vars(each).items()}
     for name, call in methods.items():
-        if not name.startswith("_") and callable(call) and not isinstance(call, property | type):
+        if not name.startswith("_") and name != "confirming_damage" and callable(call) and not isinstance(call, property | type):
             patch.setattr(PosixStore, name, _through(name, call), raising=False)
     for name in ("write", "finish"):
         patch.setattr(posix.PosixWriter, name, _writing(name, getattr(posix.PosixWriter, name)))

@@ -31,6 +31,7 @@ from epochckpt.storage import PosixStore
 from epochckpt.tiers import copying, read_ledger
 from tests.support import lives
 from tests.support.lives import Killed, Life
+from tests.support.taps import eventually
 
 Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions
 
@@ -154,6 +155,7 @@ def test_a_run_that_lost_its_mirror_goes_on_without_it(place: Place, caplog: pyt
         save(first, 0)
     first = place.open("one")
     save(first, 1)
+    eventually(lambda: place.mirrored() == {0: 0, 1: 1})
     with place.open("two") as second:
         save(second, 7, 7.5)
     before = place.mirrored()
