@@ -64,7 +64,11 @@ class RenameCommits(Commits):
         return found
 
     def lineage(self) -> Lineage | None:
-        return parsing.read_record(self.store, paths.LINEAGE_RECORD, lineages.parse)
+        try:
+            return parsing.read_record(self.store, paths.LINEAGE_RECORD, lineages.parse)
+        except (errors.DamagedError, errors.FormatError) as error:
+            error.add_note(f"A manager that is opened at {self.store.root} itself, and claims it, writes it anew")
+            raise
 
     def claim(
         self,
@@ -77,13 +81,23 @@ class RenameCommits(Commits):
         # Every older run is fenced off by now. If a newer one changes it between the next two steps, the second of them
         # fails, because it goes through this run's home.
         try:
-            found = self.lineage()
+            found = self._lineage_for(lineage)
             claimed = lineage.apply(found)
             if claimed is not None and claimed != found:
                 self.overwrite(paths.LINEAGE_RECORD, claimed.to_bytes())
         except BaseException:
             _threads.logged(f"{self.store.root}: a claim that failed", self.release)
             raise
+
+    def _lineage_for(self, claim: ClaimLineage | ClaimDirectly) -> Lineage | None:
+        """The lineage that a claim finds. An ordinary claim replaces one that is damaged."""
+        try:
+            return self.lineage()
+        except (errors.DamagedError, errors.FormatError):
+            if isinstance(claim, ClaimLineage):
+                raise
+            logging.warning("%s/%s is damaged: it is written anew", self.store.root, paths.LINEAGE_RECORD)
+            return Lineage(directory="", claim=paths.new_id())
 
     def claim_as(self, incarnation: str, epoch: int = 0) -> None:
         """The same as a given incarnation, which the processes of a job with local disks share."""

@@ -121,7 +121,8 @@ class History:
     only on calls that every process makes alike, not on how far the background is. `damaged` epochs are on storage and
     cannot be restored; the next save of their number may replace them.
 
-    Of the committed epochs, the `remote` ones are only in the mirror. `mirror` is what the primary knows of it.
+    Of the committed epochs, the `remote` ones are only in the mirror. `mirror` is what the primary knows of it. `held`
+    gives epochs of which a deletion is under way, or was interrupted: no policy deletes them.
 
     Several threads and signal handlers use it without a lock: each change is one operation of a dict, see `_threads`.
     """
@@ -130,6 +131,7 @@ class History:
 
     def __init__(self, load: Callable[[int], EpochRecord | HeadEpoch], alone: bool = True):
         self._load = load
+        self.held: Callable[[], Collection[int]] = frozenset
         self.remote: frozenset[int] = frozenset()
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
@@ -378,11 +380,13 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
     if (mirror := history.mirror) is not None:
         waiting = mirror.waiting()
         gone = [epoch for epoch in gone if epoch not in waiting]
+    held = history.held()
+    gone = [epoch for epoch in gone if epoch not in held]
     hides = tuple(epoch for epoch in gone if _may_delete(commits, infos[epoch]))
     deleted, remote = hides, ()
     if mirror is not None:
         remote = tuple(epoch for epoch in hides if mirror.has(epoch))
-        lost = history.remote.intersection(mirror.pop_removed())
+        lost = history.remote.intersection(mirror.pop_removed()) - {fresh.epoch}
         deleted = (*sorted(lost), *(epoch for epoch in hides if epoch not in remote))
     return dataclasses.replace(fresh, deleted=deleted, remote=remote, hides=hides, attached=history.attached())
 

@@ -26,9 +26,9 @@ def with_tiers(
 ) -> Overview:
     """The overview with the tier of each epoch, and with the epochs that only the mirror has, newest first.
 
-    What is damaged here, and whole in the mirror, is read from there: it is one row, which says both. `row_of` makes
-    the row of an epoch there. Without a `mirror` that the caller names, tiers are what the directory knows. A directory
-    on a disk of one host is said to be that.
+    An epoch that is damaged here and whole in the mirror has one row, which says both. `row_of` makes the row of an
+    epoch in the mirror. Without a `mirror` that the caller names, the tiers are those that the directory has recorded.
+    The overview also says whether the directory is on a disk of one host.
     """
     ledger: Ledger | None = None
     try:

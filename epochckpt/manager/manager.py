@@ -138,6 +138,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._history = History(lambda epoch: self._readers.brief(epoch), coordinator.processes == 1)
         self._history.reset(opened.survey)
         self._history.mirror = self._mirror
+        self._history.held = lambda: self._ledger.open
         self._foreign = opened.survey.foreign
         self._policy = retention.save_policy(self._options)
         self._step_log = step_log.StepLog(logger, self.root, self._policy, coordinator.primary, self._async)
@@ -741,9 +742,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
         """On the primary: deletes epochs or rolls back, and has the mirror follow; see `LedgerFile.withdraw`."""
-        self._ledger.withdraw(to, epochs, act)
-        if self._mirror is not None:
-            self._mirror.withdrawn(epochs)
+        try:
+            self._ledger.withdraw(to, epochs, act)
+        finally:
+            mirror = self._mirror
+            if mirror is not None and (ledger := self._ledger.read()) is not None:
+                mirror.withdrawn([epoch for epoch in ledger.hidden if epoch in epochs])
 
     def _claimed(self, epochs: list[int]) -> None:
         """On every process, when the directory is claimed: these epochs are committed there."""
@@ -751,7 +755,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._coordinator.processes == 1:
             self._history.forget_gone()
         if self._coordinator.primary:
-            self._ledger.settle()
+            _threads.logged(f"{self.root}: its mirror's ledger", self._ledger.settle)
         if self._mirror is not None:
             self._mirror.claimed(self._commits, self._ledger, self._coordinator, self._prefix, epochs)
 

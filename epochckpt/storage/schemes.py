@@ -248,7 +248,7 @@ SCHEMES = {
     for row in (
         Scheme(
             name="gs",
-        generations=True,
+            generations=True,
             example="gs://bucket/run",
             client=_google,
             settings=frozenset({"endpoint", "requester_pays", "anonymous"}),

@@ -6,12 +6,12 @@ when all have. The other processes do the newest task that there is; the last on
 
 The worker does one step after the other, the first of these that there is to do:
 
-1. claim the mirror, and compare what it has with what is here;
-2. follow a deletion or a rollback that the ledger names;
-3. remove the oldest epoch, where the mirror has more than `mirror_keep`;
-4. remove what a failed copy has left;
-5. copy the oldest epoch that is due;
-6. attach metrics that were attached here.
+1. It claims the mirror, and compares the epochs there with those of the directory.
+2. It follows a deletion or a rollback that the ledger names.
+3. It removes the oldest epoch, if the mirror has more than `mirror_keep`.
+4. It removes the files of a copy that failed.
+5. It copies the oldest epoch that is due.
+6. It attaches metrics that were attached in the directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -59,21 +59,28 @@ _LISTEN_SECS = 60.0  # one question of another process for the next task
 _KEPT_TASKS = 8  # in the coordination service
 _RECLAIMS = 16  # times in a row that a run may be fenced off from a mirror that is still its directory's
 _END = {"end": True}
+NEWER_ID = "newer"  # of an epoch that a newer epochckpt has written: nothing here is the same
 
 
 class MirrorEpochs:
-    """The epochs that a mirror has, as the primary knows; any thread may look.
+    """The epochs that a mirror has, as the primary knows; any thread may look, and background threads change them.
 
     `there` are the ids of all of them. Those that are `readable` are copies of this directory's history.
     """
 
-    def __init__(self, there: Mapping[int, str], readable: Mapping[int, str]):
-        self.there = dict(there)
-        self.readable = dict(readable)
+    def __init__(self) -> None:
+        self.there: Mapping[int, str] = {}
+        self.readable: Mapping[int, str] = {}
         self._removed: list[int] = []
-        self._lock = threading.Lock()  # of the next two: which epoch must stay, and which is going
-        self._pinned: int | None = None
-        self._leaving: int | None = None
+        self._lock = threading.Lock()
+        self._pinned: int | None = None  # this epoch must stay
+        self._leaving: int | None = None  # this one is going
+
+    def take(self, there: Mapping[int, str], readable: Mapping[int, str]) -> None:
+        """After a look at the mirror: what it has."""
+        with self._lock:
+            self.there = dict(there)
+            self.readable = dict(readable)
 
     def pin(self, epoch: int | None) -> bool:
         """Has one epoch stay in the mirror, whatever `mirror_keep` says; None: none. False if it is going already."""
@@ -89,47 +96,60 @@ class MirrorEpochs:
 
     def set(self, epoch: int, mirror_id: str) -> None:
         """The mirror has a copy of the epoch that is here."""
-        self.there = {**self.there, epoch: mirror_id}
-        self.readable = {**self.readable, epoch: mirror_id}
+        with self._lock:
+            self.there = {**self.there, epoch: mirror_id}
+            self.readable = {**self.readable, epoch: mirror_id}
 
     def drop(self, epochs: Collection[int]) -> None:
         """The mirror has these epochs no longer."""
-        self.there = {epoch: id for epoch, id in self.there.items() if epoch not in epochs}
-        self.disown(epochs)
+        with self._lock:
+            self.there = {epoch: id for epoch, id in self.there.items() if epoch not in epochs}
+            self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
 
     def disown(self, epochs: Collection[int]) -> None:
         """What the mirror has under these numbers is no copy of this directory's any more."""
-        self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
+        with self._lock:
+            self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
 
     def removed(self, epoch: int) -> None:
         """The mirror keeps an epoch no longer."""
-        self._removed = [*self._removed, epoch]
+        self.drop([epoch])
+        with self._lock:
+            self._removed.append(epoch)
 
     def pop_removed(self) -> list[int]:
         """Epochs that the mirror has lost since the last call."""
-        popped, self._removed = self._removed, []
+        with self._lock:
+            popped, self._removed = self._removed, []
         return popped
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Due:
+    """One epoch that is to be copied; two of one number are two saves of it."""
+
+    epoch: int
+
+
 class Backlog:
-    """The epochs that are to be copied, in order; any background thread may use it."""
+    """The epochs that are to be copied, in order; only background threads use it."""
 
     def __init__(self, url: str, options: StorageOptions):
         self._url = url
         self._options = options
         self._lock = threading.Lock()
-        self._due: list[int] = []
-        self._copying: int | None = None
+        self._due: list[Due] = []
+        self._copying: Due | None = None
         self._since = 0  # epochs that were committed since the last that is to be copied
         self._fresh = set[int]()  # epochs that were committed since the last look at the mirror began
 
     def begin(self, epochs: Sequence[int], there: Collection[int], outdated: Collection[int]) -> None:
-        """The directory has these epochs, of which the mirror has `there`, some of them `outdated`."""
+        """Takes the epochs of the directory, those that the mirror has, and those that it has in an older form."""
         newest = max(there, default=-1)
         missing = [epoch for epoch in epochs if epoch > newest]
         every = self._options.mirror_every
         with self._lock:
-            self._due = [*sorted(outdated), *missing[every - 1 :: every]]
+            self._due = [Due(epoch) for epoch in (*sorted(outdated), *missing[every - 1 :: every])]
             self._since = len(missing) % every
             self._bound(there)
 
@@ -140,7 +160,8 @@ class Backlog:
             self._fresh.add(epoch)
             if self._since >= self._options.mirror_every or epoch in there:
                 self._since = 0
-                self._due = [*(each for each in self._due if each != epoch or each == self._copying), epoch]
+                others = (due for due in self._due if due.epoch != epoch or due is self._copying)
+                self._due = [*others, Due(epoch)]
                 self._bound(there)
 
     def _bound(self, there: Collection[int]) -> None:
@@ -148,11 +169,11 @@ class Backlog:
 
         What the mirror has in an older form is never left out.
         """
-        waiting = [epoch for epoch in self._due if epoch != self._copying and epoch not in there]
+        waiting = [due for due in self._due if due is not self._copying and due.epoch not in there]
         skipped = waiting[: max(0, len(waiting) - self._options.mirror_backlog)]
         if skipped:
-            self._due = [epoch for epoch in self._due if epoch not in skipped]
-            names = ", ".join(map(str, skipped))
+            self._due = [due for due in self._due if due not in skipped]
+            names = ", ".join(str(due.epoch) for due in skipped)
             text = "%s: it is behind, and checkpoint %s is left out: at most %d may wait (mirror_backlog)"
             logging.warning(text, self._url, names, self._options.mirror_backlog)
 
@@ -167,33 +188,32 @@ class Backlog:
         Returns the epochs that were committed meanwhile, of which the look says nothing.
         """
         with self._lock:
-            due = {epoch for epoch in self._due if epoch not in present or epoch in self._fresh}
-            self._due = sorted({*outdated, *due})
+            due = {each.epoch for each in self._due if each.epoch not in present or each.epoch in self._fresh}
+            self._due = [Due(epoch) for epoch in sorted({*outdated, *due})]
             return frozenset(self._fresh)
 
     def withdraw(self, epochs: Collection[int]) -> None:
         """These epochs are not to be copied any more."""
         with self._lock:
-            self._due = [epoch for epoch in self._due if epoch not in epochs]
+            self._due = [due for due in self._due if due.epoch not in epochs]
 
     def add(self, epoch: int) -> None:
         """One more epoch is due, unless it is already."""
         with self._lock:
-            if epoch not in self._due:
-                self._due.append(epoch)
+            if epoch not in [due.epoch for due in self._due]:
+                self._due.append(Due(epoch))
 
     def take(self) -> int | None:
         """The next epoch to be copied, if there is one."""
         with self._lock:
             self._copying = self._due[0] if self._due else None
-            return self._copying
+            return None if self._copying is None else self._copying.epoch
 
-    def done(self, epoch: int) -> None:
-        """An epoch has been copied, or cannot be; it may have been committed anew meanwhile, and be due again."""
+    def done(self) -> None:
+        """The epoch that was taken has been copied, or cannot be. A later save of its number stays due."""
         with self._lock:
+            self._due = [due for due in self._due if due is not self._copying]
             self._copying = None
-            if epoch in self._due:
-                self._due.remove(epoch)
 
     def failed(self) -> None:
         """The copy that was taken has failed for now."""
@@ -203,7 +223,7 @@ class Backlog:
     def waiting(self) -> frozenset[int]:
         """The epochs that are due."""
         with self._lock:
-            return frozenset(self._due)
+            return frozenset(due.epoch for due in self._due)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +276,7 @@ class Worker:
         self._bell: _threads.Future[None] = _threads.Future()
         self._metrics_changed = True
         self._claimed = False
+        self._compared = False
         self._closing = False
         self._ended = False
         self._failures = 0  # in a row
@@ -359,6 +380,7 @@ class Worker:
         """
         claimed = self._claimed
         self._claimed = False
+        self._compared = False
         self._fenced += 1
         if not claimed or self._fenced > _RECLAIMS:
             return False
@@ -368,7 +390,7 @@ class Worker:
         except Exception as error:
             logging.warning("%s: whose mirror it is cannot be read: %s", self._job.url, say(error))
             return False
-        return ledger is not None and claim_of(found) in ledger.claims
+        return ledger is not None and ledger.knows(claim_of(found))
 
     def _finish(self) -> None:
         self._ended = True
@@ -380,8 +402,12 @@ class Worker:
 
     def _step(self) -> bool:
         """The next piece of work; False if there is none."""
+        if self._ledger.open:
+            self._ledger.settle()
         if not self._claimed:
             self._claim()
+        elif not self._compared:
+            self._compare()
         elif (ledger := self._ledger.known()).may_follow:
             self._follow(ledger)
         elif len(self._epochs.there) > (self._job.options.mirror_keep or math.inf):
@@ -408,28 +434,39 @@ class Worker:
         """Claims the mirror for this directory, in place of the claim that the ledger knows, and looks at it."""
         found = self._copies.lineage()
         ledger = self._ledger.known()
-        empty = found is None and not self._copies.list_epochs()
-        if not empty and claim_of(found) not in ledger.claims:
-            root = self._local.store.root
-            raise FencedError(
-                0,
-                f"it has been claimed for another directory than {root}, or written to directly, since this manager "
-                "looked. Nothing is changed there: open the directory again to go on from it",
-            )
+        there = self._ids()
+        if (found is not None or there) and not ledger.goes_on_from(claim_of(found), there):
+            raise self._other_history()
         claim = paths.new_id()
         # The ledger first, through this run's own claim of the directory: a newer run knows this claim, too.
         ledger = self._ledger.change(lambda now: now.claiming(claim))
         change = ClaimLineage(expected=found, directory=ledger.identity.directory, claim=claim)
         self._copies.claim(check=self._ledger.check, lineage=change)
         self._claimed = True
-        self._ledger.change(lambda now: dataclasses.replace(now, claims=(claim,)))
-        self._compare()
+        # From here on nobody else writes there. What an earlier owner has still written is another history.
+        ledger = self._ledger.known()
+        if ledger.adopted is not None and not ledger.goes_on_from(claim, self._ids()):
+            self._claimed = False
+            self._copies.release()
+            raise self._other_history()
+        self._ledger.change(lambda now: dataclasses.replace(now, claims=(claim,), adopted=None))
+
+    def _other_history(self) -> FencedError:
+        return FencedError(
+            0,
+            f"it has been claimed for another directory than {self._local.store.root}, or written to, since this "
+            "manager looked. Nothing is changed there: open the directory again to go on from it",
+        )
+
+    def _ids(self) -> dict[int, str]:
+        """The ids of the epochs of the mirror, as they are now."""
+        return {epoch: seen_id(self._copies, epoch) for epoch in self._copies.list_epochs()}
 
     def _compare(self) -> None:
-        """Compares what the mirror has with what is here."""
+        """Compares the epochs of the mirror with those of the directory."""
         self._backlog.begin_look()
         ledger = self._ledger.known()
-        found = {epoch: self._copies.seen_attempt(epoch) or "" for epoch in self._copies.list_epochs()}
+        found = self._ids()
         listed = set(self._local.list_epochs())
         copies: dict[int, Copy] = {}
         outdated = set[int]()
@@ -445,8 +482,9 @@ class Worker:
                     continue
             copies[epoch] = known
         ledger = self._ledger.change(lambda now: dataclasses.replace(now, copies=copies, copying={}))
-        self._epochs.there = found
-        self._epochs.readable = {e: copy.mirror_id for e, copy in copies.items() if e not in ledger.hidden}
+        readable = {epoch: copy.mirror_id for epoch, copy in copies.items() if epoch not in ledger.hidden}
+        self._epochs.take(there=found, readable=readable)
+        self._compared = True
         self._epochs.disown(self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys()))
 
     # -- following -----------------------------------------------------------------------------------------------
@@ -470,7 +508,6 @@ class Worker:
         if not self._epochs.leaves(epoch):
             return  # a rollback to it is under way
         self._copies.hide(epoch, logged=True)()
-        self._epochs.drop([epoch])
         self._epochs.removed(epoch)
         self._ledger.change(lambda now: now.without(epoch))
 
@@ -506,46 +543,52 @@ class Worker:
             self._copy_now(epoch)
         except EpochNotFoundError as error:  # deleted here meanwhile; or replaced, and due again
             logging.info("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
-        except (DamagedError, FormatError, FormatVersionError, UnsupportedError) as error:
+        except _UnfitError as error:
             logging.error("%s: checkpoint %d is not mirrored: %s", self._job.url, epoch, error)
             self._give_up(epoch)
         except BaseException:
             self._backlog.failed()
             raise
-        self._backlog.done(epoch)
+        self._backlog.done()
 
     def _give_up(self, epoch: int) -> None:
         """An epoch cannot be copied; an older form of it in the mirror would come back once it is deleted here."""
         self._unfit.add(epoch)
-        if epoch in self._epochs.there and epoch not in self._epochs.readable:
+        if self._epochs.there.get(epoch, NEWER_ID) != NEWER_ID and epoch not in self._epochs.readable:
             self._copies.hide(epoch)()
             self._epochs.drop([epoch])
 
     def _copy_now(self, epoch: int) -> None:
-        record = self._local.read_record(epoch)
-        if record.stock:
-            raise UnsupportedError("stock Orbax wrote it, whose steps are not copied")
-        there = self._copies.read_attempt(epoch)
-        if there is not None and save_id(self._copies, epoch) == record.origin:
+        with _local_errors():
+            record = self._local.read_record(epoch)
+            if record.stock:
+                raise UnsupportedError("stock Orbax wrote it, whose steps are not copied")
+        there = seen_id(self._copies, epoch, anew=True)
+        if there == NEWER_ID:
+            raise _UnfitError(f"a newer epochckpt has written a checkpoint {epoch} to the mirror")
+        if there and save_id(self._copies, epoch) == record.origin:
             copy = Copy(save_id=record.origin, mirror_id=there)
         else:
             replaces = None
             if epoch in self._epochs.there:
-                replaces = ReplaceCondition(there, "" if there else "its record cannot be used")
+                replaces = ReplaceCondition(there or None, "" if there else "its record cannot be used")
             self._attempts += 1
             attempt = f"{self._copies.incarnation}-{epoch}-{self._attempts}"
             copy = Copy(save_id=record.origin, mirror_id=attempt)
             self._ledger.change(lambda now: now.begun(epoch, copy))
             self._copy_as(attempt, epoch, replaces)
-        self._ledger.change(lambda now: now.confirmed(epoch, copy))
+        ledger = self._ledger.change(lambda now: now.confirmed(epoch, copy))
         self._epochs.set(epoch, copy.mirror_id)
+        self._epochs.disown(ledger.hidden)
 
     def _copy_as(self, attempt: str, epoch: int, replaces: ReplaceCondition | None) -> None:
         """Copies an epoch under the id of an attempt of the mirror."""
         copy = self._job.copy(epoch, attempt)
         copy.make_room(replaces)
         try:
-            copy.publish(self._copy_together(copy, epoch, attempt))
+            with _local_errors():
+                entries = self._copy_together(copy, epoch, attempt)
+            copy.publish(entries)
         except (UncertainError, LateNodesError):  # it may be there; or a node may still write
             raise
         except BaseException:
@@ -587,6 +630,27 @@ class Worker:
         self._job.coordinator.put(task_key, task)
         self._keys.add(self._job.coordinator, task_key, report_key)
         return self._tasks
+
+
+class _UnfitError(Exception):
+    """An epoch of this directory cannot be copied, now or later."""
+
+
+@contextlib.contextmanager
+def _local_errors() -> Generator[None]:
+    """What is wrong with the epoch that is read here is no reason to try again."""
+    try:
+        yield
+    except (DamagedError, FormatError, FormatVersionError, UnsupportedError) as error:
+        raise _UnfitError(say(error)) from error
+
+
+def seen_id(commits: Commits, epoch: int, *, anew: bool = False) -> str:
+    """The id of an epoch of the mirror as of the last look, or `anew`; empty if its record cannot be used."""
+    try:
+        return (commits.read_attempt(epoch) if anew else commits.seen_attempt(epoch)) or ""
+    except FormatVersionError:
+        return NEWER_ID
 
 
 def publish_end(job: Job) -> None:

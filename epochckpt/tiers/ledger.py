@@ -1,8 +1,8 @@
 """`_epochckpt/mirror.json`, the ledger: what a directory on a file system knows of its mirror.
 
 It says how this directory is recognised, which claims of the mirror its runs have made, what the mirror has confirmed,
-and which epochs were deleted or rolled back here and have yet to leave the mirror. It is only what this directory
-knows: before a run acts on it, it looks at the mirror.
+and which epochs were deleted or rolled back here and have yet to leave the mirror. The mirror itself may have changed
+since: a run looks there before it acts.
 
 An address is never taken from here: the URL is shown to people, and nothing opens it.
 """
@@ -49,9 +49,9 @@ class Identity:
         return cls(directory=directory, host=socket.gethostname(), path=path, inode=found.st_ino)
 
     def is_of(self, store: Store) -> bool:
-        """Whether this is the identity of a directory itself, and not that of one that it is a copy of."""
+        """Whether a directory has this identity; a copy of that directory has not."""
         now = Identity.of(store, self.directory)
-        if now.inode == self.inode and now.inode >= _FIRST_FREE_INODE:
+        if now.inode == self.inode and (now.inode >= _FIRST_FREE_INODE or now.path == self.path):
             return True
         return (now.host, now.path) == (self.host, self.path)
 
@@ -60,8 +60,16 @@ class Identity:
 class Copy:
     """The copy of an epoch in the mirror."""
 
-    save_id: str  # of what was copied: the save that committed it here
+    save_id: str  # of the epoch here; empty if only the mirror has it
     mirror_id: str  # of the copy
+
+
+@dataclasses.dataclass(frozen=True)
+class Adoption:
+    """A history of another directory that this one goes on from, until it has claimed the mirror and written there."""
+
+    claim: str  # of the mirror, when this directory looked
+    epochs: Mapping[int, str]  # the ids of the epochs that the mirror had then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Withdrawal:
 
     to: int | None  # the epoch that is rolled back to; None for a deletion
     epochs: tuple[int, ...]
-    here: Mapping[int, str]  # those of them that this directory has, with their save ids; the others are in the mirror
+    here: tuple[int, ...]  # those that this directory had, and may have; empty once the withdrawal holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +91,24 @@ class Ledger:
     Attributes:
         url: where the mirror is, for people.
         identity: by what this directory is recognised.
-        claims: the ids of claims of the mirror that are this directory's: the last that is known to hold, and those
-            that runs have tried since.
+        claims: the ids of claims of the mirror that runs of this directory have made: the last one that is known to
+            hold, and those that were tried since.
+        adopted: what this directory goes on from, as long as it has written nothing to the mirror.
         copies: by epoch, the copies that the mirror has confirmed.
         copying: a copy that has begun, and that the mirror may or may not have, by epoch.
         withdrawals: what the mirror has yet to give up, in order.
+        former: the URLs of mirrors that this directory had before.
         serial: with local disks, where each has a copy of this ledger: which of them is the newest.
     """
 
     url: str
     identity: Identity
     claims: tuple[str, ...] = ()
+    adopted: Adoption | None = None
     copies: Mapping[int, Copy] = dataclasses.field(default_factory=dict)
     copying: Mapping[int, Copy] = dataclasses.field(default_factory=dict)
     withdrawals: tuple[Withdrawal, ...] = ()
+    former: tuple[str, ...] = ()
     serial: int = 0
 
     def to_bytes(self) -> bytes:
@@ -114,19 +126,37 @@ class Ledger:
                     "inode": self.identity.inode,
                 },
                 "claims": list(self.claims),
+                "adopted": None
+                if self.adopted is None
+                else {"claim": self.adopted.claim, "epochs": sorted(map(list, self.adopted.epochs.items()))},
                 "copies": _rows(self.copies),
                 "copying": _rows(self.copying),
                 "withdrawals": [
-                    {"to": each.to, "epochs": list(each.epochs), "here": sorted(map(list, each.here.items()))}
-                    for each in self.withdrawals
+                    {"to": each.to, "epochs": list(each.epochs), "here": list(each.here)} for each in self.withdrawals
                 ],
+                "former": list(self.former),
                 "serial": self.serial,
             }
         )
 
+    def at(self, url: str) -> Ledger:
+        """The ledger for a mirror that may be another one than before."""
+        if url == self.url:
+            return self
+        former = [each for each in dict.fromkeys((*self.former, self.url)) if each != url]
+        return dataclasses.replace(self, url=url, copies={}, copying={}, former=tuple(former))
+
+    def knows(self, claim: str) -> bool:
+        """Whether a claim of the mirror is one that this directory may replace."""
+        return claim in self.claims or (self.adopted is not None and claim == self.adopted.claim)
+
+    def goes_on_from(self, claim: str, epochs: Mapping[int, str]) -> bool:
+        """Whether a mirror with this claim and these epochs is as this directory has left it, or has found it."""
+        return self.knows(claim) and (self.adopted is None or dict(epochs) == dict(self.adopted.epochs))
+
     @property
     def hidden(self) -> frozenset[int]:
-        """The epochs that no longer count: those of the withdrawals that hold."""
+        """The epochs of withdrawals that hold. They no longer count."""
         return frozenset(epoch for each in self.withdrawals if not each.here for epoch in each.epochs)
 
     @property
@@ -176,11 +206,23 @@ def parse(path: str, data: bytes) -> Ledger:
         url=fields.text("url"),
         identity=identity,
         claims=tuple(paths.check_recorded_name(path, claim) for claim in fields.array("claims")),
+        adopted=_adoption(fields),
         copies=_copies(fields, "copies"),
         copying=_copies(fields, "copying"),
         withdrawals=tuple(_withdrawal(fields, each) for each in fields.array("withdrawals")),
+        former=tuple(str(url) for url in fields.array("former")),
         serial=fields.integer("serial"),
     )
+
+
+def _adoption(fields: parsing.Fields) -> Adoption | None:
+    if fields.data.get("adopted") is None:
+        return None
+    found = parsing.Fields(fields.path, fields.mapping("adopted"), "adopted.")
+    rows = found.array("epochs")
+    if not all(isinstance(row, list) and [type(value) for value in row] == [int, str] for row in rows):
+        raise found.fail("epochs", "rows of an epoch and the id of its copy")
+    return Adoption(claim=paths.check_recorded_name(fields.path, found.text("claim")), epochs=dict(rows))
 
 
 def _copies(fields: parsing.Fields, name: str) -> dict[int, Copy]:
@@ -196,10 +238,9 @@ def _copies(fields: parsing.Fields, name: str) -> dict[int, Copy]:
 def _withdrawal(fields: parsing.Fields, data: object) -> Withdrawal:
     match data:
         case {"to": None | int() as to, "epochs": [*epochs], "here": [*here]}:
-            pairs: list[Any] = [row for row in here if isinstance(row, list) and [type(v) for v in row] == [int, str]]
-            if all(type(epoch) is int for epoch in epochs) and len(pairs) == len(here):
-                return Withdrawal(to=to, epochs=tuple(epochs), here=dict(pairs))
-    raise fields.fail("withdrawals", "an epoch or null, epochs, and those that are here with their save ids")
+            if all(type(epoch) is int for epoch in (*epochs, *here)):
+                return Withdrawal(to=to, epochs=tuple(epochs), here=tuple(here))
+    raise fields.fail("withdrawals", "an epoch or null, epochs, and those of them that were here")
 
 
 def read_ledger(store: Store) -> Ledger | None:
@@ -229,35 +270,61 @@ def save_id(commits: Commits, epoch: int) -> str | None:
         return None
 
 
-def is_done(withdrawal: Withdrawal, local: Commits) -> bool:
-    """Whether none of the epochs that a withdrawal is of is listed here any more."""
-    if not withdrawal.here:
-        return True
+def usable_ledger(store: Store) -> Ledger | None:
+    """The ledger of a directory; None, with a warning, if it is damaged: the directory is as good without it.
+
+    Raises FormatVersionError or StorageError.
+    """
+    try:
+        return read_ledger(store)
+    except (DamagedError, FormatError) as error:
+        text = (
+            "%s: what it knows of its mirror is damaged, and left out: %s. If its mirror belongs to this directory, an "
+            "empty directory goes on from there"
+        )
+        logging.error(text, store.root, error)
+        return None
+
+
+def settled_withdrawals(ledger: Ledger, local: Commits) -> tuple[Withdrawal, ...]:
+    """The withdrawals that hold: nothing of them is listed here. Storage is asked only if some may not."""
+    if not any(each.here for each in ledger.withdrawals):
+        return ledger.withdrawals
     listed = set(local.list_epochs())
-    return not any(epoch in listed and (save_id(local, epoch) or "") == id for epoch, id in withdrawal.here.items())
+    holding = (each for each in ledger.withdrawals if listed.isdisjoint(each.here))
+    return tuple(dataclasses.replace(each, here=()) for each in holding)
 
 
 class LedgerFile:
     """The ledger of a directory, as the primary of the run that has claimed it writes it.
 
     Every change goes through the run's claim of its directory, and is a FencedError once a newer run has claimed that.
+    The lock is never taken on the caller's thread: a signal handler may call what it has interrupted.
     """
 
     def __init__(self, local: Commits, serials: bool):
         """With `serials`, each change is numbered: several disks have copies of the ledger."""
         self._local = local
         self._serials = serials
-        self._lock = threading.Lock()  # taken by background threads only
+        self._lock = threading.Lock()
+        self._acting = 0  # calls of `withdraw` that are under way
+        self._open = frozenset[int]()  # epochs of withdrawals that were written, and may not hold
+
+    @property
+    def open(self) -> frozenset[int]:
+        """Epochs of withdrawals of which it is not written yet whether they hold: no policy may delete these."""
+        return self._open
 
     def read(self) -> Ledger | None:
-        """See `read_ledger`."""
-        return read_ledger(self._local.store)
+        """See `usable_ledger`."""
+        return usable_ledger(self._local.store)
 
     def known(self) -> Ledger:
         """The ledger, where there is one; DamagedError if it has gone."""
         ledger = self.read()
         if ledger is None:
-            raise DamagedError(paths.MIRROR_RECORD, "has gone: somebody has removed it from a directory with a mirror")
+            problem = "has gone, or is damaged, in a directory with a mirror: the next run writes it anew"
+            raise DamagedError(paths.MIRROR_RECORD, problem)
         return ledger
 
     def write(self, ledger: Ledger) -> Ledger:
@@ -291,37 +358,40 @@ class LedgerFile:
     def withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
         """Has the mirror follow what `act` does here: epochs are deleted, or rolled back.
 
-        The ledger says so first. If `act` fails, or the process is killed, what is listed then decides (`is_done`):
-        an epoch that is still listed here does not leave the mirror.
+        The ledger says so first. Whatever happens then, what is listed here decides: an epoch that is still listed
+        does not leave the mirror. If that cannot be written now, `settle` does so later.
         """
-        plan = _threads.start(lambda: self._plan(to, epochs)).result() if self._local.store.renames else False
-        try:
+        if not self._local.store.renames:
             act()
-        except BaseException:
-            if plan:
-                _threads.logged("the mirror's ledger", lambda: _threads.start(self.settle).result())
-            raise
-        if plan:
-            _threads.start(self.settle).result()
+            return
+        self._acting += 1
+        try:
+            _threads.start(lambda: self._plan(to, epochs)).result()
+            act()
+        finally:
+            self._acting -= 1
+            what = f"{self._local.store.root}: its mirror's ledger"
+            _threads.logged(what, lambda: _threads.start(self.settle).result())
 
-    def _plan(self, to: int | None, epochs: Sequence[int]) -> bool:
-        """Writes the withdrawal, if this directory has a mirror; returns whether it has."""
+    def _plan(self, to: int | None, epochs: Sequence[int]) -> None:
+        """Writes the withdrawal, if this directory has a mirror."""
         ledger = self.read()
         if ledger is None or not epochs:
-            return False
-        listed = set(self._local.list_epochs())
-        here = {epoch: save_id(self._local, epoch) or "" for epoch in epochs if epoch in listed}
-        withdrawal = Withdrawal(to=to, epochs=tuple(epochs), here=here)
+            return
+        here = set(self._local.list_epochs()).intersection(epochs)
+        if to is not None:  # also what only the mirror has, and a manager without it does not list
+            epochs = sorted({*epochs, *(epoch for epoch in (*ledger.copies, *ledger.copying) if epoch > to)})
+        self._open |= here
+        withdrawal = Withdrawal(to=to, epochs=tuple(epochs), here=tuple(sorted(here)))
         self.change(lambda now: dataclasses.replace(now, withdrawals=(*now.withdrawals, withdrawal)))
-        return True
 
     def settle(self) -> None:
-        """Drops withdrawals of what was never deleted here; those that remain hold, whatever is saved later."""
-        if self.read() is not None:
-            self.change(lambda now: dataclasses.replace(now, withdrawals=settled_withdrawals(now, self._local)))
+        """Drops withdrawals of what was not deleted here; those that remain hold, whatever is saved later.
 
-
-def settled_withdrawals(ledger: Ledger, local: Commits) -> tuple[Withdrawal, ...]:
-    """The withdrawals that hold, as such."""
-    holding = (each for each in ledger.withdrawals if is_done(each, local))
-    return tuple(dataclasses.replace(each, here={}) for each in holding)
+        Nothing is decided while a call is under way that may delete it.
+        """
+        if self._acting or (ledger := self.read()) is None:
+            return
+        self._open |= {epoch for each in ledger.withdrawals for epoch in each.here}
+        self.change(lambda now: dataclasses.replace(now, withdrawals=settled_withdrawals(now, self._local)))
+        self._open = frozenset()

@@ -16,6 +16,7 @@ Guarantees:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -42,8 +43,8 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
-from epochckpt.tiers.copying import Backlog, Follower, Job, MirrorEpochs, Worker, publish_end
-from epochckpt.tiers.ledger import Copy, Identity, Ledger, LedgerFile, save_id
+from epochckpt.tiers.copying import Backlog, Follower, Job, MirrorEpochs, Worker, publish_end, seen_id
+from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import Owner, Reader, Standing, Stranger, Successor, Unanswered, assess, claim_of
 
 _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
@@ -75,7 +76,7 @@ class Mirror:
         self._hosted = hosted
         self._standing: Standing = Unanswered(UnsupportedError("nobody has looked"))
         self._known: Mapping[int, Copy] = {}  # the copies that the ledger of this directory had at the last look
-        self._epochs = MirrorEpochs({}, {})
+        self._epochs = MirrorEpochs()
         self._local: Commits | None = None  # once the directory is claimed
         self._ledger: LedgerFile | None = None  # the same
         self._worker: Worker | None = None  # on the primary, where this run writes to the mirror
@@ -103,7 +104,7 @@ class Mirror:
                     logging.warning(text, local.store.root, epoch, self.url)
                     del damaged[epoch]
                 else:
-                    self._epochs.disown([epoch])
+                    _threads.start(functools.partial(self._epochs.disown, [epoch])).result()
         readable = self._epochs.readable
         if isinstance(self._standing, Unanswered) and texts is not None:
             readable = {}  # the parts that are here cannot be completed
@@ -166,19 +167,23 @@ class Mirror:
         """Asks the mirror which epochs it has, before this manager writes."""
         self._check_apart(local.store)
         root = local.store.root
-        found = ledgers.read_ledger(local.store) if texts is None else ledgers.newest(texts, root)
-        if found is not None and found.url != self.url:
-            logging.warning("%s: its mirror was %s, and is %s from now on", root, found.url, self.url)
-        own = found
-        if found is not None and texts is None and not found.identity.is_of(local.store):
+        recorded = ledgers.usable_ledger(local.store) if texts is None else ledgers.newest(texts, root)
+        ledger = None if recorded is None else recorded.at(self.url)
+        if recorded is not None and recorded.url != self.url:
+            logging.warning("%s: its mirror was %s, and is %s from now on", root, recorded.url, self.url)
+        self._known = {} if ledger is None else ledger.copies
+        own = ledger
+        if ledger is not None and texts is None and not ledger.identity.is_of(local.store):
             own = None  # of the directory that this one is a copy of
-        elif found is not None and found.url != self.url:
-            own = dataclasses.replace(found, copies={}, copying={})
-        self._known = {} if found is None or found.url != self.url else found.copies
         here = sorted(epochs)
         try:
             lineage, seen = self._lineage_and_epochs()
             self._epochs.there = seen
+            if ledger is not None and self.url in ledger.former and seen:
+                raise InvalidArgumentError(
+                    f"mirror={self.url} was the mirror of {root} before, and has missed what was deleted and rolled "
+                    "back here since. Choose an empty mirror, or remove the epochs of that one"
+                )
             self._standing = assess(own, here, lineage, seen, lambda epoch: self._is_of_save(local, epoch))
         except _NO_ANSWER as error:
             if not here:
@@ -187,8 +192,8 @@ class Mirror:
             logging.warning(text, root, self.url, say(error))
             self._standing = Unanswered(error)
             self._epochs.there = {epoch: copy.mirror_id for epoch, copy in self._known.items()}
-        self._epochs.readable = self._history(local, found if isinstance(self._standing, Reader) else own)
-        self._say(root, known_url="" if found is None else found.url)
+        self._epochs.readable = self._history(local, ledger if isinstance(self._standing, Reader) else own)
+        self._say(root, known_url="" if recorded is None else recorded.url)
 
     def _refusal(self, error: Exception) -> Exception:
         """The error for a mirror that cannot be looked at, where there is nothing else to go on with."""
@@ -201,7 +206,7 @@ class Mirror:
         lineage = self._there.lineage()
         while True:
             epochs = self._there.list_epochs()
-            found = {epoch: self._there.seen_attempt(epoch) or "" for epoch in epochs}
+            found = {epoch: seen_id(self._there, epoch) for epoch in epochs}
             now = self._there.lineage()
             if now == lineage:
                 return lineage, found
@@ -217,7 +222,7 @@ class Mirror:
                 unchanged = ledger is not None and self._is_unchanged(ledger)
                 hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
             case Reader(common=common):
-                # Of what is older than the newest common epoch, what this directory's ledger knows: a copy brings one.
+                # A copy of a directory has brought a ledger along. The epochs that it knows are of a common history.
                 known = {epoch for epoch in there if self._is_known(epoch) and epoch <= common}
                 hidden = frozenset(there.keys() - known) | (frozenset() if ledger is None else ledger.hidden)
             case Stranger():
@@ -281,7 +286,13 @@ class Mirror:
 
     def copy_of(self, epoch: int, commits: Commits) -> Commits | None:
         """See `readers.MirrorCopies`. Any process may ask, at any time; storage is looked at."""
-        mirror_id = self._there.read_attempt(epoch)
+        try:
+            mirror_id = self._there.read_attempt(epoch)
+        except (FormatVersionError, OSError) as error:
+            if epoch in self._epochs.readable and epoch not in commits.list_epochs():
+                raise  # nothing but the mirror has it
+            logging.warning("%s: whether it has checkpoint %d cannot be seen: %s", self.url, epoch, say(error))
+            return None
         if mirror_id is None:
             return None
         here = save_id(commits, epoch) if epoch in commits.list_epochs() else None
@@ -311,7 +322,7 @@ class Mirror:
         if self._local is None:
             return
         found = ledgers.newest([text], self.url)
-        own = ledgers.read_ledger(self._local.store)
+        own = ledgers.usable_ledger(self._local.store)
         if found is not None and (own is None or found.serial > own.serial):
             self._local.overwrite(paths.MIRROR_RECORD, text.encode())
 
@@ -359,7 +370,7 @@ class Mirror:
         self._begin(self._worker.run)
 
     def _first_ledger(self, local: Commits, file: LedgerFile) -> Ledger:
-        """The ledger with which this run begins: with the claim of the mirror that it has seen, and will replace."""
+        """The ledger with which this run begins."""
         found = file.read()  # of a run that was alive until now, perhaps
         if found is not None and not self._options.local_disks and not found.identity.is_of(local.store):
             logging.info("%s is a copy of another directory, and gets an id of its own", local.store.root)
@@ -367,19 +378,18 @@ class Mirror:
         identity = Identity.of(local.store, paths.new_id() if found is None else found.identity.directory)
         ledger = found or Ledger(url=self.url, identity=identity)
         ledger = dataclasses.replace(ledger, identity=identity, withdrawals=ledgers.settled_withdrawals(ledger, local))
-        if ledger.url != self.url:
-            ledger = dataclasses.replace(ledger, url=self.url, copies={}, copying={})
+        ledger = ledger.at(self.url)
         match self._standing:
             case Owner(lineage=None):
-                return dataclasses.replace(ledger, copies={}, copying={})
-            case Owner(lineage=seen):
-                return dataclasses.replace(ledger, claims=tuple(dict.fromkeys((claim_of(seen), *ledger.claims))))
+                return dataclasses.replace(ledger, adopted=None, copies={}, copying={})
             case Successor(lineage=seen):
                 there = self._epochs.there
-                kept = ledger.withdrawals if self._is_unchanged(ledger) else ()
-                copies = {e: copy for e, copy in ledger.copies.items() if there.get(e) == copy.mirror_id}
                 return dataclasses.replace(
-                    ledger, claims=(claim_of(seen),), copies=copies, copying={}, withdrawals=kept
+                    ledger,
+                    adopted=Adoption(claim=claim_of(seen), epochs=there),
+                    copies={e: copy for e, copy in ledger.copies.items() if there.get(e) == copy.mirror_id},
+                    copying={},
+                    withdrawals=ledger.withdrawals if self._is_unchanged(ledger) else (),
                 )
             case _:
                 return ledger
@@ -417,9 +427,11 @@ class Mirror:
 
     def withdrawn(self, epochs: Sequence[int]) -> None:
         """On the primary: epochs were deleted here, or rolled back, and the ledger says so."""
-        self._epochs.disown(epochs)
-        if self._worker is not None:
-            self._worker.withdrawn(epochs)
+        worker = self._worker
+        if worker is None:
+            self._epochs.disown(epochs)
+        else:  # it takes locks, and a signal handler may save meanwhile
+            _threads.start(lambda: worker.withdrawn(epochs)).result()
 
     def pin(self, epoch: int | None) -> bool:
         """On the primary: has one epoch, to which the run goes back, stay in the mirror; False if it is not there."""
@@ -457,7 +469,8 @@ class Mirror:
             logging.warning("%s: the mirror is not done within %g s, which nothing waits for", self.url, timeout_secs)
         if self._follower is not None:
             self._follower.end()
-        if self._worker is not None and (left := self._worker.end()):
+        worker = self._worker
+        if worker is not None and (left := _threads.start(worker.end).result()):
             text = "%s: not mirrored: checkpoint %s. The next run that saves goes on with that"
             logging.warning(text, self.url, ", ".join(map(str, left)))
 

@@ -1,15 +1,15 @@
 """Where a directory stands towards its mirror: may it write there, and which epochs count?
 
-This table is the one answer; `docs/architecture.md` tells how a run gets from one row to another. "Known claim" means
-that the lineage in the mirror has a claim which the ledger lists, and that the ledger is this directory's own and not
-that of a directory which this one is a copy of.
+This table is the one answer; `docs/architecture.md` tells how a run gets from one row to another. The mirror is as the
+directory has left it if its claim is one that the ledger lists. Until a directory has claimed a mirror that it goes on
+from, the mirror must also have the same epochs as then. The ledger of a copied directory does not count.
 
 | the mirror | the directory | standing | reads | writes |
 | --- | --- | --- | --- | --- |
 | was never claimed, and has no epochs | any | `Owner` | nothing | yes |
-| has a known claim | any | `Owner` | all of it | yes |
-| has another claim | has no epochs | `Successor` | all of it | yes |
-| has another claim | has owned it before | `Successor` | all of it; what diverges here is set aside | yes |
+| is as the directory has left it, or found it | any | `Owner` | all of it | yes |
+| has another history | has no epochs | `Successor` | all of it | yes |
+| has another history | knows an older one of it | `Successor` | all of it; what diverges here is set aside | yes |
 | belongs to no directory by now | has an epoch of it | `Successor` | as above | yes |
 | belongs to another directory | has an epoch of it | `Reader` | what is older than the newest common epoch | no |
 | has epochs | has none of them | `Stranger` | nothing | no |
@@ -93,12 +93,14 @@ def assess(
     """
     if lineage is None and not there:
         return Owner(lineage)
-    if ledger is not None and claim_of(lineage) in ledger.claims:
+    if ledger is not None and ledger.goes_on_from(claim_of(lineage), there):
         return Owner(lineage)
     if not here:
         return Successor(lineage, ())
     common = max((epoch for epoch in here if epoch in there and same(epoch)), default=None)
-    known = ledger is not None and lineage is not None and lineage.knows(ledger.identity.directory)
+    known = ledger is not None and (
+        ledger.adopted is not None or (lineage is not None and lineage.knows(ledger.identity.directory))
+    )
     unowned = lineage is None or not lineage.directory
     if known or (unowned and common is not None):
         return Successor(lineage, diverged(ledger, here, there, same))
@@ -110,8 +112,9 @@ def diverged(
 ) -> tuple[int, ...]:
     """The epochs here that are no part of the mirror's history, ascending.
 
-    If the mirror still has what this directory has written to it, and nothing else, nothing has diverged. Else only
-    what both have is surely common, and what is older than that and never was in the mirror.
+    If each epoch of the mirror is a copy of one here, or one that this directory has written, and none of those is
+    missing, nothing has diverged. Otherwise an
+    epoch is common if the mirror has the same save, or if it is older than such an epoch and was never mirrored.
     """
     copies: Mapping[int, Copy] = {} if ledger is None else ledger.copies
     ours = {epoch for epoch in there if (epoch in here and same(epoch)) or _is(copies.get(epoch), there[epoch])}

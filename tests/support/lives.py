@@ -299,7 +299,12 @@ def install(patch: pytest.MonkeyPatch) -> None:
     _own(patch, Client)
     methods = {name: call for each in (Store, PosixStore) for name, call in vars(each).items()}
     for name, call in methods.items():
-        if not name.startswith("_") and name != "confirming_damage" and callable(call) and not isinstance(call, property | type):
+        if (
+            not name.startswith("_")
+            and name != "confirming_damage"
+            and callable(call)
+            and not isinstance(call, property | type)
+        ):
             patch.setattr(PosixStore, name, _through(name, call), raising=False)
     for name in ("write", "finish"):
         patch.setattr(posix.PosixWriter, name, _writing(name, getattr(posix.PosixWriter, name)))

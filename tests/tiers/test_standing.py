@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.errors import FencedError
-from epochckpt.tiers.ledger import Copy, Identity, Ledger
+from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger
 from epochckpt.tiers.standing import Owner, Reader, Stranger, Successor, assess, claim_of, diverged
 
 OURS, THEIRS = Lineage("one", "c1"), Lineage("two", "c2", ("one",))
@@ -29,6 +31,15 @@ def test_a_mirror_that_nobody_has_used_is_anybody_s() -> None:
 
 def test_a_known_claim_is_the_directory_s_own() -> None:
     assert assess(ledger("c0", "c1"), [5], OURS, {0: "a"}, same()) == Owner(OURS)
+
+
+def test_a_history_that_was_adopted_counts_only_as_it_was_found() -> None:
+    """The directory has saved epoch 3, and was killed before it had claimed the mirror."""
+    adopted = dataclasses.replace(ledger(directory="three"), adopted=Adoption("c2", {0: "a"}))
+    assert assess(adopted, [3], THEIRS, {0: "a"}, same()) == Owner(THEIRS)
+    assert assess(adopted, [3], THEIRS, {0: "a", 1: "b"}, same()) == Successor(THEIRS, (3,))
+    tried = adopted.claiming("c3")
+    assert assess(tried, [3], Lineage("three", "c3", ("two",)), {0: "a", 1: "b"}, same()).__class__ is Successor
 
 
 def test_an_empty_directory_goes_on_from_the_mirror() -> None:
