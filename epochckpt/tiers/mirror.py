@@ -75,6 +75,8 @@ class Mirror:
         self._policies = policies
         self._hosted = hosted
         self._standing: Standing = Unanswered(UnsupportedError("nobody has looked"))
+        self._found: Ledger | None = None  # that ledger
+        self._gone: Mapping[int, str | None] = {}  # the save ids of epochs that are no part of the mirror's history
         self._known: Mapping[int, Copy] = {}  # the copies that the ledger of this directory had at the last look
         self._epochs = MirrorEpochs()
         self._local: Commits | None = None  # once the directory is claimed
@@ -179,7 +181,7 @@ class Mirror:
         try:
             lineage, seen = self._lineage_and_epochs()
             self._epochs.there = seen
-            if ledger is not None and self.url in ledger.former and seen:
+            if recorded is not None and self.url in recorded.former and seen:
                 raise InvalidArgumentError(
                     f"mirror={self.url} was the mirror of {root} before, and has missed what was deleted and rolled "
                     "back here since. Choose an empty mirror, or remove the epochs of that one"
@@ -192,6 +194,9 @@ class Mirror:
             logging.warning(text, root, self.url, say(error))
             self._standing = Unanswered(error)
             self._epochs.there = {epoch: copy.mirror_id for epoch, copy in self._known.items()}
+        self._found = own
+        if isinstance(self._standing, Successor):
+            self._gone = {epoch: save_id(local, epoch) for epoch in self._standing.diverged}
         self._epochs.readable = self._history(local, ledger if isinstance(self._standing, Reader) else own)
         self._say(root, known_url="" if recorded is None else recorded.url)
 
@@ -384,6 +389,11 @@ class Mirror:
                 return dataclasses.replace(ledger, adopted=None, copies={}, copying={})
             case Successor(lineage=seen):
                 there = self._epochs.there
+                if self._found is not None and (ledger.claims, ledger.adopted) != (
+                    self._found.claims,
+                    self._found.adopted,
+                ):
+                    return ledger  # another run of this directory has taken the mirror over meanwhile
                 return dataclasses.replace(
                     ledger,
                     adopted=Adoption(claim=claim_of(seen), epochs=there),
@@ -405,12 +415,12 @@ class Mirror:
     def _set_aside(self, local: Commits, primary: bool) -> None:
         """Moves the epochs that are no part of the mirror's history out of sight."""
         local.ignored = frozenset()
-        if not primary or not isinstance(self._standing, Successor):
+        if not primary or not self._gone:
             return
         folder = f"diverged-{paths.new_id()}"
         listed = set(local.list_epochs())
-        for epoch in self._standing.diverged:
-            if epoch in listed:
+        for epoch, seen in self._gone.items():
+            if epoch in listed and save_id(local, epoch) == seen:  # else another run has saved it since
                 local.hide(epoch, folder)
                 logging.warning("%s: checkpoint %d was moved to %s", local.store.root, epoch, folder)
 
