@@ -137,7 +137,10 @@ class RenameCommits(Commits):
         _threads.logged(f"{self.store.root}/{path} stays", partial(self.store.remove_tree, path))
 
     def check_claim(self, epoch: int) -> None:
-        if not self.store.exists(self._home):
+        if self.store.exists(self._home):
+            return
+        with suppress(FileNotFoundError, NotADirectoryError):  # the directory itself has gone: nobody has taken it over
+            self.store.list("")
             raise self.lost(epoch)
 
     def _sweep(self, entry: Entry) -> str:

@@ -389,10 +389,7 @@ class Mirror:
                 return dataclasses.replace(ledger, adopted=None, copies={}, copying={})
             case Successor(lineage=seen):
                 there = self._epochs.there
-                if self._found is not None and (ledger.claims, ledger.adopted) != (
-                    self._found.claims,
-                    self._found.adopted,
-                ):
+                if found is not None and not self._is_as_seen(found):
                     return ledger  # another run of this directory has taken the mirror over meanwhile
                 return dataclasses.replace(
                     ledger,
@@ -403,6 +400,10 @@ class Mirror:
                 )
             case _:
                 return ledger
+
+    def _is_as_seen(self, ledger: Ledger) -> bool:
+        seen = self._found
+        return seen is not None and (ledger.claims, ledger.adopted) == (seen.claims, seen.adopted)
 
     def _outdated(self, local: Commits, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
         """The epochs here of which the mirror has, or may have, another save."""

@@ -248,12 +248,12 @@ def test_a_mirror_follows_and_a_disk_of_one_host_is_left_alone(said: Any, tmp_pa
     with ec.CheckpointManager(run, options=Options(max_to_keep=1), storage=ec.StorageOptions(mirror=mirror)) as manager:
         manager.save(4, args=Save({"w": np.arange(1000.0)}))
     assert (steps(run), steps(mirror)) == ([4], [*EPOCHS, 4])
-    code, done, _ = said("rm", run, 1, "--yes")
+    code, done, _ = said("rm", run, 1, "--mirror", mirror, "--yes")
     assert (code, done["mirror"], done["changes"][0]["source"]) == (0, mirror, f"{mirror}/1")
     assert (steps(run), steps(mirror)) == ([4], [0, 2, 3, 4])
-    assert said("cp", run, tmp_path / "copy", 3, 4, "--yes")[0] == 0
+    assert said("cp", run, tmp_path / "copy", 3, 4, "--mirror", mirror, "--yes")[0] == 0
     assert steps(tmp_path / "copy") == [3, 4]
-    assert said("rollback", run, 2, "--yes")[0] == 0
+    assert said("rollback", run, 2, "--mirror", mirror, "--yes")[0] == 0
     assert (steps(run), steps(mirror)) == ([], [0, 2])
     with ec.CheckpointManager(run, storage=ec.StorageOptions(mirror=mirror)) as manager:
         assert manager.all_steps() == [0, 2]

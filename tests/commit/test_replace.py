@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.commit import placing
+from epochckpt.commit import head_turns, placing
 from epochckpt.errors import (
     EpochDeletedError,
     EpochExistsError,
@@ -417,6 +417,7 @@ def test_an_exchanged_epoch_is_committed_wherever_the_old_one_is(
 @pytest.mark.parametrize("late", [False, True])
 def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer run has taken over before, or just before the decisive step: the old epoch stays, the save is fenced."""
+    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # as in processes of their own
     older = ec.CheckpointManager(directory)
     save(older, 1, 1)
     save(older, 2, 2)
@@ -431,7 +432,13 @@ def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: py
     if late:
         exchange, swap = PosixStore.exchange, ObjectStore.replace
         monkeypatch.setattr(PosixStore, "exchange", lambda *a: (take_over(), exchange(*a))[1])
-        monkeypatch.setattr(ObjectStore, "replace", lambda *a: (b'"begun":{"' in a[2] and take_over(), swap(*a))[1])
+
+        def committing(*a: Any, **how: bool) -> None:
+            if b'"begun":{"' in a[2]:
+                take_over()
+            swap(*a, **how)
+
+        monkeypatch.setattr(ObjectStore, "replace", committing)
     else:
         take_over()
     older.save(1, args=args(10))

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt.arrays.restore import TreeRequest, restore_tree
-from epochckpt.commit import opening
+from epochckpt.commit import head_turns, opening
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import (
     EpochDeletedError,
@@ -378,20 +378,21 @@ def test_an_older_run_never_replaces_what_a_newer_one_committed(late: bool, monk
     with ec.CheckpointManager(url) as manager:
         save_all(manager, [1, 2])
         cut(manager, 2)
+    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # as in processes of their own
     older = ec.CheckpointManager(url)
     assert value_of(older.restore(None)) == 1
     assert list(older.all_steps()) == [1]
     older.claim()
     write, begun = older._store.replace, b'"begun":{"'
 
-    def replace(path: str, old: bytes, new: bytes) -> None:
+    def replace(path: str, old: bytes, new: bytes, **how: bool) -> None:
         if (begun in old) is late and (begun in new) is not late:  # the beginning, or the commit
             monkeypatch.undo()
             newer = ec.CheckpointManager(url)
             assert value_of(newer.restore(None)) == 1
             assert newer.save(2, args=Save(state(222)))
             newer.wait_until_finished()
-        write(path, old, new)
+        write(path, old, new, **how)
 
     monkeypatch.setattr(older._store, "replace", replace)
     assert older.save(2, args=Save(state(22)))
@@ -404,13 +405,14 @@ def test_an_older_run_never_replaces_what_a_newer_one_committed(late: bool, monk
 
 def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newer run came right after the commit, of which the answer is lost: the older one has saved, all the same."""
+    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # as in processes of their own
     url = new_memory()
     older = ec.CheckpointManager(url)
     save_all(older, [1])
     write, runs = older._store.replace, list[ec.CheckpointManager]()
 
-    def replace(path: str, old: bytes, new: bytes) -> None:
-        write(path, old, new)
+    def replace(path: str, old: bytes, new: bytes, **how: bool) -> None:
+        write(path, old, new, **how)
         if b'"begun":{"' in old and not runs:
             runs.append(ec.CheckpointManager(url))
             runs[0].claim()

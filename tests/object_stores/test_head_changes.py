@@ -136,7 +136,7 @@ def test_a_head_of_a_newer_version_is_not_repaired(url: str, capsys: pytest.Capt
             call()
         assert "repair" not in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert main.main(["repair", url, "--yes"]) != 0
-    assert "install a newer one" in capsys.readouterr().err
+    assert "install a newer epochckpt" in capsys.readouterr().err
     assert bucket.read(paths.HEAD, limit_bytes=2**20) == checksums.seal(newer)
 
 

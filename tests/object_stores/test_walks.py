@@ -8,6 +8,7 @@ from typing import Any
 import obstore
 import pytest
 
+from epochckpt.commit import head_turns
 from tests.support.mirror_walk import OPERATIONS as MIRROR_OPERATIONS
 from tests.support.mirror_walk import MirrorWalk
 from tests.support.object_servers import bucket
@@ -30,6 +31,12 @@ def opened(scheme: str, operation: str = "") -> Iterator[Place]:
                 yield there
         finally:
             there.close()
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two runs share a process here; the turns at a head are those of two."""
+    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())
 
 
 def check(walk: Walk | MirrorWalk, least: int) -> None:
