@@ -570,3 +570,129 @@ def test_a_paused_older_run_cannot_claim_the_mirror_back(place: Place) -> None:
     with pytest.raises(FencedError):
         commits.claim(lineage=ClaimLineage(expected=old, directory=old.directory, claim="x"))
     np.testing.assert_equal(place.mirrored(), {0: 0, 1: 1})
+
+
+# -- what a review found
+
+
+def test_what_a_live_replacement_writes_after_the_look_is_not_overwritten(place: Place) -> None:
+    """The returned host has adopted the mirror's history; the other one, which is alive, goes on before it saves."""
+    with place.open("one") as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+    second = place.open("two")
+    save(second, 3, 3.5)
+    eventually(lambda: 3 in place.mirrored())
+    first = place.open("one")
+    save(second, 4, 4.5)
+    eventually(lambda: 4 in place.mirrored())
+    before = place.mirrored()
+    save(first, 4, 104.0)
+    first.close()
+    assert place.mirrored() == before
+    second.close()
+    with place.open("one") as first:  # and now it finds what it had missed
+        assert listed(first) == {0: 0, 1: 1, 2: 2, 3: 3.5, 4: 4.5}
+
+
+def test_an_interrupted_deletion_is_none(place: Place) -> None:
+    """Ctrl-C comes before anything is deleted. Retention then leaves the epoch to the mirror, where it stays."""
+    with place.open("one", keep=3) as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+        ledger = manager._ledger
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            ledger.withdraw(None, [1], interrupted)
+        for epoch in (3, 4):
+            save(manager, epoch)
+        manager.delete(2)
+        assert list(manager.all_steps()) == [0, 1, 3, 4]
+    assert list(place.mirrored()) == [0, 1, 3, 4]
+
+
+def test_a_rollback_without_the_mirror_holds_for_what_only_the_mirror_has(place: Place) -> None:
+    with place.open("one", keep=2) as manager:
+        for epoch in range(5):
+            save(manager, epoch)
+    with ec.CheckpointManager(place.root / "one") as manager:
+        assert list(manager.all_steps()) == [3, 4]
+        manager.rollback_to(3)
+    with ec.CheckpointManager(place.root / "one") as manager:
+        manager.delete(3)
+    with place.open("one") as manager:
+        assert list(manager.all_steps()) == [0, 1, 2]
+        save(manager, 3, 3.5)
+    assert place.mirrored() == {0: 0, 1: 1, 2: 2, 3: 3.5}
+
+
+def test_a_mirror_that_was_given_up_for_another_one_is_refused(place: Place) -> None:
+    with place.open("one") as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+    with place.open("one", mirror=place.root / "other") as manager:
+        manager.rollback_to(1)
+    with pytest.raises(InvalidArgumentError, match="has missed what was deleted"):
+        place.open("one")
+    shutil.rmtree(place.mirror)
+    with place.open("one") as manager:
+        assert listed(manager) == {0: 0, 1: 1}
+
+
+def test_a_save_that_comes_while_its_number_is_copied_is_copied_too() -> None:
+    backlog = copying.Backlog(url="u", options=ec.StorageOptions())
+    backlog.begin([1, 2, 3], there=[], outdated=[])
+    assert backlog.take() == 1
+    backlog.withdraw([1])
+    backlog.committed(1, there=[])
+    backlog.done()
+    assert backlog.waiting() == {1, 2, 3}
+
+
+def test_an_epoch_of_a_newer_epochckpt_in_the_mirror_stays(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    from epochckpt.format import checksums
+
+    with place.open("one") as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+    record = place.mirror / "1" / "epoch.json"
+    data = json.loads(record.read_text())
+    data.pop("checksum")
+    record.write_bytes(checksums.seal({**data, "version": 99}))
+    newer = record.read_bytes()
+    with caplog.at_level(logging.ERROR), place.open("one") as manager:
+        save(manager, 1, 1.5, replace=True)
+        save(manager, 3)
+    assert "a newer epochckpt has written a checkpoint 1 to the mirror" in caplog.text
+    assert record.read_bytes() == newer
+    assert (place.mirror / "3").exists()
+
+
+def test_a_damaged_ledger_stops_no_run(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+    (place.root / "one" / paths.MIRROR_RECORD).write_text("{")
+    with caplog.at_level(logging.ERROR):
+        with ec.CheckpointManager(place.root / "one") as manager:
+            save(manager, 1)
+        with place.open("one") as manager:
+            assert listed(manager) == {0: 0, 1: 1}
+            save(manager, 2)
+    assert "what it knows of its mirror is damaged" in caplog.text
+    assert values_of(place.root / "one") == {0: 0, 1: 1, 2: 2}
+
+
+def test_damage_of_the_mirror_is_no_damage_of_an_epoch(place: Place) -> None:
+    """Its records are damaged for a while: what was saved meanwhile is mirrored all the same."""
+    with place.open("one") as manager:
+        save(manager, 0)
+        eventually(lambda: 0 in place.mirrored())
+        damaged = place.mirror / paths.ROLLBACK_RECORD
+        damaged.write_text("{")
+        save(manager, 1)
+        save(manager, 2)
+        damaged.unlink()
+    assert place.mirrored() == {0: 0, 1: 1, 2: 2}
