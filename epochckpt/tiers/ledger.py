@@ -20,7 +20,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.commit import Commits
-from epochckpt.errors import DamagedError, EpochCheckpointError, FormatError
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError
 from epochckpt.format import checksums, parsing, paths
 from epochckpt.storage import Store
 
@@ -263,10 +263,13 @@ def newest(texts: Sequence[str], where: str) -> Ledger | None:
 
 
 def save_id(commits: Commits, epoch: int) -> str | None:
-    """The id of the save that an epoch is of, or a copy of; None if it is not there, or its record is damaged."""
+    """The id of the save that an epoch is of, or a copy of; None if it is not there, or its record cannot be used.
+
+    Raises AccessError or StorageError if storage does not say.
+    """
     try:
         return commits.read_head(epoch).origin
-    except (EpochCheckpointError, NotADirectoryError):
+    except (DamagedError, EpochNotFoundError, FormatError, FormatVersionError, NotADirectoryError):
         return None
 
 

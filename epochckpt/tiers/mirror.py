@@ -75,9 +75,9 @@ class Mirror:
         self._policies = policies
         self._hosted = hosted
         self._standing: Standing = Unanswered(UnsupportedError("nobody has looked"))
-        self._found: Ledger | None = None  # that ledger
+        self._found: Ledger | None = None  # the ledger of this directory, as of the last look
         self._gone: Mapping[int, str | None] = {}  # the save ids of epochs that are no part of the mirror's history
-        self._known: Mapping[int, Copy] = {}  # the copies that the ledger of this directory had at the last look
+        self._known: Mapping[int, Copy] = {}  # the copies that a ledger here, or one that was copied with it, knows
         self._epochs = MirrorEpochs()
         self._local: Commits | None = None  # once the directory is claimed
         self._ledger: LedgerFile | None = None  # the same
@@ -406,12 +406,14 @@ class Mirror:
         return seen is not None and (ledger.claims, ledger.adopted) == (seen.claims, seen.adopted)
 
     def _outdated(self, local: Commits, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
-        """The epochs here of which the mirror has, or may have, another save."""
-        there = self._epochs.there
-        if isinstance(self._standing, Unanswered):
-            copies = {**ledger.copies, **ledger.copying}
-            return {e for e in epochs if e in copies and save_id(local, e) not in (None, copies[e].save_id)}
-        return {epoch for epoch in epochs if epoch in there and not self._is_of_save(local, epoch)}
+        """The epochs here of which the mirror has, or may have, another save, as far as the ledger knows.
+
+        The mirror is not asked: no save waits for it. The worker compares the epochs when it has claimed the mirror.
+        """
+        there = {*self._epochs.there, *ledger.copying}
+        known = {epoch for epoch in there if self._is_known(epoch) and epoch in ledger.copies}
+        same = {epoch for epoch in known if save_id(local, epoch) in (None, ledger.copies[epoch].save_id)}
+        return {epoch for epoch in epochs if epoch in there and epoch not in same}
 
     def _set_aside(self, local: Commits, primary: bool) -> None:
         """Moves the epochs that are no part of the mirror's history out of sight."""
@@ -430,6 +432,7 @@ class Mirror:
             self._work = _threads.start_thread(work)
         except RuntimeError as error:
             logging.error("%s: nothing is mirrored, there is no thread for it: %s", self.url, error)
+            self._worker = None
 
     def committed(self, epoch: int) -> None:
         """On the primary: an epoch was committed here."""
