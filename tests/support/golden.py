@@ -135,6 +135,7 @@ _ROOT = re.compile(r"(?:file://)?/[^\"\s]*/(?=(?:mirror|run|disk-\d)\b)")
 _VIEW = re.compile(r"(?:index\.\d+|manifest\.ocdbt)\Z")  # the latter has an id of its own, that of TensorStore
 _TIMED = re.compile(r"(?:_ns|nsecs|secs|timings|_time)\Z")
 _OF_A_PROCESS = frozenset({"owner", "change", "checksum"})
+_OF_A_MACHINE = frozenset({"host", "inode"})  # by what a directory is told from a copy of it
 
 
 def masked(folder: pathlib.Path) -> dict[str, str]:
@@ -176,7 +177,7 @@ def _masked_json(path: str, record: dict[str, Any]) -> dict[str, Any]:
 
 def _without_times(name: str, value: Any) -> Any:
     """A value without what differs between runs; the names of fields stay."""
-    if name in _OF_A_PROCESS or _TIMED.search(name):
+    if name in _OF_A_PROCESS | _OF_A_MACHINE or _TIMED.search(name):
         return dict.fromkeys(value, "") if isinstance(value, dict) else ""
     if isinstance(value, dict):
         return {field: _without_times(field, each) for field, each in value.items()}
