@@ -258,13 +258,7 @@ class Job:
 class Worker:
     """The primary's work: it claims the mirror, and keeps it as the directory is."""
 
-    def __init__(
-        self,
-        job: Job,
-        ledger: LedgerFile,
-        epochs: MirrorEpochs,
-        backlog: Backlog,
-    ):
+    def __init__(self, job: Job, ledger: LedgerFile, epochs: MirrorEpochs, backlog: Backlog):
         """The `ledger` has the claim of the mirror that this run replaces."""
         self._job = job
         self._local = job.local
@@ -322,9 +316,8 @@ class Worker:
 
     def end(self) -> list[int]:
         """Ends the work now; returns the epochs that the mirror is to have, and has not."""
-        left = sorted({*self._backlog.waiting(), *self._unmirrored()})
         self._ended = True
-        return left
+        return sorted({*self._backlog.waiting(), *self._unmirrored()})
 
     def _ring(self) -> None:
         self._bell.set(None)

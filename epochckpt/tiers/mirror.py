@@ -484,7 +484,12 @@ class Mirror:
         if self._follower is not None:
             self._follower.end()
         worker = self._worker
-        if worker is not None and (left := _threads.start(worker.end).result()):
+        if worker is None:
+            return
+        # The directory itself may be away by now, and the manager closes all the same.
+        what = f"{self.url}: what is not mirrored cannot be seen"
+        left = _threads.logged(what, lambda: _threads.start(worker.end).result())
+        if left:
             text = "%s: not mirrored: checkpoint %s. The next run that saves goes on with that"
             logging.warning(text, self.url, ", ".join(map(str, left)))
 

@@ -692,3 +692,13 @@ def test_damage_of_the_mirror_is_no_damage_of_an_epoch(place: Place) -> None:
         save(manager, 2)
         damaged.unlink()
     assert place.mirrored() == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_manager_closes_though_its_directory_is_away(place: Place) -> None:
+    manager = place.open("one")
+    save(manager, 0)
+    eventually(lambda: place.mirrored() == {0: 0})
+    shutil.rmtree(place.root / "one")
+    (place.root / "one").touch()
+    manager.close()
+    assert place.mirrored() == {0: 0}
