@@ -56,8 +56,8 @@ class CommonCalls:
     ) -> None:
         """The primary claims the directory, unless this manager has, and decides; every process learns of the claim.
 
-        With local disks the other processes `follow` on theirs. Epochs that are out of sight on storage are not listed
-        here either, also where they could not be moved away. Errors name `epoch`.
+        With local disks the other processes `follow` on theirs. Epochs that are out of sight on storage, or that the
+        mirror has given up, are not listed here either, also where they could not be moved away. Errors name `epoch`.
         """
         hosts, wait_secs = self._hosts, 2 * self._wait_secs
 
@@ -71,6 +71,7 @@ class CommonCalls:
             if was_known:  # a change may turn out to change nothing, and so not to notice
                 self._commits.check_claim(epoch)
             decide()
+            claim = {**claim, "lost": _threads.start(self._history.pop_lost).result()}
             return claim if hosts is None else {**claim, "order": _threads.start(hosts.order).result()}
 
         def learn(claim: dict[str, Any]) -> None:
@@ -81,6 +82,7 @@ class CommonCalls:
                 learn(calls.answer(f"claim before {call}", take, wait_secs))
             claim = calls.answer(call, claimed, wait_secs)
             learn(claim)
+            self._history.drop(claim["lost"])
             self._history.forget_gone()
             if hosts is not None:
                 _threads.start(lambda: hosts.follow(claim["order"], lambda: follow(hosts))).result()

@@ -110,7 +110,7 @@ class Mirrored(Protocol):
         ...
 
     def pop_removed(self) -> list[int]:
-        """Epochs that the mirror has lost since the last call."""
+        """Epochs that the mirror has given up since the last call."""
         ...
 
 
@@ -197,6 +197,10 @@ class History:
         for epoch in epochs:
             self._committed.pop(epoch, None)
             self._requested.pop(epoch, None)
+
+    def pop_lost(self) -> list[int]:
+        """On the primary: the remote epochs that the mirror has given up since the last call, ascending."""
+        return [] if self.mirror is None else sorted(self.remote.intersection(self.mirror.pop_removed()))
 
     def forget_failed(self) -> None:
         """Nothing is in flight any more: an epoch that was requested and is not committed may be requested again."""
@@ -386,8 +390,8 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
     deleted, remote = hides, ()
     if mirror is not None:
         remote = tuple(epoch for epoch in hides if mirror.has(epoch))
-        lost = history.remote.intersection(mirror.pop_removed()) - {fresh.epoch}
-        deleted = (*sorted(lost), *(epoch for epoch in hides if epoch not in remote))
+        lost = [epoch for epoch in history.pop_lost() if epoch != fresh.epoch]
+        deleted = (*lost, *(epoch for epoch in hides if epoch not in remote))
     return dataclasses.replace(fresh, deleted=deleted, remote=remote, hides=hides, attached=history.attached())
 
 

@@ -74,25 +74,37 @@ class MirrorEpochs:
         self._removed: list[int] = []
         self._lock = threading.Lock()
         self._pinned: int | None = None  # this epoch must stay
-        self._leaving: int | None = None  # this one is going
+        self._leaving: int | None = None  # this one is being removed
+        self._withdrawn = frozenset[int]()  # these were deleted or rolled back here, and are to be removed
 
     def take(self, there: Mapping[int, str], readable: Mapping[int, str]) -> None:
         """After a look at the mirror: what it has."""
         with self._lock:
             self.there = dict(there)
-            self.readable = dict(readable)
+            self.readable = {epoch: id for epoch, id in readable.items() if epoch != self._leaving}
+            if self._leaving not in self.there:
+                self._leaving = None
 
     def pin(self, epoch: int | None) -> bool:
-        """Has one epoch stay in the mirror, whatever `mirror_keep` says; None: none. False if it is going already."""
+        """Has one epoch stay in the mirror, whatever `mirror_keep` says; None: none. False if it is not there."""
         with self._lock:
-            self._pinned = None if epoch == self._leaving else epoch
-            return epoch is None or (epoch != self._leaving and epoch in self.readable)
+            self._pinned = epoch
+            return epoch is None or epoch in self.readable
 
-    def leaves(self, epoch: int) -> bool:
-        """Says that an epoch is being removed from the mirror; False if it must stay."""
+    def oldest_leaving(self, keep: float) -> int | None:
+        """The epoch that is to be removed so that the mirror keeps no more than so many; None if it has no more.
+
+        From then on the epoch is not readable, and counts as removed.
+        """
         with self._lock:
-            self._leaving = None if epoch == self._pinned else epoch
-            return epoch != self._pinned
+            if self._leaving is None:
+                staying = self.there.keys() - self._withdrawn
+                if len(staying) <= keep or min(staying) == self._pinned:
+                    return None
+                self._leaving = min(staying)
+                self._removed.append(self._leaving)
+                self.readable = {epoch: id for epoch, id in self.readable.items() if epoch != self._leaving}
+            return self._leaving
 
     def set(self, epoch: int, mirror_id: str) -> None:
         """The mirror has a copy of the epoch that is here."""
@@ -105,20 +117,23 @@ class MirrorEpochs:
         with self._lock:
             self.there = {epoch: id for epoch, id in self.there.items() if epoch not in epochs}
             self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
+            self._withdrawn = self._withdrawn.difference(epochs)
+            if self._leaving in epochs:
+                self._leaving = None
+
+    def withdraw(self, epochs: Collection[int]) -> None:
+        """These epochs were deleted or rolled back here, and the mirror is to follow."""
+        with self._lock:
+            self._withdrawn = self._withdrawn.union(epochs)
+            self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
 
     def disown(self, epochs: Collection[int]) -> None:
         """What the mirror has under these numbers is no copy of this directory's any more."""
         with self._lock:
             self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
 
-    def removed(self, epoch: int) -> None:
-        """The mirror keeps an epoch no longer."""
-        self.drop([epoch])
-        with self._lock:
-            self._removed.append(epoch)
-
     def pop_removed(self) -> list[int]:
-        """Epochs that the mirror has lost since the last call."""
+        """Epochs that were removed for `mirror_keep` since the last call."""
         with self._lock:
             popped, self._removed = self._removed, []
         return popped
@@ -296,7 +311,7 @@ class Worker:
     def withdrawn(self, epochs: Collection[int]) -> None:
         """Epochs were deleted here or rolled back, and the ledger says so."""
         self._backlog.withdraw(epochs)
-        self._epochs.disown(epochs)
+        self._epochs.withdraw(epochs)
         self._ring()
 
     def waiting(self) -> frozenset[int]:
@@ -403,8 +418,8 @@ class Worker:
             self._compare()
         elif (ledger := self._ledger.known()).may_follow:
             self._follow(ledger)
-        elif len(self._epochs.there) > (self._job.options.mirror_keep or math.inf):
-            self._remove(min(self._epochs.there))
+        elif (epoch := self._epochs.oldest_leaving(self._job.options.mirror_keep or math.inf)) is not None:
+            self._remove(epoch)
         elif self._dead:
             self._copies.discard(*self._dead[-1])
             self._dead.pop()
@@ -498,10 +513,8 @@ class Worker:
 
     def _remove(self, epoch: int) -> None:
         """Removes an epoch that the mirror keeps no longer."""
-        if not self._epochs.leaves(epoch):
-            return  # a rollback to it is under way
         self._copies.hide(epoch, logged=True)()
-        self._epochs.removed(epoch)
+        self._epochs.drop([epoch])
         self._ledger.change(lambda now: now.without(epoch))
 
     def _follow_metrics(self) -> None:

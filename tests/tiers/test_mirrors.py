@@ -423,6 +423,18 @@ def test_the_mirror_keeps_no_more_than_mirror_keep(place: Place) -> None:
     assert most <= 3  # and one copy more while it is made
 
 
+def test_what_mirror_keep_has_removed_is_not_listed_after_a_deletion(place: Place) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+    with place.open("two", mirror_keep=1) as manager:
+        assert manager.all_steps() == [0]
+        save(manager, 1)
+        assert eventually(lambda: [p.name for p in place.mirror.glob("*") if p.name.isdigit()] == ["1"])
+        manager.delete(1)
+        assert manager.all_steps() == []
+        assert manager.latest_step() is None
+
+
 @pytest.mark.parametrize("change", ["delete", "rollback"])
 def test_the_newest_is_mirrored_at_the_end_after_a_change(place: Place, change: str) -> None:
     with place.open("one", mirror_every=100) as manager:
