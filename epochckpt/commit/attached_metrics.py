@@ -15,7 +15,8 @@ from absl import logging
 
 from epochckpt import errors
 from epochckpt.commit.protocol import Commits
-from epochckpt.format import EpochRecord, checksums, parsing, paths
+from epochckpt.format import EpochRecord, checksums, codec, parsing, paths
+from epochckpt.format.codec import stored
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 MAX_HEAD_BYTES = 2**14  # of the same on object stores, whose head has the metrics of all epochs
@@ -26,18 +27,27 @@ def are_needed(options: ocp.CheckpointManagerOptions) -> bool:
     return options.best_fn is not None or options.preservation_policy is not None
 
 
-@dataclasses.dataclass(frozen=True)
+def _read_metrics(fields: codec.Fields, key: str) -> dict[str, Any]:
+    metrics = codec.user_data(fields, key, dict)
+    try:
+        checksums.pack_json(metrics, key)  # the other processes get it as JSON
+    except errors.InvalidArgumentError as error:
+        raise errors.FormatError(fields.path, str(error)) from None
+    return metrics
+
+
+METRICS = codec.Codec(_read_metrics, lambda metrics: checksums.pack_json(dict(metrics), "metrics"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _File:
     """The metrics that one source gives for one attempt."""
 
-    epoch: int
-    attempt: str
-    source: str
-    metrics: Mapping[str, Any]
-
-    def to_bytes(self) -> bytes:
-        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "metrics", "written_ns": time.time_ns()}
-        return checksums.seal({**head, **vars(self), "metrics": checksums.pack_json(dict(self.metrics), "metrics")})
+    written_ns: int = stored("written_ns", codec.INTEGER)  # by the wall clock
+    epoch: int = stored("epoch", codec.INTEGER)
+    attempt: str = stored("attempt", codec.text())
+    source: str = stored("source", codec.text())
+    metrics: Mapping[str, Any] = stored("metrics", METRICS)
 
 
 def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str, attempt: str | None = None) -> None:
@@ -56,7 +66,9 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
     if attempt is not None and record.attempt != attempt:
         raise errors.EpochDeletedError(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
     _check_names(commits, record, metrics, source)
-    data, in_head = _File(epoch, record.attempt, source, metrics).to_bytes(), commits.attached() is not None
+    file = _File(written_ns=time.time_ns(), epoch=epoch, attempt=record.attempt, source=source, metrics=metrics)
+    data = codec.seal("metrics", file)
+    in_head = commits.attached() is not None
     limit = MAX_HEAD_BYTES if in_head else MAX_BYTES
     if len(data) > limit:
         raise errors.InvalidArgumentError(f"metrics of {len(data)} bytes; at most {limit} can be attached")
@@ -163,13 +175,7 @@ def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> di
 
 
 def _parse(path: str, data: bytes) -> _File:
-    fields = parsing.open_record(path, data, "metrics")
-    metrics = parsing.user_data(fields, "metrics", dict)
-    try:
-        checksums.pack_json(metrics, "metrics")  # the other processes get it as JSON
-    except errors.InvalidArgumentError as error:
-        raise errors.FormatError(path, str(error)) from None
-    return _File(fields.integer("epoch"), fields.text("attempt"), fields.text("source"), metrics)
+    return codec.parse(_File, parsing.open_record(path, data, "metrics"))
 
 
 def merge(own: Any, attached: Mapping[str, Mapping[str, Any]]) -> Any:

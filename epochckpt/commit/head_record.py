@@ -17,10 +17,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from epochckpt.commit.lineage import Lineage
+from epochckpt.commit.lineage import LINEAGE, Lineage
 from epochckpt.commit.metrics_log import Line
 from epochckpt.errors import DamagedError
-from epochckpt.format import EpochRecord, checksums, parsing, paths
+from epochckpt.format import EpochRecord, checksums, codec, parsing, paths
+from epochckpt.format.codec import stored
 
 _MAX_METRICS_BYTES = 8192  # of one epoch: larger ones are in its record only
 _MAX_PAST = 4096
@@ -30,21 +31,38 @@ _COUNTED = re.compile("[0-9a-f]+")
 _MAX_NODES = 16  # of an epoch: what more nodes took is in its record only
 
 
+def _read_attached(fields: codec.Fields, key: str) -> dict[str, dict[str, Any]]:
+    found = codec.Fields(fields.path, fields.mapping(key), f"{fields.where}{key}.")
+    return {
+        paths.check_recorded_name(fields.path, source): codec.user_data(found, source, dict) for source in found.data
+    }
+
+
+def _write_attached(attached: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {source: checksums.pack_json(dict(metrics), "metrics") for source, metrics in attached.items()}
+
+
+_ATTACHED: codec.Codec[Mapping[str, Mapping[str, Any]]] = codec.Codec(_read_attached, _write_attached)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadEpoch:
     """One committed epoch, as far as lists, policies and the next commit need it."""
 
-    attempt: str
-    started_ns: int
-    committed_ns: int
-    nbytes: int
-    nodes: int
-    secs: float  # the whole save
-    blocked_secs: float
-    metrics: Any  # it was saved with; None also where they are `large`
-    large: bool = False  # its metrics are in the record only
-    attached: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # metrics by source
-    node_secs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # that each wrote; empty if they are many
+    attempt: str = stored("attempt", codec.name(limit=80))
+    started_ns: int = stored("started_ns", codec.INTEGER)
+    committed_ns: int = stored("committed_ns", codec.INTEGER)
+    nbytes: int = stored("nbytes", codec.INTEGER)
+    nodes: int = stored("nodes", codec.INTEGER)
+    secs: float = stored("secs", codec.NUMBER)  # the whole save
+    blocked_secs: float = stored("blocked_secs", codec.NUMBER)
+    # It was saved with; None also where they are `large`.
+    metrics: Any = stored("metrics", codec.user(object, "metrics"))
+    large: bool = stored("large", codec.BOOLEAN, default=False)  # its metrics are in the record only
+    # Metrics by source.
+    attached: Mapping[str, Mapping[str, Any]] = stored("attached", _ATTACHED, default_factory=dict)
+    # That each wrote; empty if they are many. The head has the names of nodes once for many epochs.
+    node_secs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     unread: ClassVar[Mapping[str, Exception]] = {}
 
@@ -59,15 +77,15 @@ class HeadEpoch:
         packed = checksums.seal({"metrics": checksums.pack_json(record.metrics, "metrics")})
         large, few = len(packed) > _MAX_METRICS_BYTES, record.nodes[: _MAX_NODES + 1]
         return cls(
-            record.attempt,
-            record.started_ns,
-            record.committed_ns,
-            record.nbytes,
-            len(record.nodes),
-            round(record.timings.get("secs", 0.0), 6),
-            round(record.timings.get("blocked_secs", 0.0), 6),
-            None if large else record.metrics,
-            large,
+            attempt=record.attempt,
+            started_ns=record.started_ns,
+            committed_ns=record.committed_ns,
+            nbytes=record.nbytes,
+            nodes=len(record.nodes),
+            secs=round(record.timings.get("secs", 0.0), 6),
+            blocked_secs=round(record.timings.get("blocked_secs", 0.0), 6),
+            metrics=None if large else record.metrics,
+            large=large,
             node_secs={node.name: round(node.secs, 6) for node in few} if len(few) <= _MAX_NODES else {},
         )
 
@@ -77,37 +95,21 @@ class HeadEpoch:
 
     def to_json(self, nodes: list[list[str]]) -> dict[str, Any]:
         """Its form in the head, which has the names of its nodes in `nodes`, once for many epochs."""
-        attached = {source: checksums.pack_json(dict(m), "metrics") for source, m in self.attached.items()}
-        fields = {**vars(self), "metrics": checksums.pack_json(self.metrics, "metrics"), "attached": attached}
         names = list(self.node_secs)
         if names not in nodes:
             nodes.append(names)
-        fields["node_secs"] = [nodes.index(names), *self.node_secs.values()]
-        return fields
+        return {**codec.pack(self), "node_secs": [nodes.index(names), *self.node_secs.values()]}
 
     @classmethod
     def from_json(cls, path: str, where: str, data: object, nodes: Sequence[Sequence[str]]) -> Self:
-        fields = parsing.Fields(path, data, f"{where}.")
-        attached = {
-            paths.check_recorded_name(path, source): parsing.user_data(parsing.Fields(path, {"m": found}), "m", dict)
-            for source, found in fields.mapping("attached").items()
-        }
+        """Parses that form; raises FormatError."""
+        fields = codec.Fields(path, data, f"{where}.")
         number, *secs = fields.array("node_secs") or [-1]
         if type(number) is not int or not 0 <= number < len(nodes) or len(secs) != len(nodes[number]):
             raise fields.fail("node_secs", "seconds of nodes that the head names")
         if not all(type(s) in (int, float) and abs(s) < 1e300 for s in secs):
             raise fields.fail("node_secs", "finite numbers")
-        numbers = {name: fields.integer(name) for name in ("started_ns", "committed_ns", "nbytes", "nodes")}
-        return cls(
-            attempt=paths.check_recorded_name(path, fields.text("attempt", 80)),
-            **numbers,
-            secs=fields.number("secs"),
-            blocked_secs=fields.number("blocked_secs"),
-            metrics=parsing.user_data(fields, "metrics"),
-            large=fields.boolean("large"),
-            attached=attached,
-            node_secs=dict(zip(nodes[number], secs, strict=True)),
-        )
+        return codec.parse(cls, fields, node_secs=dict(zip(nodes[number], secs, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +118,36 @@ class Leaving:
 
     attempt: str
     to: str  # the folder of the directory that they are moved to; empty: they are removed
+
+
+def _read_folders(fields: codec.Fields, key: str) -> dict[str, str]:
+    found = fields.mapping(key)
+    for attempt, folder in found.items():
+        paths.check_recorded_name(fields.path, attempt)
+        _folder(fields.path, folder)
+    return found
+
+
+def _read_leaving(fields: codec.Fields, key: str) -> dict[str, Leaving]:
+    steps: dict[str, Leaving] = {}
+    for folder, found in fields.mapping(key).items():
+        if not isinstance(found, list) or len(found) != 2:
+            raise fields.fail(key, "attempts, and where they go")
+        attempt, to = found
+        paths.check_recorded_name(fields.path, attempt)
+        to = paths.check_recorded_name(fields.path, to, paths.is_part) if to != "" else ""
+        steps[_folder(fields.path, folder)] = Leaving(attempt=attempt, to=to)
+    return steps
+
+
+def _write_leaving(leaving: Mapping[str, Leaving]) -> dict[str, list[str]]:
+    return {folder: [step.attempt, step.to] for folder, step in leaving.items()}
+
+
+_FOLDERS: codec.Codec[Mapping[str, str]] = codec.Codec(_read_folders)
+_LEAVING: codec.Codec[Mapping[str, Leaving]] = codec.Codec(_read_leaving, _write_leaving)
+_LINEAGE = codec.maybe(LINEAGE)
+_OWNER: codec.Codec[Mapping[str, Any]] = codec.Codec(codec.Fields.mapping)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +182,8 @@ class Page:
     def of(cls, entries: Sequence[PageEntry]) -> Self:
         """A new page. No other page has the same content, not even one of the same entries."""
         nodes = list[list[str]]()
-        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head page", "id": paths.new_id()}
         sections = {name: {e.key: e.epoch.to_json(nodes) for e in entries if e.section == name} for name in SECTIONS}
-        data = checksums.seal({**head, "nodes": nodes, **sections})
+        data = codec.seal_fields("head page", {"id": paths.new_id(), "nodes": nodes, **sections})
         ordered = [entry for name in SECTIONS for entry in entries if entry.section == name]
         return cls(tuple(ordered), checksums.digest(data), data)
 
@@ -171,22 +202,28 @@ class Page:
 class Head:
     """What the head says. Folders are those of epochs, relative to the directory; attempts are ids."""
 
-    incarnation: str = ""  # of the run that may write
-    owner: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its process: host, pid, claimed_ns
-    closed: bool = True  # it has said that it writes no more
-    past: tuple[str, ...] = ()  # earlier incarnations
+    incarnation: str = stored("incarnation", codec.text(16), default="")  # of the run that may write
+    owner: Mapping[str, Any] = stored("owner", _OWNER, default_factory=dict)  # its process: host, pid, claimed_ns
+    closed: bool = stored("closed", codec.BOOLEAN, default=True)  # it has said that it writes no more
+    past: tuple[str, ...] = stored("past", codec.names(), default=())  # earlier incarnations
+    begun: Mapping[str, str] = stored("begun", _FOLDERS, default_factory=dict)  # folders, by attempt
+    # The same: nobody reads their objects any more.
+    dead: Mapping[str, str] = stored("dead", _FOLDERS, default_factory=dict)
+    # By folder; see `commit.departures`.
+    leaving: Mapping[str, Leaving] = stored("leaving", _LEAVING, default_factory=dict)
+    # Folders named like epochs that hold something else.
+    foreign: tuple[str, ...] = stored("foreign", codec.names(paths.is_part), default=())
+    # Of deleted epochs: the last lines, which come after those of the parts.
+    log: tuple[Line, ...] = stored("log", codec.objects(Line), default=())
+    logged: int = stored("logged", codec.INTEGER, default=0)  # lines that are in parts alone, see `commit.object_log`
+    # Of the directory whose mirror this is.
+    lineage: Lineage | None = stored("lineage", _LINEAGE, default=None)
+    change: str = stored("change", codec.text(16), default="")  # unlike that of every other content
+    # The entries, of which the older ones are in pages.
     epochs: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by folder
-    begun: Mapping[str, str] = dataclasses.field(default_factory=dict)  # folders, by attempt
-    dead: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same: nobody reads their objects any more
     stock: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
-    leaving: Mapping[str, Leaving] = dataclasses.field(default_factory=dict)  # by folder; see `commit.departures`
-    foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
-    log: tuple[Line, ...] = ()  # of deleted epochs: the last lines, which come after those of the parts
-    logged: int = 0  # lines that are in parts alone, see `commit.object_log`
-    lineage: Lineage | None = None  # of the directory whose mirror this is
-    pages: tuple[Page, ...] = ()  # that may have entries of `epochs`, `stock` and `aside`
-    change: str = ""  # unlike that of every other content
+    pages: tuple[Page, ...] = ()  # that may have some of them
 
     def knows(self, attempt: str) -> bool:
         """Whether one of the runs here has made an attempt."""
@@ -202,19 +239,18 @@ class Head:
         return {entry.attempt for entries in (self.epochs, self.aside) for entry in entries.values()}
 
     def to_bytes(self) -> bytes:
-        nodes, pages = list[list[str]](), list[list[str]]()
-        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head", "nodes": nodes, **vars(self)}
+        """The object's content."""
+        nodes = list[list[str]]()
+        pages = list[list[str]]()
         for page in self.pages:
             counted = {id(entry) for entry in page.counted(self)}
             bits = sum(1 << number for number, entry in enumerate(page.entries) if id(entry) in counted)
             pages += [[page.digest, f"{bits:x}"]] if bits else []
-        head["pages"] = pages
-        for name, entries in self.loose().items():
-            head[name] = {key: entry.to_json(nodes) for key, entry in entries.items()}
-        head["log"] = [line.to_json() for line in self.log]
-        head["lineage"] = None if self.lineage is None else self.lineage.to_json()
-        head["leaving"] = {folder: [step.attempt, step.to] for folder, step in self.leaving.items()}
-        return checksums.seal(head)
+        sections = {
+            name: {key: entry.to_json(nodes) for key, entry in entries.items()}
+            for name, entries in self.loose().items()
+        }
+        return codec.seal_fields("head", {**codec.pack(self), "nodes": nodes, **sections, "pages": pages})
 
     def loose(self) -> dict[str, dict[str, HeadEpoch]]:
         """The entries that are in no page, by section."""
@@ -283,7 +319,7 @@ def send_off(changes: dict[str, dict[str, Any]], folder: str, entry: HeadEpoch, 
         changes["dead"][entry.attempt] = folder
 
 
-def _nodes(fields: parsing.Fields) -> list[Any]:
+def _nodes(fields: codec.Fields) -> list[Any]:
     nodes = fields.array("nodes")
     for names in nodes:
         if not isinstance(names, list):
@@ -293,7 +329,7 @@ def _nodes(fields: parsing.Fields) -> list[Any]:
     return nodes
 
 
-def _entries(fields: parsing.Fields, section: str, nodes: Sequence[Sequence[str]]) -> dict[str, HeadEpoch]:
+def _entries(fields: codec.Fields, section: str, nodes: Sequence[Sequence[str]]) -> dict[str, HeadEpoch]:
     path, check = fields.path, _aside if section == "aside" else _folder
     return {
         check(path, key): HeadEpoch.from_json(path, f"{section}.{key}", entry, nodes)
@@ -333,13 +369,6 @@ def parse(path: str, data: bytes, read_pages: Callable[[Sequence[str]], Sequence
     """
     fields = parsing.open_record(path, data, "head")
 
-    def folders(name: str) -> dict[str, str]:
-        found = fields.mapping(name)
-        for attempt, folder in found.items():
-            paths.check_recorded_name(path, attempt)
-            _folder(path, folder)
-        return found
-
     counted = dict[str, int]()
     for found in fields.array("pages"):
         if not (isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found)):
@@ -360,34 +389,4 @@ def parse(path: str, data: bytes, read_pages: Callable[[Sequence[str]], Sequence
     for name in SECTIONS:
         entries[name] |= _entries(fields, name, nodes)
 
-    def leaving(found: object) -> Leaving:
-        if not isinstance(found, list) or len(found) != 2:
-            raise fields.fail("leaving", "attempts, and where they go")
-        attempt, to = found
-        paths.check_recorded_name(path, attempt)
-        return Leaving(attempt, paths.check_recorded_name(path, to, paths.is_part) if to != "" else "")
-
-    return Head(
-        incarnation=fields.text("incarnation", 16),
-        owner=fields.mapping("owner"),
-        closed=fields.boolean("closed"),
-        past=tuple(paths.check_recorded_name(path, name) for name in fields.array("past")),
-        epochs=entries["epochs"],
-        stock=entries["stock"],
-        begun=folders("begun"),
-        dead=folders("dead"),
-        aside=entries["aside"],
-        leaving={
-            _folder(path, folder): leaving(found)
-            for folder, found in (fields.mapping("leaving") if "leaving" in fields.data else {}).items()
-        },
-        foreign=tuple(_folder(path, name) for name in fields.array("foreign")),
-        log=tuple(
-            Line.from_json(path, line, f"log[{number}].")
-            for number, line in enumerate(fields.array("log") if "log" in fields.data else [])
-        ),
-        logged=fields.integer("logged") if "logged" in fields.data else 0,
-        lineage=None if fields.data.get("lineage") is None else Lineage.from_json(path, fields.data["lineage"]),
-        pages=pages,
-        change=fields.text("change", 16),
-    )
+    return codec.parse(Head, fields, **entries, pages=pages)

@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 
 from epochckpt.commit.protocol import Commits
-from epochckpt.format import checksums, parsing, paths
+from epochckpt.format import codec, parsing, paths
+from epochckpt.format.codec import stored
 from epochckpt.storage import Store
 
 
@@ -26,16 +27,15 @@ class HostRecord:
         claim: that claim; empty before. A host with another one than the rest has an older disk.
     """
 
-    directory: str
-    node: str
-    mirror: str
-    disks: tuple[str, ...] = ()
-    claim: str = ""
+    directory: str = stored("directory", codec.text())
+    node: str = stored("node", codec.text())
+    mirror: str = stored("mirror", codec.text())
+    disks: tuple[str, ...] = stored("disks", codec.strings("ids of directories", 0, 1000), default=())
+    claim: str = stored("claim", codec.text(), default="")
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "host"}
-        return checksums.seal({**head, **vars(self), "disks": list(self.disks)})
+        return codec.seal("host", self)
 
 
 def read_host_record(store: Store) -> HostRecord | None:
@@ -44,16 +44,13 @@ def read_host_record(store: Store) -> HostRecord | None:
 
 
 def _parse(path: str, data: bytes) -> HostRecord:
-    fields = parsing.open_record(path, data, "host")
-    disks = fields.array("disks")
-    directory, node, mirror, claim = (fields.text(name) for name in ("directory", "node", "mirror", "claim"))
-    return HostRecord(directory, node, mirror, tuple(map(str, disks)), claim)
+    return codec.parse(HostRecord, parsing.open_record(path, data, "host"))
 
 
 def introduce(commits: Commits, node: str, mirror: str) -> HostRecord:
     """The record of this process's directory, which gets one if it has none."""
     if (found := read_host_record(commits.store)) is None:
-        store, made = commits.store, HostRecord(paths.new_id(), node, mirror)
+        store, made = commits.store, HostRecord(directory=paths.new_id(), node=node, mirror=mirror)
         commits.make_folder(paths.HOST_RECORD.rpartition("/")[0])
         with contextlib.suppress(FileExistsError):  # another process sees this directory
             draft = f"{paths.HOST_RECORD}.{paths.new_id()}{paths.TMP_SUFFIX}"

@@ -8,12 +8,13 @@ Whoever claims the mirror as an ordinary directory takes it away from the direct
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from epochckpt.errors import FencedError
-from epochckpt.format import checksums, parsing, paths
+from epochckpt.format import codec, parsing, paths
+from epochckpt.format.codec import stored
 
 _MAX_PAST = 64
+_NAME_OR_NOTHING = codec.name(lambda found: found == "" or paths.is_name(found), limit=32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,33 +27,20 @@ class Lineage:
         past: the ids of directories that it belonged to before, the newest last.
     """
 
-    directory: str
-    claim: str
-    past: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Its form in records."""
-        return {"directory": self.directory, "claim": self.claim, "past": list(self.past)}
-
-    @classmethod
-    def from_json(cls, path: str, data: object) -> Lineage:
-        """Parses that form; raises FormatError."""
-        fields = parsing.Fields(path, data, "lineage.")
-        directory = fields.text("directory", 32)
-        return cls(
-            directory=paths.check_recorded_name(path, directory) if directory else "",
-            claim=paths.check_recorded_name(path, fields.text("claim", 32)),
-            past=tuple(paths.check_recorded_name(path, name) for name in fields.array("past")),
-        )
+    directory: str = stored("directory", _NAME_OR_NOTHING)
+    claim: str = stored("claim", codec.name(limit=32))
+    past: tuple[str, ...] = stored("past", codec.names(), default=())
 
     def to_bytes(self) -> bytes:
         """The content of `lineage.json`."""
-        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "lineage"}
-        return checksums.seal({**head, "lineage": self.to_json()})
+        return codec.seal_fields("lineage", {"lineage": codec.pack(self)})
 
     def knows(self, directory: str) -> bool:
         """Whether the mirror belongs to a directory, or did so before."""
         return directory in {self.directory, *self.past}
+
+
+LINEAGE = codec.one(Lineage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,5 +75,4 @@ def _passed(found: Lineage | None, directory: str, claim: str) -> Lineage:
 
 def parse(path: str, data: bytes) -> Lineage:
     """Parses `lineage.json`; raises DamagedError, FormatError or FormatVersionError."""
-    fields = parsing.open_record(path, data, "lineage")
-    return Lineage.from_json(path, fields.data.get("lineage"))
+    return LINEAGE.read(parsing.open_record(path, data, "lineage"), "lineage")

@@ -18,7 +18,8 @@ from typing import Any, Self
 from absl import logging
 
 from epochckpt.errors import DamagedError, FormatError
-from epochckpt.format import checksums, parsing, paths
+from epochckpt.format import checksums, codec, paths
+from epochckpt.format.codec import stored
 from epochckpt.storage import Store
 
 COLLECTED = 100  # lines that the head of an object store collects, before they move to a part
@@ -28,16 +29,25 @@ MAX_LINES = 500_000  # the same, of all parts
 _MAX_METRICS_BYTES = 4096  # of a line
 
 
+def _read_numbers(fields: codec.Fields, key: str) -> dict[str, float]:
+    return numbers(codec.user_data(fields, key, dict))
+
+
+_NUMBERS = codec.Codec(_read_numbers, lambda metrics: checksums.pack_json(dict(metrics), "metrics"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Line:
     """An epoch that was deleted; or, with `back`, that the epochs after this one in lines above count no more."""
 
-    epoch: int
-    attempt: str = ""
-    committed_ns: int = 0
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # its numbers, by `flat` names
-    back: bool = False
-    number: int = 0  # in the parts of an object store, from 1
+    epoch: int = stored("epoch", codec.integer(-1, 2**63))
+    attempt: str = stored("attempt", codec.text(80), optional=True, default="")
+    committed_ns: int = stored("committed_ns", codec.INTEGER, optional=True, default=0)
+    # Its numbers, by `flat` names.
+    metrics: Mapping[str, float] = stored("metrics", _NUMBERS, optional=True, default_factory=dict)
+    back: bool = stored("back", codec.BOOLEAN, optional=True, default=False)
+    # In the parts of an object store, from 1.
+    number: int = stored("line", codec.INTEGER, optional=True, default=0)
 
     @classmethod
     def of(cls, epoch: int, attempt: str, committed_ns: int, metrics: Any) -> Self | None:
@@ -48,28 +58,11 @@ class Line:
             if size > _MAX_METRICS_BYTES:
                 break
             kept[name] = value
-        return cls(epoch, attempt, committed_ns, kept) if kept else None
-
-    def to_json(self) -> dict[str, Any]:
-        numbered = {"line": self.number} if self.number else {}
-        if self.back:
-            return {"back_to": self.epoch, **numbered}
-        metrics = checksums.pack_json(dict(self.metrics), "metrics")
-        fields = {"epoch": self.epoch, "attempt": self.attempt, "committed_ns": self.committed_ns, "metrics": metrics}
-        return {**fields, **numbered}
-
-    @classmethod
-    def from_json(cls, path: str, data: object, where: str = "") -> Self:
-        fields = parsing.Fields(path, data, where)
-        number = fields.integer("line") if "line" in fields.data else 0
-        if "back_to" in fields.data:
-            return cls(fields.integer("back_to", low=-1), back=True, number=number)
-        metrics, when = numbers(parsing.user_data(fields, "metrics", dict)), fields.integer("committed_ns")
-        return cls(fields.integer("epoch"), fields.text("attempt", 80), when, metrics, number=number)
+        return cls(epoch=epoch, attempt=attempt, committed_ns=committed_ns, metrics=kept) if kept else None
 
     def to_bytes(self) -> bytes:
         """The line in the file."""
-        return checksums.seal(self.to_json()) + b"\n"
+        return checksums.seal(codec.pack(self)) + b"\n"
 
 
 def flat(metrics: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
@@ -120,7 +113,8 @@ def parse(data: bytes) -> list[Line]:
     for line in filter(None, data.split(b"\n")):
         try:
             checksums.check_seal(paths.METRICS_LOG, line)
-            found.append(Line.from_json(paths.METRICS_LOG, checksums.parse_sealed(paths.METRICS_LOG, line)))
+            fields = codec.Fields(paths.METRICS_LOG, checksums.parse_sealed(paths.METRICS_LOG, line))
+            found.append(codec.parse(Line, fields))
         except (DamagedError, FormatError):
             broken += 1
     if broken:

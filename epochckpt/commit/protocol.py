@@ -31,7 +31,8 @@ from epochckpt import errors
 from epochckpt.commit import metrics_log
 from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
-from epochckpt.format import EpochRecord, checksums, parsing, paths
+from epochckpt.format import EpochRecord, codec, parsing, paths
+from epochckpt.format.codec import stored
 from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Store
 
@@ -43,14 +44,16 @@ class Rollback:
     A rollback always has one. A deletion needs one only where no rename can take the epoch out of sight at once.
     """
 
-    to: int | None  # the epoch that was rolled back to; None for a deletion
-    epochs: tuple[int, ...]
-    id: str
-    kept: str | None = None  # for a deletion: the folder that keeps the epochs; None: they are removed
+    # The epoch that was rolled back to; None for a deletion.
+    to: int | None = stored("to", codec.maybe(codec.INTEGER))
+    epochs: tuple[int, ...] = stored("epochs", codec.integers("epochs"))
+    id: str = stored("id", codec.name())
+    # For a deletion: the folder that keeps the epochs; None: they are removed.
+    kept: str | None = stored("kept", codec.maybe(codec.name()), default=None)
 
     def to_bytes(self) -> bytes:
-        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "rollback"}
-        return checksums.seal({**head, **vars(self), "epochs": list(self.epochs)})
+        """The file's content."""
+        return codec.seal("rollback", self)
 
     @property
     def about(self) -> int:
@@ -64,13 +67,8 @@ class Rollback:
 
 
 def parse_rollback(path: str, data: bytes) -> Rollback:
-    """Parses `rollback.json`."""
-    fields = parsing.open_record(path, data, "rollback")
-    to, epochs, kept = fields.data.get("to"), fields.array("epochs"), fields.data.get("kept")
-    if not all(type(e) is int for e in epochs) or not (to is None or type(to) is int):
-        raise errors.FormatError(path, "is not a rollback record")
-    token = paths.check_recorded_name(path, fields.text("id"))
-    return Rollback(to, tuple(epochs), token, None if kept is None else paths.check_recorded_name(path, kept))
+    """Parses `rollback.json`; raises DamagedError, FormatError or FormatVersionError."""
+    return codec.parse(Rollback, parsing.open_record(path, data, "rollback"))
 
 
 @dataclasses.dataclass(frozen=True)

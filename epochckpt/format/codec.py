@@ -182,6 +182,39 @@ def strings(expected: str, fewest: int, most: int) -> Codec[tuple[str, ...]]:
     return Codec(read, list)
 
 
+def names(usable: Callable[[object], bool] = paths.is_name) -> Codec[tuple[str, ...]]:
+    """Lists of names that are safe in paths."""
+
+    def read(fields: Fields, key: str) -> tuple[str, ...]:
+        return tuple(paths.check_recorded_name(fields.path, each, usable) for each in fields.array(key))
+
+    return Codec(read, list)
+
+
+def integers(expected: str, low: int = 0, high: int = 2**63) -> Codec[tuple[int, ...]]:
+    """Lists of integers from `low` to below `high`."""
+
+    def read(fields: Fields, key: str) -> tuple[int, ...]:
+        found = fields.array(key)
+        if not all(type(each) is int and low <= each < high for each in found):
+            raise fields.fail(key, expected)
+        return tuple(found)
+
+    return Codec(read, list)
+
+
+def maybe(codec: Codec[T]) -> Codec[T | None]:
+    """What another codec reads and writes, or null for None."""
+
+    def read(fields: Fields, key: str) -> T | None:
+        return None if fields.data.get(key) is None else codec.read(fields, key)
+
+    def write(value: T | None) -> Any:
+        return value if value is None or codec.write is None else codec.write(value)
+
+    return Codec(read, write)
+
+
 def _finite(values: Sequence[Any]) -> bool:
     return _are(values, int, float) and all(abs(value) < 1e300 for value in values)
 
@@ -239,8 +272,22 @@ def parse(cls: type[T], fields: Fields, **given: Any) -> T:
 
 def seal(kind: str, record: Any) -> bytes:
     """The file of a record."""
+    return seal_fields(kind, pack(record))
+
+
+def seal_fields(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """The file of a record, of its JSON object."""
     head = {"format": paths.FORMAT, "version": paths.VERSION, "record": kind}
-    return checksums.seal({**head, **pack(record)})
+    return checksums.seal({**head, **fields})
+
+
+def one(cls: type[T]) -> Codec[T]:
+    """An object of a class."""
+
+    def read(fields: Fields, key: str) -> T:
+        return parse(cls, Fields(fields.path, fields.data.get(key), f"{fields.where}{key}."))
+
+    return Codec(read, pack)
 
 
 def objects(cls: type[T]) -> Codec[tuple[T, ...]]:

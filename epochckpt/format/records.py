@@ -206,7 +206,7 @@ class EpochRecord:
     nodes: tuple[NodeEntry, ...] = stored("nodes", _NODE_ROWS.codec())
     items: Mapping[str, ItemRecord] = stored("items", items("nodes"))
     default_item: bool = stored("default_item", BOOLEAN)  # its one item has no name in the caller's arguments
-    metrics: Any = stored("metrics", codec.user(object, "metrics"))  # noqa: RUF009 - it gives a field
+    metrics: Any = stored("metrics", codec.user(object, "metrics"))
     custom_metadata: Mapping[str, Any] = stored("custom_metadata", codec.user(dict, "custom_metadata"))
     started_ns: int = stored("started_ns", INTEGER)  # when the save began, by the wall clock
     committed_ns: int = stored("committed_ns", INTEGER)

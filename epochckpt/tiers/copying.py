@@ -109,6 +109,7 @@ class MirrorEpochs:
     def set(self, epoch: int, mirror_id: str) -> None:
         """The mirror has a copy of the epoch that is here."""
         with self._lock:
+            self._withdrawn = self._withdrawn.difference([epoch])
             self.there = {**self.there, epoch: mirror_id}
             self.readable = {**self.readable, epoch: mirror_id}
 
@@ -168,12 +169,18 @@ class Backlog:
             self._since = len(missing) % every
             self._bound(there)
 
-    def committed(self, epoch: int, there: Collection[int]) -> None:
-        """An epoch was committed here."""
+    def committed(self, epoch: int, epochs: MirrorEpochs) -> None:
+        """An epoch was committed here.
+
+        If an older save of it is in the mirror, or is being copied, it is due. Whether it is there is asked under the
+        lock: a copy that has just been made is there before `done` says so.
+        """
         with self._lock:
             self._since += 1
             self._fresh.add(epoch)
-            if self._since >= self._options.mirror_every or epoch in there:
+            there = epochs.there.keys()
+            copying = self._copying is not None and self._copying.epoch == epoch
+            if self._since >= self._options.mirror_every or copying or epoch in there:
                 self._since = 0
                 others = (due for due in self._due if due.epoch != epoch or due is self._copying)
                 self._due = [*others, Due(epoch)]
@@ -304,7 +311,7 @@ class Worker:
             return
         self._epochs.disown([epoch])
         self._unfit.discard(epoch)
-        self._backlog.committed(epoch, self._epochs.there.keys())
+        self._backlog.committed(epoch, self._epochs)
         self._metrics_changed = True
         self._ring()
 

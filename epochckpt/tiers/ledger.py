@@ -21,7 +21,8 @@ from absl import logging
 from epochckpt import _threads
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError
-from epochckpt.format import checksums, parsing, paths
+from epochckpt.format import codec, parsing, paths
+from epochckpt.format.codec import Codec, Fields, stored
 from epochckpt.storage import Store
 
 _FIRST_FREE_INODE = 1024  # roots of file systems have small numbers, and the same ones
@@ -36,10 +37,10 @@ class Identity:
     copy has neither.
     """
 
-    directory: str  # the id
-    host: str
-    path: str
-    inode: int
+    directory: str = stored("id", codec.name(limit=32))
+    host: str = stored("host", codec.text())
+    path: str = stored("path", codec.text(10_000))
+    inode: int = stored("inode", codec.INTEGER)
 
     @classmethod
     def of(cls, store: Store, directory: str) -> Identity:
@@ -64,12 +65,38 @@ class Copy:
     mirror_id: str  # of the copy
 
 
+def _read_ids(fields: Fields, key: str) -> dict[int, str]:
+    rows = fields.array(key)
+    if not all(isinstance(row, list) and [type(value) for value in row] == [int, str] for row in rows):
+        raise fields.fail(key, "rows of an epoch and the id of its copy")
+    return dict(rows)
+
+
+def _read_copies(fields: Fields, key: str) -> dict[int, Copy]:
+    found: dict[int, Copy] = {}
+    for row in fields.array(key):
+        if not isinstance(row, list) or [type(value) for value in row] != [int, str, str]:
+            raise fields.fail(key, "rows of an epoch, its save id and the id of its copy")
+        epoch, save_id, mirror_id = row
+        found[epoch] = Copy(save_id=save_id, mirror_id=mirror_id)
+    return found
+
+
+def _write_copies(copies: Mapping[int, Copy]) -> list[list[Any]]:
+    return [[epoch, copy.save_id, copy.mirror_id] for epoch, copy in sorted(copies.items())]
+
+
+_IDS: Codec[Mapping[int, str]] = Codec(_read_ids, lambda ids: sorted(map(list, ids.items())))
+_COPIES: Codec[Mapping[int, Copy]] = Codec(_read_copies, _write_copies)
+_EPOCHS = codec.integers("epochs")
+
+
 @dataclasses.dataclass(frozen=True)
 class Adoption:
     """A history of another directory that this one goes on from, until it has claimed the mirror and written there."""
 
-    claim: str  # of the mirror, when this directory looked
-    epochs: Mapping[int, str]  # the ids of the epochs that the mirror had then
+    claim: str = stored("claim", codec.name())  # of the mirror, when this directory looked
+    epochs: Mapping[int, str] = stored("epochs", _IDS)  # the ids of the epochs that the mirror had then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +106,14 @@ class Withdrawal:
     It is written before anything happens here, and holds once none of its epochs is listed here any more.
     """
 
-    to: int | None  # the epoch that is rolled back to; None for a deletion
-    epochs: tuple[int, ...]
-    here: tuple[int, ...]  # those that this directory had, and may have; empty once the withdrawal holds
+    to: int | None = stored("to", codec.maybe(codec.INTEGER))  # the epoch that is rolled back to; None for a deletion
+    epochs: tuple[int, ...] = stored("epochs", _EPOCHS)
+    # Those that this directory had, and may have; empty once the withdrawal holds.
+    here: tuple[int, ...] = stored("here", _EPOCHS)
+
+
+_IDENTITY = codec.one(Identity)
+_ADOPTION = codec.maybe(codec.one(Adoption))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,43 +133,19 @@ class Ledger:
         serial: with local disks, where each has a copy of this ledger: which of them is the newest.
     """
 
-    url: str
-    identity: Identity
-    claims: tuple[str, ...] = ()
-    adopted: Adoption | None = None
-    copies: Mapping[int, Copy] = dataclasses.field(default_factory=dict)
-    copying: Mapping[int, Copy] = dataclasses.field(default_factory=dict)
-    withdrawals: tuple[Withdrawal, ...] = ()
-    former: tuple[str, ...] = ()
-    serial: int = 0
+    url: str = stored("url", codec.text())
+    identity: Identity = stored("directory", _IDENTITY)
+    claims: tuple[str, ...] = stored("claims", codec.names(), default=())
+    adopted: Adoption | None = stored("adopted", _ADOPTION, default=None)
+    copies: Mapping[int, Copy] = stored("copies", _COPIES, default_factory=dict)
+    copying: Mapping[int, Copy] = stored("copying", _COPIES, default_factory=dict)
+    withdrawals: tuple[Withdrawal, ...] = stored("withdrawals", codec.objects(Withdrawal), default=())
+    former: tuple[str, ...] = stored("former", codec.strings("URLs", 0, 10_000), default=())
+    serial: int = stored("serial", codec.INTEGER, default=0)
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return checksums.seal(
-            {
-                "format": paths.FORMAT,
-                "version": paths.VERSION,
-                "record": "mirror",
-                "url": self.url,
-                "directory": {
-                    "id": self.identity.directory,
-                    "host": self.identity.host,
-                    "path": self.identity.path,
-                    "inode": self.identity.inode,
-                },
-                "claims": list(self.claims),
-                "adopted": None
-                if self.adopted is None
-                else {"claim": self.adopted.claim, "epochs": sorted(map(list, self.adopted.epochs.items()))},
-                "copies": _rows(self.copies),
-                "copying": _rows(self.copying),
-                "withdrawals": [
-                    {"to": each.to, "epochs": list(each.epochs), "here": list(each.here)} for each in self.withdrawals
-                ],
-                "former": list(self.former),
-                "serial": self.serial,
-            }
-        )
+        return codec.seal("mirror", self)
 
     def at(self, url: str) -> Ledger:
         """The ledger for a mirror that may be another one than before."""
@@ -188,59 +196,9 @@ class Ledger:
         return dataclasses.replace(self, copies=copies, withdrawals=self.withdrawals[1:])
 
 
-def _rows(copies: Mapping[int, Copy]) -> list[list[Any]]:
-    return [[epoch, copy.save_id, copy.mirror_id] for epoch, copy in sorted(copies.items())]
-
-
 def parse(path: str, data: bytes) -> Ledger:
     """Parses the ledger; raises DamagedError, FormatError or FormatVersionError."""
-    fields = parsing.open_record(path, data, "mirror")
-    known = parsing.Fields(path, fields.mapping("directory"), "directory.")
-    identity = Identity(
-        directory=paths.check_recorded_name(path, known.text("id", 32)),
-        host=known.text("host"),
-        path=known.text("path", 10_000),
-        inode=known.integer("inode"),
-    )
-    return Ledger(
-        url=fields.text("url"),
-        identity=identity,
-        claims=tuple(paths.check_recorded_name(path, claim) for claim in fields.array("claims")),
-        adopted=_adoption(fields),
-        copies=_copies(fields, "copies"),
-        copying=_copies(fields, "copying"),
-        withdrawals=tuple(_withdrawal(fields, each) for each in fields.array("withdrawals")),
-        former=tuple(str(url) for url in fields.array("former")),
-        serial=fields.integer("serial"),
-    )
-
-
-def _adoption(fields: parsing.Fields) -> Adoption | None:
-    if fields.data.get("adopted") is None:
-        return None
-    found = parsing.Fields(fields.path, fields.mapping("adopted"), "adopted.")
-    rows = found.array("epochs")
-    if not all(isinstance(row, list) and [type(value) for value in row] == [int, str] for row in rows):
-        raise found.fail("epochs", "rows of an epoch and the id of its copy")
-    return Adoption(claim=paths.check_recorded_name(fields.path, found.text("claim")), epochs=dict(rows))
-
-
-def _copies(fields: parsing.Fields, name: str) -> dict[int, Copy]:
-    found: dict[int, Copy] = {}
-    for row in fields.array(name):
-        if not isinstance(row, list) or [type(value) for value in row] != [int, str, str]:
-            raise fields.fail(name, "rows of an epoch, its save id and the id of its copy")
-        epoch, save_id, mirror_id = row
-        found[epoch] = Copy(save_id=save_id, mirror_id=mirror_id)
-    return found
-
-
-def _withdrawal(fields: parsing.Fields, data: object) -> Withdrawal:
-    match data:
-        case {"to": None | int() as to, "epochs": [*epochs], "here": [*here]}:
-            if all(type(epoch) is int for epoch in (*epochs, *here)):
-                return Withdrawal(to=to, epochs=tuple(epochs), here=tuple(here))
-    raise fields.fail("withdrawals", "an epoch or null, epochs, and those of them that were here")
+    return codec.parse(Ledger, parsing.open_record(path, data, "mirror"))
 
 
 def read_ledger(store: Store) -> Ledger | None:

@@ -27,6 +27,7 @@ from epochckpt import _threads
 from epochckpt.commit import Commits, Coordinator, attached_metrics, commits_of
 from epochckpt.commit.lineage import Lineage
 from epochckpt.commit.opening import Survey
+from epochckpt.commit.protocol import Rollback
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -420,12 +421,16 @@ class Mirror:
         local.ignored = frozenset()
         if not primary or not self._gone:
             return
-        folder = f"diverged-{paths.new_id()}"
         listed = set(local.list_epochs())
-        for epoch, seen in self._gone.items():
-            if epoch in listed and save_id(local, epoch) == seen:  # else another run has saved it since
-                local.hide(epoch, folder)
-                logging.warning("%s: checkpoint %d was moved to %s", local.store.root, epoch, folder)
+        # Another run may have saved one of them since.
+        gone = tuple(epoch for epoch, seen in self._gone.items() if epoch in listed and save_id(local, epoch) == seen)
+        if not gone:
+            return
+        id = paths.new_id()
+        folder = f"diverged-{id}"
+        # All at once: some of them alone would be a history that never was.
+        local.roll_back(Rollback(to=None, epochs=gone, id=id, kept=folder))
+        logging.warning("%s: checkpoint %s was moved to %s", local.store.root, ", ".join(map(str, gone)), folder)
 
     def _begin(self, work: Callable[[], None]) -> None:
         try:

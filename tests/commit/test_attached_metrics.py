@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.commit import attached_metrics, commits_of
-from epochckpt.format import checksums, paths
+from epochckpt.format import checksums, codec, paths
 from epochckpt.inspection import gc, scan
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
@@ -212,7 +212,8 @@ def test_damaged_files_are_left_out_and_named(tmp_path: pathlib.Path, caplog: py
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
 def test_no_content_of_a_file_does_more_than_be_left_out(noise: bytes, place: int, byte: int) -> None:
     """Any bytes, and any one byte of a good file changed: our errors, or the metrics as they were."""
-    good = attached_metrics._File(1, "a-1", "evaluator", {"x": 1.0}).to_bytes()
+    file = attached_metrics._File(written_ns=1, epoch=1, attempt="a-1", source="evaluator", metrics={"x": 1.0})
+    good = codec.seal("metrics", file)
     changed = bytearray(good)
     changed[place % len(good)] = byte
     for data in (noise, bytes(changed)):

@@ -63,9 +63,9 @@ class Timeline:
     def fits(self, found: Found) -> bool:
         return all(tag in self.may.get(epoch, ()) for epoch, tag in found.items())
 
-    def settle(self, found: Found) -> None:
-        """The mirror has heard of everything: only what is listed may be there."""
-        self.may = {epoch: {tag} for epoch, tag in found.items()}
+    def settle(self, listed: Found) -> None:
+        """The mirror has heard of everything. Only what is listed may be there: a deletion makes older ones due."""
+        self.may = {epoch: {tag} for epoch, tag in listed.items()}
 
     def had(self, epoch: int, tag: int) -> bool:
         return tag in self.ever.get(epoch, ()) and tag not in self.dead
@@ -241,6 +241,11 @@ class World:
             disk.path, options=ocp.CheckpointManagerOptions(max_to_keep=options.keep), storage=storage
         )
 
+    def listed_alone(self, disk: Disk) -> list[int]:
+        """The epochs of a directory without its mirror."""
+        with ec.CheckpointManager(disk.path, options=READER) as manager:
+            return list(manager.all_steps())
+
     def bytes_of_mirror(self) -> dict[str, bytes]:
         """All that lies in the mirror."""
         if self.mirror.startswith("/"):
@@ -351,6 +356,7 @@ class World:
             self.disks.append(newer)
         self.note(f"  meanwhile {newer.path.parent.name}")
         visit = Visit(self, newer)
+        visit.may_lose = newer is not disk
         self.look(beside=True)
         complete = visit.play(last=True, at_once=True)
         older.fenced = newer is disk and visit.has_claimed
@@ -393,6 +399,8 @@ class Visit:
         self._gone: Found = {}  # what was acknowledged here, and is not of the mirror's history
         self._warned: list[str] = []
         self._beside = False  # another run is alive
+        self.may_lose = False  # the other run writes to the mirror for another directory
+        self._certain = True  # whose the mirror is
         self.fenced = False  # a newer run has claimed the directory
         self._saved, self._go_on = threading.Event(), threading.Event()
         self._errors: list[BaseException] = []
@@ -507,6 +515,7 @@ class Visit:
         mirror = dict(world.look() if self._reached and not self._beside else world.seen)
         self._was_away = not self._reached
         empty = not disk.must  # of epochs that are certain to be here
+        bare = disk.is_copy and not world.listed_alone(disk)
         try:
             manager = world.open(disk)
         except (EpochCheckpointError, OSError) as error:
@@ -524,7 +533,7 @@ class Visit:
         if self._beside:  # another run may have changed it just now
             mirror = {epoch: tag for epoch, tag in world.look(beside=True).items() if mirror.get(epoch) == tag}
         world.note(f"  lists {listed}, mirror {mirror}{'' if self._reached else ' (away)'}")
-        self._judge(listed, mirror)
+        self._judge(listed, mirror, bare)
         return manager
 
     def _listed_alone(self, manager: ec.CheckpointManager) -> Found:
@@ -543,18 +552,22 @@ class Visit:
                 listed[epoch] = max(known)
         return listed
 
-    def _judge(self, listed: Found, mirror: Found) -> None:
-        """Finds out whether the disk's own history goes on, or the mirror's; raises if it is neither."""
+    def _judge(self, listed: Found, mirror: Found, bare: bool) -> None:
+        """Finds out whether the disk's own history goes on, or the mirror's; raises if it is neither.
+
+        `bare`: it is a copy that has no epochs.
+        """
         world, disk = self.world, self.disk
         possible = bool(disk.claims & world.owners.keys())
         certain = world.owners.keys() <= disk.claims and not disk.unsure
+        self._certain = certain
         to_list = mirror if self._reached and possible and not disk.is_copy else {}
         if world.options.mirror_keep is not None:  # the others may be about to leave it
             to_list = {epoch: tag for epoch, tag in to_list.items() if epoch == max(mirror)}
         own = disk.problem(listed, to_list)
         foreign = self._problem_of_adopting(listed, mirror) if self._reached else own
         if disk.is_copy:
-            self._judge_copy(listed, own, foreign)
+            self._judge_copy(bare, own, foreign)
         elif own is None and (possible or not self._reached):
             self._follows = Follows.OWN if possible else Follows.NOTHING
         elif foreign is None and not certain:
@@ -566,12 +579,12 @@ class Visit:
         self._known = listed
         self._resolve(listed)
 
-    def _judge_copy(self, listed: Found, own: Wrong | None, foreign: Wrong | None) -> None:
+    def _judge_copy(self, bare: bool, own: Wrong | None, foreign: Wrong | None) -> None:
         """A copy of a directory has its own history, and never the mirror; but an empty one goes on from there."""
         disk = self.disk
-        if own is None and (listed or disk.must or not self._reached):
+        if own is None and not (bare and self._reached):
             self._follows = Follows.NOTHING
-        elif foreign is None and self._reached and not disk.must:
+        elif foreign is None and bare and self._reached and not disk.must:
             self._follows, disk.is_copy, disk.claims = Follows.MIRROR, False, set()
         else:
             raise own or foreign or AssertionError
@@ -773,6 +786,10 @@ class Visit:
         self._check_aside()
         if not (reachable and self._wrote and self._follows is Follows.OWN):
             return None
+        if not (self._reached or self._certain):  # another directory has claimed the mirror, perhaps
+            return None
+        if self.may_lose and any("nothing more is mirrored" in text for text in self._warned):
+            return None
         self.life.end()
         return self._check_mirror()
 
@@ -794,7 +811,7 @@ class Visit:
             raise Wrong("the newest epoch is not mirrored, after a good end", f"{found}, {self._known}; {warned}")
         if world.options.mirror_keep is not None and len(found) > world.options.mirror_keep:
             raise Wrong("the mirror keeps more than mirror_keep", f"{found} with {world.options.mirror_keep}")
-        disk.timeline.settle(found)
+        disk.timeline.settle(self._known | found)
         world.owners, disk.claims, world.seen = {self._number: disk.timeline}, {self._number}, found
         return found
 

@@ -29,6 +29,7 @@ from epochckpt.errors import FencedError, InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.storage import PosixStore
 from epochckpt.tiers import copying, read_ledger
+from epochckpt.tiers.epoch_copy import EpochCopy
 from tests.support import lives
 from tests.support.lives import Killed, Life
 from tests.support.taps import eventually
@@ -366,6 +367,33 @@ def test_looking_at_a_downloaded_directory_asks_no_server(
     assert server.asked == []  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("lived")
+@pytest.mark.parametrize("step", range(8, 26, 2))
+def test_epochs_are_set_aside_together(place: Place, step: int) -> None:
+    """A returned host is killed while it sets its own epochs aside; and its mirror is away when it opens again."""
+    with place.open("one") as manager:
+        save(manager, 0)
+    with away(place), place.open("one") as manager:
+        for epoch in (1, 2, 3):
+            save(manager, epoch)
+    with place.open("two") as manager:
+        save(manager, 1, 1.5)
+    life = Life(None, str(place.root / "one"))
+
+    def come_back() -> None:
+        manager = place.open("one")
+        life.arm(step)
+        manager.claim()
+
+    with contextlib.suppress(Killed):
+        life.run(come_back)
+    life.end()
+    with away(place), place.open("one") as manager:
+        assert [epoch for epoch in manager.all_steps() if epoch > 1 or not epoch] in ([0, 2, 3], [0])
+    with place.open("one") as manager:
+        assert listed(manager) == {0: 0, 1: 1.5}
+
+
 # -- 5: deleting, going back, and what is kept
 
 
@@ -650,14 +678,36 @@ def test_a_mirror_that_was_given_up_for_another_one_is_refused(place: Place) -> 
         assert listed(manager) == {0: 0, 1: 1}
 
 
-def test_a_save_that_comes_while_its_number_is_copied_is_copied_too() -> None:
-    backlog = copying.Backlog(url="u", options=ec.StorageOptions())
-    backlog.begin([1, 2, 3], there=[], outdated=[])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_save_that_comes_while_its_number_is_copied_is_copied_too(every: int) -> None:
+    backlog = copying.Backlog(url="u", options=ec.StorageOptions(mirror_every=every))
+    backlog.begin([], there=[], outdated=[1, 2, 3])
     assert backlog.take() == 1
     backlog.withdraw([1])
-    backlog.committed(1, there=[])
+    backlog.committed(1, copying.MirrorEpochs())
     backlog.done()
     assert backlog.waiting() == {1, 2, 3}
+
+
+def test_an_epoch_that_is_replaced_while_it_is_copied_reaches_the_mirror(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying_now, go_on = threading.Event(), threading.Event()
+    publish = EpochCopy.publish
+
+    def held(copy: EpochCopy, entries: Any) -> None:
+        publish(copy, entries)
+        copying_now.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(EpochCopy, "publish", held)
+    with place.open("one", mirror_every=2) as manager:
+        save(manager, 0)
+        save(manager, 1)
+        assert copying_now.wait(60)
+        save(manager, 1, 1.5, replace=True)
+        go_on.set()
+    assert place.mirrored() == {1: 1.5}
 
 
 def test_an_epoch_of_a_newer_epochckpt_in_the_mirror_stays(place: Place, caplog: pytest.LogCaptureFixture) -> None:
