@@ -158,6 +158,7 @@ class Backlog:
         self._copying: Due | None = None
         self._since = 0  # epochs that were committed since the last that is to be copied
         self._fresh = set[int]()  # epochs that were committed since the last look at the mirror began
+        self._outdated = frozenset[int]()  # epochs that the mirror has, or may have, in an older form
 
     def begin(self, epochs: Sequence[int], there: Collection[int], outdated: Collection[int]) -> None:
         """Takes the epochs of the directory, those that the mirror has, and those that it has in an older form."""
@@ -167,6 +168,7 @@ class Backlog:
         with self._lock:
             self._due = [Due(epoch) for epoch in (*sorted(outdated), *missing[every - 1 :: every])]
             self._since = len(missing) % every
+            self._outdated = frozenset(outdated)
             self._bound(there)
 
     def committed(self, epoch: int, epochs: MirrorEpochs) -> None:
@@ -191,7 +193,8 @@ class Backlog:
 
         What the mirror has in an older form is never left out.
         """
-        waiting = [due for due in self._due if due is not self._copying and due.epoch not in there]
+        kept = {*there, *self._outdated}
+        waiting = [due for due in self._due if due is not self._copying and due.epoch not in kept]
         skipped = waiting[: max(0, len(waiting) - self._options.mirror_backlog)]
         if skipped:
             self._due = [due for due in self._due if due not in skipped]
@@ -212,6 +215,7 @@ class Backlog:
         with self._lock:
             due = {each.epoch for each in self._due if each.epoch not in present or each.epoch in self._fresh}
             self._due = [Due(epoch) for epoch in sorted({*outdated, *due})]
+            self._outdated = frozenset(outdated)
             return frozenset(self._fresh)
 
     def withdraw(self, epochs: Collection[int]) -> None:

@@ -529,7 +529,12 @@ class Visit:
             raise Wrong(f"a directory does not open{how}", say(error)) from error
         if empty and not disk.claims and not self._reached:
             raise Wrong("an empty disk begins from scratch beside a mirror that does not answer")
-        listed = world.tags_of(manager, manager.all_steps()) if self._reached else self._listed_alone(manager)
+        if not self._reached:
+            listed = self._listed_alone(manager)
+        elif self._beside:
+            listed = self._listed_beside(manager)
+        else:
+            listed = world.tags_of(manager, manager.all_steps())
         if self._beside:  # another run may have changed it just now
             mirror = {epoch: tag for epoch, tag in world.look(beside=True).items() if mirror.get(epoch) == tag}
         world.note(f"  lists {listed}, mirror {mirror}{'' if self._reached else ' (away)'}")
@@ -550,6 +555,18 @@ class Visit:
                     self._unread.add(epoch)
                     continue
                 listed[epoch] = max(known)
+        return listed
+
+    def _listed_beside(self, manager: ec.CheckpointManager) -> Found:
+        """What is listed while another run may remove epochs from the mirror."""
+        listed = {}
+        for epoch in manager.all_steps():
+            try:
+                listed |= self.world.tags_of(manager, [epoch])
+            except Wrong:
+                if epoch in self.disk.must or self.world.options.mirror_keep is None:
+                    raise
+                self._unread.add(epoch)
         return listed
 
     def _judge(self, listed: Found, mirror: Found, bare: bool) -> None:

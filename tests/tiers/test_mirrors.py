@@ -689,6 +689,14 @@ def test_a_save_that_comes_while_its_number_is_copied_is_copied_too(every: int) 
     assert backlog.waiting() == {1, 2, 3}
 
 
+def test_what_the_mirror_may_have_in_an_older_form_is_never_left_out() -> None:
+    backlog = copying.Backlog(url="u", options=ec.StorageOptions(mirror_backlog=1))
+    backlog.begin([5, 7], there=[5, 7], outdated=[7])
+    backlog.committed(8, copying.MirrorEpochs())
+    backlog.committed(9, copying.MirrorEpochs())
+    assert backlog.waiting() == {7, 9}
+
+
 def test_an_epoch_that_is_replaced_while_it_is_copied_reaches_the_mirror(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
