@@ -635,9 +635,11 @@ class Visit:
             dead = set.intersection(*(owner.dead for owner in owners)) - {*listed.values()}
             self._timeline = Timeline({epoch: {tag} for epoch, tag in listed.items()}, ever, dead)
             return
+        unseen = set[int]() if self._reached else {*self.world.seen.values()}  # only the mirror has it, perhaps
         for tags in (*disk.may.values(), *disk.must.values()):
-            disk.timeline.dead |= tags - {*listed.values()}
-        disk.saved, disk.may, disk.together = kept, {}, ()
+            disk.timeline.dead |= tags - {*listed.values()} - unseen
+        uncertain = {epoch: (tags & unseen) - {*listed.values()} for epoch, tags in disk.may.items()}
+        disk.saved, disk.may, disk.together = kept, {epoch: tags for epoch, tags in uncertain.items() if tags}, ()
         for epoch in listed.keys() - kept.keys():
             disk.retired.setdefault(epoch, set()).add(listed[epoch])
         self._bound()
