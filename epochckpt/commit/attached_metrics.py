@@ -17,6 +17,7 @@ from epochckpt import errors
 from epochckpt.commit.protocol import Commits
 from epochckpt.format import EpochRecord, checksums, codec, parsing, paths
 from epochckpt.format.codec import stored
+from epochckpt.storage import Store
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 MAX_HEAD_BYTES = 2**14  # of the same on object stores, whose head has the metrics of all epochs
@@ -176,6 +177,15 @@ def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> di
 
 def _parse(path: str, data: bytes) -> _File:
     return codec.parse(_File, parsing.open_record(path, data, "metrics"))
+
+
+def attempt_of(store: Store, path: str) -> str | None:
+    """The attempt that a file is about; None if there is no such file, or it cannot be used."""
+    try:
+        file = parsing.read_record(store, path, _parse, limit_bytes=MAX_BYTES)
+    except errors.EpochCheckpointError:
+        return None
+    return None if file is None else file.attempt
 
 
 def merge(own: Any, attached: Mapping[str, Mapping[str, Any]]) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import claiming, head_pages, head_record, head_turns, metrics_log, surroundings
+from epochckpt.commit import attached_metrics, claiming, head_pages, head_record, head_turns, metrics_log, surroundings
 from epochckpt.commit.departures import Departures
 from epochckpt.commit.head_record import Head, HeadEpoch, Page, send_off
 from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
@@ -505,13 +505,16 @@ class PutCommits(Commits):
         path, found = paths.join(folder, paths.EPOCH_RECORD), [file.path for file in self.store.files(folder)]
         self._views.remove_all(folder, attempts, found)
         gone = [paths.join(folder, name) for name in found if paths.attempt_in(name) in attempts]
+        metrics = [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]
+        copy: EpochRecord | None = None
         with suppress(EpochCheckpointError):
             copy = parsing.read_record(self.store, path, parsing.parse_head) if paths.EPOCH_RECORD in found else None
-            if copy is not None and copy.attempt in attempts:
-                gone.append(path)
-                if not copy.objects:  # the folder was copied from a file system
-                    gone += [paths.join(folder, below) for below in copy.sizes()]
-                gone += [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]
+        if copy is not None and copy.attempt in attempts:
+            gone += [path, *metrics]
+            if not copy.objects:  # the folder was copied from a file system
+                gone += [paths.join(folder, below) for below in copy.sizes()]
+        else:
+            gone += [each for each in metrics if attached_metrics.attempt_of(self.store, each) in attempts]
         # A reader that misses something looks for the record: it is gone first.
         self.store.remove_all([path for path in gone if path.count("/") == 1])
         self.store.remove_all([path for path in gone if path.count("/") > 1])

@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 from epochckpt import _units
+from epochckpt.commit import attached_metrics
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
-from epochckpt.errors import AccessError
-from epochckpt.format import paths
+from epochckpt.errors import AccessError, EpochCheckpointError
+from epochckpt.format import parsing, paths
 from epochckpt.inspection import rows
 from epochckpt.inspection.leftovers import KEPT, LIVE_SECS, Leftovers, kind_of, silence
 from epochckpt.inspection.leftovers import progress as progress_of
@@ -88,7 +89,12 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
         made = thing(file)
         things.setdefault(made.path, made).files.append(file)
     for each in things.values():
-        if each.kind == rows.FOREIGN and each.path in copies:
+        if each.kind != rows.FOREIGN:
+            continue
+        if attempt := _late(commits, head, each):
+            each.kind, each.attempt, each.path = rows.DELETED, attempt, paths.join(each.path, attempt)
+            each.detail = "what a run that was killed or overtaken wrote late of a deleted epoch: no reader looks at it"
+        elif each.path in copies:
             each.detail = _copied(commits, each)
     return sorted(things.values(), key=lambda each: each.path)
 
@@ -97,7 +103,32 @@ def _folder(file: File) -> str:
     return file.path.partition("/")[0]
 
 
-_NOT_OURS = "named like an epoch, and none: no run of this directory wrote it"
+_NOT_OURS = "named like an epoch, and none: the head names no attempt at it"
+
+
+def _late(commits: PutCommits, head: Head, thing: Thing) -> str:
+    """The attempt of this directory of whose epoch these are small copies, and nothing else; empty if they are not."""
+    found = set[str | None]()
+    for file in thing.files:
+        name = file.path.rpartition("/")[2]
+        if file.path == paths.join(thing.path, paths.EPOCH_RECORD):
+            found.add(_attempt_of(commits, file.path))
+        elif file.path == paths.join(thing.path, name) and paths.parse_metrics_file(name):
+            found.add(attached_metrics.attempt_of(commits.store, file.path))
+        else:
+            return ""
+    attempt = found.pop()
+    if attempt is None or found or not head.knows(attempt) or attempt in {*head.named, *head.begun}:
+        return ""
+    return attempt
+
+
+def _attempt_of(commits: PutCommits, path: str) -> str | None:
+    try:
+        record = parsing.read_record(commits.store, path, parsing.parse_head)
+    except EpochCheckpointError:
+        return None
+    return None if record is None else record.attempt
 
 
 def _copied(commits: PutCommits, thing: Thing) -> str:

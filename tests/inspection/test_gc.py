@@ -387,6 +387,42 @@ def test_on_an_object_store_what_nobody_commits_any_more_is_removed(monkeypatch:
             np.testing.assert_array_equal(manager.restore(epoch)["x"], np.arange(4) + epoch)
 
 
+@pytest.mark.parametrize("name", ["epoch.json", "_metrics-evaluator.json"])
+def test_a_small_copy_that_was_written_late_is_removed(name: str) -> None:
+    """On an object store these carry no mark of the attempt, and come after the commit: its writer may be late."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    store = open_store(directory)
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"x": np.arange(4)}))
+        manager.wait_until_finished()
+        ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
+        late = store.read(f"1/{name}", limit_bytes=2**20)
+        manager.delete(1)
+    assert not store.exists("1")
+    store.create(f"1/{name}", late)
+    store.create("9/epoch.json", b"{}")  # somebody's
+    removed = gc.collect(directory, delete=True, clock=next_week)
+    assert [row.path.partition("/")[0] for row in removed.rows] == ["1"]
+    assert "9" in removed.kept
+    assert not store.exists("1")
+    assert store.exists("9")
+
+
+def test_the_metrics_of_an_epoch_go_with_it_where_its_small_copy_is_missing() -> None:
+    """A run that is killed right after the commit leaves no `epoch.json` beside the record."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    store = open_store(directory)
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"x": np.arange(4)}))
+        manager.wait_until_finished()
+        store.remove("1/epoch.json")
+        ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
+        manager.delete(1)
+    assert not store.exists("1")
+
+
 def test_an_attempt_that_gc_takes_for_dead_is_never_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an object store: a save that wakes up after it finds that out at its commit; the next one succeeds."""
     directory = f"memory://{uuid.uuid4().hex}/"

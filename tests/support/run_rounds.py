@@ -185,7 +185,7 @@ class World:
         self.tags = [Tags(functools.partial(self._read, number)) for number in range(processes)]
 
     def play(self, lives: int) -> None:
-        """Jobs, one after the other; the last one only looks."""
+        """Jobs, one after the other; the last ones only look, and one claims: it ends what others have begun."""
         Session(self, calm=True).play()
         for _ in range(lives):
             self._between()
@@ -195,6 +195,8 @@ class World:
                 Session(self).play()
         self.arrive()
         Session(self, calm=True).play()
+        with self.open() as manager:
+            manager.claim()
         self._collect(everything=self.rng.random() < 0.5)
         Session(self, calm=True).play()
 
@@ -269,9 +271,7 @@ class World:
         """What is dead goes, and nothing is left that nobody accounts for."""
         self.note(f"gc{' of what was rolled back, too' if everything else ''}")
         with contextlib.suppress(NotACheckpointDirectoryError):  # it holds no epoch
-            for _ in range(
-                2
-            ):  # what came late to the folder of a deleted epoch is known for what it is when that is gone
+            for _ in range(2):  # what came late to a deleted epoch's folder is known when the rest of that is gone
                 collect(self.url, delete=True, epochs_too=everything, clock=lambda: time.time() + FUTURE_SECS)
             left = collect(self.url, epochs_too=everything, clock=lambda: time.time() + FUTURE_SECS).rows
             if left:
