@@ -96,7 +96,7 @@ class Disk:
     together: tuple[int, ...] = ()
     claims: set[int] = dataclasses.field(default_factory=set)
     is_copy: bool = False
-    unsure: bool = False  # it was about to go on from the mirror's history, and may not have begun
+    unsure: bool = False  # whether the mirror's history is its own: it was about to go on from that, or has lost it
 
     def retire(self, epoch: int, tags: set[int]) -> None:
         """Retention may remove these."""
@@ -808,6 +808,7 @@ class Visit:
         if not (self._reached or self._certain):  # another directory has claimed the mirror, perhaps
             return None
         if self.may_lose and any("nothing more is mirrored" in text for text in self._warned):
+            self.disk.unsure = True  # the mirror's history is the other one, perhaps
             return None
         self.life.end()
         return self._check_mirror()
