@@ -486,6 +486,8 @@ class Worker:
         self._backlog.begin_look()
         ledger = self._ledger.known()
         found = self._ids()
+        if not ledger.knows(claim_of(self._copies.lineage())):  # what was listed may be another directory's already
+            raise self._other_history()
         listed = set(self._local.list_epochs())
         copies: dict[int, Copy] = {}
         outdated = set[int]()

@@ -85,10 +85,11 @@ def test_no_older_run_ever_harms_a_newer_one(scheme: str, operation: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_that_was_paused_at_its_mirror_harms_nothing(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("operation", "form"), [("copies", "late"), ("withdraws 1", "before")])
+def test_a_run_that_was_paused_at_its_mirror_harms_nothing(tmp_path: pathlib.Path, operation: str, form: str) -> None:
     with opened("memory") as place:
         walk = MirrorWalk(place, tmp_path)
-        walk.along("copies", "late")
+        walk.along(operation, form)
         check(walk, 5)
 
 
