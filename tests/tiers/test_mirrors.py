@@ -60,8 +60,8 @@ class Place:
         return ec.CheckpointManager(self.root / name, options=Options(max_to_keep=keep), storage=options)
 
     def mirrored(self) -> dict[int, float]:
-        """The values of the epochs that the mirror has."""
-        return values_of(self.mirror)
+        """The values of the epochs that the mirror has; none before the first copy has made it."""
+        return values_of(self.mirror) if self.mirror.exists() else {}
 
 
 def values_of(directory: Any) -> dict[int, float]:
