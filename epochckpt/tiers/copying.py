@@ -361,6 +361,7 @@ class Worker:
         url = self._job.url
         while not self._ended:
             self._bell = _threads.Future()
+            closing = self._closing
             try:
                 busy = self._step()
                 if busy:
@@ -381,13 +382,13 @@ class Worker:
                     logging.warning(text, url, self._local.store.root, say(error))
                 kept(error)
                 self._failures += 1
-                if self._closing:
+                if closing:
                     break
                 self._bell.wait(pause)
                 pause = min(2 * pause, longest)
                 continue
             if not busy:
-                if self._closing:
+                if closing:  # when it looked: whatever was to be done before the end is done
                     break
                 self._bell.wait()
         self._finish()
@@ -462,13 +463,6 @@ class Worker:
         change = ClaimLineage(expected=found, directory=ledger.identity.directory, claim=claim)
         self._copies.claim(check=self._ledger.check, lineage=change)
         self._claimed = True
-        # From here on nobody else writes there. What an earlier owner has still written is another history.
-        ledger = self._ledger.known()
-        if ledger.adopted is not None and not ledger.goes_on_from(claim, self._ids()):
-            self._claimed = False
-            self._copies.release()
-            raise self._other_history()
-        self._ledger.change(lambda now: dataclasses.replace(now, claims=(claim,), adopted=None))
 
     def _other_history(self) -> FencedError:
         return FencedError(
@@ -482,11 +476,19 @@ class Worker:
         return {epoch: seen_id(self._copies, epoch) for epoch in self._copies.list_epochs()}
 
     def _compare(self) -> None:
-        """Compares the epochs of the mirror with those of the directory."""
+        """Compares the epochs of the mirror, which this run has claimed, with those of the directory.
+
+        Nobody else writes there any more. What an earlier owner has written since this run adopted its history, and
+        before the claim, is another history. Only now, and before the first change, the ledger has adopted nothing.
+        """
         self._backlog.begin_look()
         ledger = self._ledger.known()
         found = self._ids()
-        if not ledger.knows(claim_of(self._copies.lineage())):  # what was listed may be another directory's already
+        claim = claim_of(self._copies.lineage())
+        if not ledger.goes_on_from(claim, found):  # what was listed may be another directory's already
+            if ledger.knows(claim):
+                self._claimed = False
+                self._copies.release()
             raise self._other_history()
         listed = set(self._local.list_epochs())
         copies: dict[int, Copy] = {}
@@ -502,7 +504,7 @@ class Worker:
                     outdated.add(epoch)
                     continue
             copies[epoch] = known
-        ledger = self._ledger.change(lambda now: dataclasses.replace(now, copies=copies, copying={}))
+        ledger = self._ledger.change(lambda now: now.owning(claim, copies))
         readable = {epoch: copy.mirror_id for epoch, copy in copies.items() if epoch not in ledger.hidden}
         self._epochs.take(there=found, readable=readable)
         self._compared = True
@@ -608,7 +610,10 @@ class Worker:
             with _local_errors():
                 entries = self._copy_together(copy, epoch, attempt)
             copy.publish(entries)
-        except (UncertainError, LateNodesError):  # it may be there; or a node may still write
+        except UncertainError:  # it may be there
+            self._compared = False
+            raise
+        except LateNodesError:  # a node may still write
             raise
         except BaseException:
             self._dead.append((epoch, attempt))

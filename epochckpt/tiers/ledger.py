@@ -176,6 +176,10 @@ class Ledger:
         """The ledger with one more claim that a run tries."""
         return dataclasses.replace(self, claims=(*self.claims, claim)[-_MAX_CLAIMS:])
 
+    def owning(self, claim: str, copies: Mapping[int, Copy]) -> Ledger:
+        """The ledger of a mirror that is claimed, and has these copies."""
+        return dataclasses.replace(self, claims=(claim,), adopted=None, copies=copies, copying={})
+
     def begun(self, epoch: int, copy: Copy) -> Ledger:
         """The ledger with a copy that begins now."""
         return dataclasses.replace(self, copying={epoch: copy})

@@ -823,7 +823,8 @@ class Visit:
             if tag in disk.timeline.dead:
                 kind = "the mirror has what was deleted, rolled back or replaced, after a good end"
                 raise Wrong(kind, f"{epoch}: {tag}; {warned}")
-            unseen = not self._reached and tag in disk.timeline.may.get(epoch, ())
+            # Until it has claimed the mirror, a run does not know what it has, or what another run still copies.
+            unseen = (self._beside or not self._reached) and tag in disk.timeline.may.get(epoch, ())
             if self._known.get(epoch) != tag and not unseen:
                 details = f"{found}, {self._known}; {warned}"
                 raise Wrong("the mirror differs from the directory, after a good end", details)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.server
 import json
 import logging
@@ -25,7 +26,7 @@ import pytest
 import epochckpt as ec
 from epochckpt.cli.main import main
 from epochckpt.commit.rename import RenameCommits
-from epochckpt.errors import FencedError, InvalidArgumentError
+from epochckpt.errors import FencedError, InvalidArgumentError, UncertainError
 from epochckpt.format import paths
 from epochckpt.storage import PosixStore
 from epochckpt.tiers import copying, read_ledger
@@ -772,3 +773,83 @@ def test_a_manager_closes_though_its_directory_is_away(place: Place) -> None:
     (place.root / "one").touch()
     manager.close()
     assert place.mirrored() == {0: 0}
+
+
+def test_a_mirror_that_goes_away_right_after_its_claim_is_this_directory_s(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    claim, list_epochs = RenameCommits.claim, RenameCommits.list_epochs
+    claimed = list[str]()
+
+    def claim_and_go(commits: RenameCommits, *args: Any, **kwargs: Any) -> None:
+        claim(commits, *args, **kwargs)
+        claimed.append(str(commits.store.root))
+
+    def list_or_fail(commits: RenameCommits) -> list[int]:
+        if claimed.count(str(place.mirror)) == 1 and str(commits.store.root) == str(place.mirror):
+            claimed.append(str(place.mirror))
+            raise OSError(errno.EIO, "the mirror is away")
+        return list_epochs(commits)
+
+    monkeypatch.setattr(RenameCommits, "claim", claim_and_go)
+    monkeypatch.setattr(RenameCommits, "list_epochs", list_or_fail)
+    with place.open("two") as manager:
+        save(manager, 1, 1.5, replace=True)
+        eventually(lambda: "the mirror is away" in caplog.text)
+    ledger = read_ledger(PosixStore(str(place.root / "two")))
+    assert ledger is not None
+    assert ledger.adopted is None
+    assert place.mirrored() == {0: 0, 1: 1.5}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_due_at_the_end_is_copied_though_the_worker_was_at_work(
+    place: Place, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    looked, closing = threading.Event(), threading.Event()
+    step, close = copying.Worker._step, copying.Worker.close
+
+    def step_until_the_end(worker: copying.Worker) -> bool:
+        busy = step(worker)
+        if not busy and not looked.is_set():
+            looked.set()
+            assert closing.wait(60)
+            if fails:
+                raise OSError(errno.EIO, "the mirror is away")
+        return busy
+
+    def close_and_go(worker: copying.Worker) -> None:
+        close(worker)
+        closing.set()
+
+    monkeypatch.setattr(copying.Worker, "_step", step_until_the_end)
+    monkeypatch.setattr(copying.Worker, "close", close_and_go)
+    with place.open("one", mirror_every=2) as manager:
+        save(manager, 0)
+        assert looked.wait(60)
+    assert place.mirrored() == {0: 0}
+
+
+def test_a_copy_that_is_uncertain_counts_though_it_is_left_out(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish = EpochCopy.publish
+
+    def publish_unsure(copy: EpochCopy, *args: Any) -> None:
+        publish(copy, *args)
+        if copy._epoch == 1:
+            raise UncertainError(1, "the answer is lost")
+
+    monkeypatch.setattr(EpochCopy, "publish", publish_unsure)
+    monkeypatch.setattr(copying, "_PAUSES_SECS", (600.0, 600.0))
+    with place.open("one", mirror_keep=2, mirror_backlog=1) as manager:
+        save(manager, 0)
+        eventually(lambda: place.mirrored() == {0: 0})
+        save(manager, 1)
+        eventually(lambda: "it is uncertain" in caplog.text)
+        save(manager, 2)
+    assert "checkpoint 1 is left out" in caplog.text
+    assert place.mirrored() == {1: 1, 2: 2}
