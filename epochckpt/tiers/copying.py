@@ -476,10 +476,11 @@ class Worker:
         return {epoch: seen_id(self._copies, epoch) for epoch in self._copies.list_epochs()}
 
     def _compare(self) -> None:
-        """Compares the epochs of the mirror, which this run has claimed, with those of the directory.
+        """Compares the epochs of the mirror with those of the directory.
 
-        Nobody else writes there any more. What an earlier owner has written since this run adopted its history, and
-        before the claim, is another history. Only now, and before the first change, the ledger has adopted nothing.
+        This run has claimed the mirror, and nobody else writes there any more. An earlier owner may have written
+        between this run's look and its claim: then that is another history, and this run changes nothing. Otherwise the
+        adopted history is this directory's own from now on, before anything is changed there.
         """
         self._backlog.begin_look()
         ledger = self._ledger.known()
