@@ -13,7 +13,7 @@ import dataclasses
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -188,16 +188,15 @@ class Ledger:
         """The ledger with a copy that the mirror has."""
         return dataclasses.replace(self, copies={**self.copies, epoch: copy}, copying={})
 
-    def without(self, epoch: int) -> Ledger:
-        """The ledger once the mirror has given an epoch up."""
-        copies = {number: copy for number, copy in self.copies.items() if number != epoch}
+    def without(self, epochs: Collection[int]) -> Ledger:
+        """The ledger when the mirror has no copies of these epochs, or none of this directory's history."""
+        copies = {epoch: copy for epoch, copy in self.copies.items() if epoch not in epochs}
         return dataclasses.replace(self, copies=copies)
 
     def followed(self) -> Ledger:
         """The ledger once the mirror has followed the first withdrawal."""
-        gone = {*self.withdrawals[0].epochs}
-        copies = {epoch: copy for epoch, copy in self.copies.items() if epoch not in gone}
-        return dataclasses.replace(self, copies=copies, withdrawals=self.withdrawals[1:])
+        left = self.without(self.withdrawals[0].epochs)
+        return dataclasses.replace(left, withdrawals=self.withdrawals[1:])
 
 
 def parse(path: str, data: bytes) -> Ledger:

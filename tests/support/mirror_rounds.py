@@ -84,6 +84,8 @@ class Disk:
         together: later epochs of a rollback that was killed: what is gone of them are the newest ones.
         claims: the claims of the mirror that this directory may take for its own.
         is_copy: `cp -r` made it.
+        left: what the mirror had when a run of this directory last ended, or another one took over.
+        former: what it was before it began to go on from the mirror's history; None once that has surely happened.
     """
 
     path: pathlib.Path
@@ -96,12 +98,20 @@ class Disk:
     together: tuple[int, ...] = ()
     claims: set[int] = dataclasses.field(default_factory=set)
     is_copy: bool = False
+    left: Found = dataclasses.field(default_factory=dict)
+    former: Disk | None = None
     unsure: bool = False  # whether the mirror's history is its own: it was about to go on from that, or has lost it
 
     def retire(self, epoch: int, tags: set[int]) -> None:
         """Retention may remove these."""
         self.retired.setdefault(epoch, set()).update(tags)
         self.here -= tags
+
+    def go_back(self) -> None:
+        """It is what it was before."""
+        assert self.former is not None
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self.former, field.name))
 
     def problem(self, listed: Found, mirror: Found) -> Wrong | None:
         """Why the disk's own history, which is this mirror's, cannot be listed so."""
@@ -357,7 +367,7 @@ class World:
         self.note(f"  meanwhile {newer.path.parent.name}")
         visit = Visit(self, newer)
         visit.may_lose = newer is not disk
-        self.look(beside=True)
+        disk.left = self.look(beside=True)
         complete = visit.play(last=True, at_once=True)
         older.fenced = newer is disk and visit.has_claimed
         older.finish()
@@ -429,7 +439,7 @@ class Visit:
         finally:
             self.life.end()
             if not at_once:
-                world.look()  # which it is not away from: only runs are
+                self.disk.left = world.look()  # which it is not away from: only runs are
         return None
 
     # -- a run beside which another one goes on
@@ -575,13 +585,18 @@ class Visit:
         `bare`: it is a copy that has no epochs.
         """
         world, disk = self.world, self.disk
-        possible = bool(disk.claims & world.owners.keys())
+        # A mirror that is as it was left goes on, too, whoever has claimed it meanwhile.
+        unchanged = self._reached and bool(mirror) and mirror == disk.left
+        possible = unchanged or bool(disk.claims & world.owners.keys())
         certain = world.owners.keys() <= disk.claims and not disk.unsure
         self._certain = certain
         to_list = mirror if self._reached and possible and not disk.is_copy else {}
         if world.options.mirror_keep is not None:  # the others may be about to leave it
             to_list = {epoch: tag for epoch, tag in to_list.items() if epoch == max(mirror)}
         own = disk.problem(listed, to_list)
+        if own is not None and not self._reached and disk.former is not None and not disk.former.problem(listed, {}):
+            self.disk.go_back()  # it was killed before it went on from the mirror, and the mirror is not there
+            own = None
         foreign = self._problem_of_adopting(listed, mirror) if self._reached else own
         if disk.is_copy:
             self._judge_copy(bare, own, foreign)
@@ -664,6 +679,7 @@ class Visit:
         self._claimed = True
         claim = world.claim()
         if self._follows is Follows.MIRROR:
+            disk.former = dataclasses.replace(disk, former=None)
             disk.timeline, disk.claims = self._timeline, {*world.owners}
             disk.here, disk.saved, disk.may, disk.together = set(), {}, {}, ()
             disk.retired = {epoch: {tag} for epoch, tag in self._known.items()}
@@ -739,7 +755,7 @@ class Visit:
 
         if not self._change(save, exists=epoch in disk.must):
             return
-        self._wrote, disk.unsure = True, False
+        self._wrote, disk.unsure, disk.former = True, False, None
         disk.saved[epoch] = {tag}
         disk.timeline.dead |= old
         disk.may.pop(epoch, None)
@@ -774,7 +790,7 @@ class Visit:
         if not self._change(call, exists=exists):
             return
         if epochs:
-            self._wrote, disk.unsure = True, False
+            self._wrote, disk.unsure, disk.former = True, False, None
         for epoch in epochs:
             disk.timeline.dead.add(self._known[epoch])
             disk.timeline.dead |= disk.may.pop(epoch, set())

@@ -853,3 +853,30 @@ def test_a_copy_that_is_uncertain_counts_though_it_is_left_out(
         save(manager, 2)
     assert "checkpoint 1 is left out" in caplog.text
     assert place.mirrored() == {1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_what_was_replaced_beside_another_owner_of_the_mirror_does_not_come_back(
+    place: Place, caplog: pytest.LogCaptureFixture, noticed: bool
+) -> None:
+    first = place.open("one", keep=1)
+    for epoch in range(3):
+        save(first, epoch)
+    eventually(lambda: place.mirrored().keys() == {0, 1, 2})
+    with place.open("two") as second:
+        save(second, 3, 3.5)
+        second.delete(3)
+    if noticed:
+        save(first, 4)
+        eventually(lambda: "nothing more is mirrored" in caplog.text)
+    save(first, 1, 1.5, replace=True)
+    save(first, 5)
+    eventually(lambda: "nothing more is mirrored" in caplog.text)
+    save(first, 6)
+    first.close()
+    with place.open("one") as first:
+        assert listed(first) == {0: 0, 1: 1, 2: 2}  # as the mirror is, and what was saved since is set aside
+    assert "was moved to diverged-" not in caplog.text
+    with place.open("one") as first:
+        first.claim()
+    assert "checkpoint 6 was moved to diverged-" in caplog.text
