@@ -512,10 +512,10 @@ class Worker:
                 known = Copy(save_id=save_id(self._copies, epoch) or "", mirror_id=mirror_id)
                 if known.save_id != here:
                     outdated.add(epoch)
-                    continue
             copies[epoch] = known
         ledger = self._ledger.change(lambda now: now.owning(claim, copies))
-        readable = {epoch: copy.mirror_id for epoch, copy in copies.items() if epoch not in ledger.hidden}
+        unread = outdated | ledger.hidden
+        readable = {epoch: copy.mirror_id for epoch, copy in copies.items() if epoch not in unread}
         self._epochs.take(there=found, readable=readable)
         self._compared = True
         self._epochs.disown(self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys()))

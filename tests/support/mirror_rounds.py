@@ -109,9 +109,9 @@ class Disk:
 
     def go_back(self) -> None:
         """It is what it was before."""
-        assert self.former is not None
+        former = self.former
         for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self.former, field.name))
+            setattr(self, field.name, getattr(former, field.name))
 
     def problem(self, listed: Found, mirror: Found) -> Wrong | None:
         """Why the disk's own history, which is this mirror's, cannot be listed so."""
