@@ -266,6 +266,31 @@ def test_every_dtype_that_orbax_knows_is_restored(tmp_path: pathlib.Path) -> Non
             assert stock_states.differences(manager.restore(0, args=args), tree) == []
 
 
+WITHOUT_ARRAYS = {
+    "sgd": optax.sgd(0.1).init({"w": jnp.ones(3)}),
+    "none": {"ema": None},
+    "texts": {"name": "run", "of": "größer"},
+    "containers": {"a": {}, "b": []},
+}
+
+
+@pytest.mark.parametrize("state", WITHOUT_ARRAYS)
+@pytest.mark.parametrize("layout", ["ocdbt-zarr2-single", "ocdbt-zarr3-multi", "folders-zarr2-multi"])
+def test_an_item_without_arrays_needs_no_index_of_arrays(tmp_path: pathlib.Path, layout: str, state: str) -> None:
+    """Orbax writes none for it: the step is whole, listed, restored with and without a target, and verified."""
+    tree = WITHOUT_ARRAYS[state]
+    write(tmp_path, layout, {1: tree})
+    single = layout.endswith("single")
+    wanted, anything = ocp.args.PyTreeRestore(tree), ocp.args.PyTreeRestore()
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager, ocp.CheckpointManager(tmp_path) as stock:
+        assert (manager.all_steps(), manager.damaged_epochs(), manager.verify(1).ok) == ([1], [], True)
+        got = manager.restore(1, args=wanted if single else Composite(state=wanted))
+        assert (got if single else got["state"]) == tree
+        args = anything if single else Composite(state=anything)
+        assert manager.restore(1, args=args) == stock.restore(1, args=args)
+    assert "damaged" not in ec.inspect(tmp_path)[1].to_text()
+
+
 def test_keys_that_are_numbers_fit_as_numbers_and_as_text(tmp_path: pathlib.Path) -> None:
     """Orbax writes both as text: a target decides; without one they are text, as from Orbax. Odd names survive."""
     tree = {"n": {0: {1: jnp.ones(2)}, 2: [jnp.zeros(1)]}, "a.b": {"c/d": np.ones(1)}, "gr ö": 3}
