@@ -330,7 +330,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             items: Orbax's legacy form of args, for managers that were given handlers.
             save_kwargs: goes with items.
             metrics: JSON, kept with the epoch, for `options.best_fn`.
-            force: save even if `should_save` says no; an existing epoch is still an error (see `allow_overwrite`).
+            force: save even if `should_save` says no. An existing epoch is still an error (see `allow_overwrite`), but
+                one that this manager has saved since `wait_until_finished` or `reload` was last called: that is logged.
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
             custom_metadata: JSON, kept with the epoch.
 
@@ -338,7 +339,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             Whether the epoch is to be saved. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
-            EpochExistsError: with force, the epoch exists or is being saved; or a foreign folder lies in its place.
+            EpochExistsError: with force, the epoch exists; or a foreign folder lies in its place.
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
             InvalidArgumentError: something in `args` cannot be saved; names it.
@@ -359,12 +360,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         number = self._attempts.next_try(step)
         exists = step in [attempt.epoch for attempt in self._attempts.in_flight()] or self._history.is_known(step)
         if exists and overwrite is None:
+            if self._history.is_own(step):
+                self._say_requested(step)
+                return False
             if not force:
                 return False
             raise EpochExistsError(
-                f"{self.root}: checkpoint {step} exists or is being saved; delete() or rollback_to() make room, "
-                f"allow_overwrite() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
-                "already exists). If another run has deleted it since this manager looked, reload() or claim() tells"
+                f"{self.root}: checkpoint {step} exists or is being saved. If this program has saved it, it needs no "
+                f"second save: after wait_until_finished(), latest_step() and all_steps() name it. To save something "
+                f"else under this number, let the next save take its place with allow_overwrite({step}) (in Orbax's "
+                f"words: Checkpoint for step {step} already exists). If another run has deleted it since this manager "
+                "looked, reload() or claim() tells"
             )
         if step in self._foreign and overwrite is None:
             raise EpochExistsError(
@@ -414,6 +420,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 preempted=not force and self.reached_preemption(step),
                 waits=not self._async,
             )
+            self._history.begin(step)
             if behind is None:
                 self._attempts.submit(attempt)
             else:
@@ -431,6 +438,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             except RemovalError as failure:  # of older epochs, not of this save, which is committed
                 self._attempts.failures.append(errors.kept(failure))
         return True
+
+    def _say_requested(self, epoch: int) -> None:
+        """Logs why an epoch that this manager has saved just now is not saved once more."""
+        again = f"{self.root}: checkpoint {epoch} is not saved again, because this manager"
+        failure = self._attempts.failure(epoch)
+        if epoch in [attempt.epoch for attempt in self._attempts.in_flight()]:
+            logging.info("%s is saving it now; wait_until_finished() waits for that", again)
+        elif failure is None:
+            logging.info("%s has just saved it", again)
+        else:
+            state, reason = failure
+            text = "%s has just tried to: that save is %s (%s). Try again after wait_until_finished(), which raises it"
+            logging.warning(text, again, state, reason)
 
     def allow_overwrite(self, epoch: int) -> None:
         """Lets the next save of a committed epoch's number replace it; all processes call it alike.

@@ -223,9 +223,9 @@ def test_overview_force_saves_off_the_interval(manager_class: ManagerClass, tmp_
         assert not manager.save(5, args=args)
         assert manager.save(5, args=args, force=True)
         assert not manager.save(5, args=args)
+        manager.wait_until_finished()
         with pytest.raises(StepAlreadyExistsError):
             manager.save(5, args=args, force=True)
-        manager.wait_until_finished()
         assert list(manager.all_steps()) == [0, 5]
 
 

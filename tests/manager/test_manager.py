@@ -211,18 +211,67 @@ def test_latest_is_the_greatest_number_not_the_last_saved(m: ec.CheckpointManage
 
 
 def test_an_existing_epoch_is_not_saved_again(m: ec.CheckpointManager) -> None:
-    """Without force: False. With force: an error that is Orbax's too. Also while it is still in flight."""
-    tap = hold_commits(m)
+    """Without force: False. With force: an error that is Orbax's too, and says that waiting may be enough."""
     assert save(m, 0)
-    with pytest.raises(EpochExistsError):
-        save(m, 0, force=True)
-    tap.let_go()
     m.wait_until_finished()
     assert not save(m, 0, 9.0)
-    with pytest.raises(StepAlreadyExistsError) as caught:
+    with pytest.raises(StepAlreadyExistsError, match=r"wait_until_finished\(\)") as caught:
         save(m, 0, 9.0, force=True)
     assert isinstance(caught.value, EpochExistsError)
+    assert "delete()" not in str(caught.value)
     assert (m.restore(0)["w"] == 0).all()
+
+
+@pytest.mark.parametrize("waits", [ec.CheckpointManager.wait_until_finished, ec.CheckpointManager.reload])
+def test_the_usual_end_of_a_loop_saves_the_last_epoch_once(
+    m: ec.CheckpointManager, waits: Callable[[ec.CheckpointManager], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`latest_step() != step` is true while that very save is in flight, and may be of what was committed meanwhile.
+
+    The forced save returns False then, and a line says why; once the caller has waited, it is an error again.
+    """
+    caplog.set_level(logging.INFO)
+    tap = hold_commits(m)
+    assert save(m, 0)
+    assert m.latest_step() != 0
+    assert not save(m, 0, 9.0, force=True)
+    assert "checkpoint 0 is not saved again, because this manager is saving it now" in caplog.text
+    tap.let_go()
+    assert eventually(lambda: not m.is_saving_in_progress())
+    assert m.latest_step() == 0
+    assert not save(m, 0, 9.0, force=True)
+    assert "because this manager has just saved it" in caplog.text
+    waits(m)
+    with pytest.raises(EpochExistsError):
+        save(m, 0, 9.0, force=True)
+    assert (m.restore(0)["w"] == 0).all()
+
+
+def test_a_failed_save_is_not_taken_for_one_that_goes_on(
+    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every process decides alike, whether it has heard of the failure or not: after the wait it can be tried again."""
+    tap = fail_writes(m)
+    assert save(m, 0)
+    assert eventually(lambda: not m.is_saving_in_progress())
+    tap.remove()
+    assert not save(m, 0, force=True)
+    assert "has just tried to: that save is failed (" in caplog.text
+    with pytest.raises(SaveError):
+        m.wait_until_finished()
+    assert save(m, 0, force=True)
+    m.wait_until_finished()
+    assert m.all_steps() == [0]
+
+
+def test_an_epoch_of_another_run_or_session_is_still_an_error(directory: str) -> None:
+    """Also where the session that finds it saves other epochs."""
+    with ec.CheckpointManager(directory) as m:
+        save_all(m, [0])
+    with ec.CheckpointManager(directory) as m:
+        assert save(m, 1)
+        with pytest.raises(EpochExistsError, match="checkpoint 0 exists"):
+            save(m, 0, force=True)
 
 
 def test_a_missing_epoch_lists_those_that_exist(directory: str, m: ec.CheckpointManager) -> None:

@@ -469,14 +469,17 @@ def test_a_save_in_flight_is_no_checkpoint_and_no_second_one_begins(checkpointer
     assert c.latest.step == 0
     assert not c.should_save(2)
     assert c.save_async(2, state(2)) is None
-    with pytest.raises(ocp.training.errors.StepAlreadyExistsError, match="is being saved"):
-        c.save_async(1, state(1))
+    assert c.save_async(1, state(1)) is None
+    assert c.save_async(1, state(1), force=True) is None
+    assert not c.save(1, state(1), force=True)
     with pytest.raises(TimeoutError):
         response.result(timeout=0.01)
     tap.let_go()
     assert response.result()
     assert not c.is_saving_in_progress()
     assert c.latest.step == 1
+    with pytest.raises(ocp.training.errors.StepAlreadyExistsError, match="checkpoint 1 exists"):
+        c.save_async(1, state(1), force=True)
     assert c.should_save(2)
 
 
