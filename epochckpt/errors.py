@@ -109,7 +109,7 @@ class EpochDeletedError(EpochNotFoundError):
 
 
 class EpochExistsError(EpochCheckpointError, StepAlreadyExistsError):
-    """The epoch exists already; `delete` or `rollback_to` makes room."""
+    """The epoch exists already; `allow_overwrite` lets the next save replace it."""
 
 
 class StepExistsError(EpochExistsError, v1.training.errors.StepAlreadyExistsError):

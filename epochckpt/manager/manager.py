@@ -382,6 +382,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             # Plan the save, wait until older ones leave room for it, then copy what can still change.
             planned = time.monotonic()
             self._claim.check(step)
+            self._commits.names.check(step)
             to_save = items_lib.to_save(args, self._handlers)
             items_lib.check_names([item.name for item in to_save], self._nodes.folders, self._item_names)
             plan = self._planner.plan(to_save)

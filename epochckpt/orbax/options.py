@@ -70,7 +70,7 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
             f"todelete_subdir {folder!r} is not usable: expected the name of one folder in the directory, such as "
             "'ttl=1h', that is named neither like an epoch nor like the folders that epochckpt makes itself"
         )
-    longest = StepNames.of(options).build(paths.MAX_EPOCH)
+    longest = StepNames.of(options).longest()
     if not (options.read_only or paths.is_movable(longest, folder or "")):
         raise InvalidArgumentError(
             f"the names of epochs, such as {longest!r}{f', and todelete_subdir {folder!r}' if folder else ''} are too "

@@ -18,7 +18,6 @@ from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNa
 from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import StepNames
 from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
 
@@ -214,10 +213,9 @@ class Engine(CheckpointManager):
 
         return _threads.start(wait)
 
-    @property
-    def names(self) -> StepNames:
-        """How the folders of epochs are called."""
-        return self._commits.names
+    def folder(self, epoch: int) -> str:
+        """The folder of an epoch, relative to the directory."""
+        return self._commits.folder(epoch)
 
     @property
     def voting(self) -> tuple[Any, str, Callable[[], str]]:
