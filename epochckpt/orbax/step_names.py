@@ -128,7 +128,7 @@ class StepNames:
 
 
 def _built(name_format: Any, epoch: int) -> str | None:
-    """The name that a user's format gives a step; None if it has none for it, whatever it raises then."""
+    """The name that a user's format gives a step; None if the format raises, because it has no name for the step."""
     try:
         return name_format.build_name(epoch)
     except Exception:

@@ -626,6 +626,58 @@ def test_every_name_of_orbaxs_module_is_known() -> None:
             getattr(ocp, name)
 
 
+@both
+def test_a_target_that_does_not_fit_is_a_key_error(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """As training code expects that tries a smaller tree then."""
+    with trainer(tmp_path) as c:
+        c.save(0, {"w": np.arange(3.0)})
+        for wrong in ({"w": np.zeros(3), "more": np.zeros(1)}, {"v": np.zeros(3)}, {}):
+            with pytest.raises(KeyError) as caught:
+                c.load(0, wrong)
+            assert "\n" in str(caught.value) or not isinstance(caught.value, errors.MismatchError)
+
+
+@dataclasses.dataclass
+class Described:
+    """An array as Orbax's v1 describes one that is not sharded."""
+
+    shape: tuple[int, ...] | None
+    dtype: Any
+
+
+@both
+def test_a_description_without_a_sharding_asks_for_numpy(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """Whatever was saved; where it says nothing, as it was saved."""
+    saved = {"jax": jnp.arange(3.0), "numpy": np.arange(3), "number": jnp.int32(4)}
+    kinds = {name: (value.shape, value.dtype) for name, value in saved.items()}
+    with trainer(tmp_path) as c:
+        c.save(0, saved)
+        for target in (
+            {name: Described(*kind) for name, kind in kinds.items()},
+            {name: Described(None, None) for name in kinds},
+            {name: np.zeros(*kind) for name, kind in kinds.items()},
+            dict.fromkeys(kinds, np.ndarray),
+        ):
+            found = c.load(0, target)
+            assert {type(value) for value in found.values()} == {np.ndarray}
+            assert {name: (value.shape, value.dtype) for name, value in found.items()} == kinds
+            for name, value in saved.items():
+                np.testing.assert_array_equal(found[name], value)
+
+
+@pytest.mark.skipif(not hasattr(stock.Context(), "pathways_options"), reason="the installed Orbax has no such options")
+def test_pathways_options_that_ask_for_nothing_are_accepted(tmp_path: pathlib.Path) -> None:
+    """Training code sets them to what goes without Pathways; what needs it is refused."""
+    implementations = orbax.checkpoint.pathways.CheckpointingImpl
+    plain = context(pathways_options__checkpointing_impl=implementations.from_options())
+    with ocp.training.Checkpointer(tmp_path / "run", context=plain) as c:
+        assert c.save(0, state())
+    for name in ("PERSISTENCE", "COLOCATED_PYTHON"):
+        wrong = context(pathways_options__checkpointing_impl=implementations[name])
+        with pytest.raises(errors.UnsupportedError, match="epochckpt does not run on Pathways"):
+            ocp.training.Checkpointer(tmp_path / "other", context=wrong)
+
+
 REFUSED: dict[str, Any] = {
     "deletion_options__gcs_deletion_options__todelete_full_path": "trash",
     "memory_options__serialization_status_callback": print,
