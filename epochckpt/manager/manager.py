@@ -329,7 +329,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             step: the epoch's number.
             items: Orbax's legacy form of args, for managers that were given handlers.
             save_kwargs: goes with items.
-            metrics: JSON, kept with the epoch, for `options.best_fn`.
+            metrics: JSON, kept with the epoch, for `options.best_fn`. Without that, what is no JSON is left out, with a
+                warning.
             force: save even if `should_save` says no. An existing epoch is still an error (see `allow_overwrite`), but
                 one that this manager has saved since `wait_until_finished` or `reload` was last called: that is logged.
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
@@ -392,7 +393,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 number,
                 Deadline(timeout),
                 default_item=not multi,
-                metrics=checked_json(None if self._options.prevent_write_metrics else metrics, "metrics"),
+                metrics=self._metrics_of(step, metrics),
                 custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
                 replaces=self._history.damaged.get(step) or overwrite,
                 started=began,
@@ -439,6 +440,23 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             except RemovalError as failure:  # of older epochs, not of this save, which is committed
                 self._attempts.failures.append(errors.kept(failure))
         return True
+
+    def _metrics_of(self, epoch: int, metrics: Any) -> Any:
+        """The metrics that are kept with an epoch: without `best_fn` those of them that are JSON. Orbax keeps none."""
+        if self._options.prevent_write_metrics:
+            return None
+        try:
+            return checked_json(metrics, "metrics")
+        except InvalidArgumentError as error:
+            if self._options.best_fn is not None:
+                raise
+            text = "checkpoint %d is saved without some of its metrics: %s"
+            logging.log_first_n(logging.WARNING, text, 3, epoch, error)
+        kept = {}
+        for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+            with contextlib.suppress(InvalidArgumentError):
+                kept |= checked_json({name: value}, "metrics")
+        return kept or None
 
     def _say_requested(self, epoch: int) -> None:
         """Logs why an epoch that this manager has saved just now is not saved once more."""
@@ -637,8 +655,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._readers.verify(epoch_number(epoch))
 
     def metrics(self, step: int) -> Any:
-        """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
-        return self._readers.open(epoch_number(step)).metrics()
+        """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None.
+
+        None also where there is no such epoch, as in Orbax.
+        """
+        try:
+            return self._readers.open(epoch_number(step)).metrics()
+        except EpochNotFoundError:
+            return None
 
     def save_id(self, epoch: int) -> str:
         """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew."""

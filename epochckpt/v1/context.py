@@ -97,7 +97,7 @@ def check(context: Any) -> Any:
 
 
 def _asks_for_nothing(name: str, context: Any) -> bool:
-    """Whether an option that is refused has a value by which Orbax does what it does without Pathways."""
+    """Whether the value of a refused option leaves Orbax's behaviour as it is: no Pathways."""
     return name == _PATHWAYS and context.pathways_options.checkpointing_impl.name == "NO_DISPATCHER"
 
 
@@ -191,7 +191,7 @@ def _target(leaf: Any) -> Any:
 
 
 def _numpy_target(leaf: Any) -> Any:
-    """An array, or a description of one, that is no array of jax: it asks for NumPy. None stands for what was saved."""
+    """The NumPy array that an array, or a description of one, asks for; a shape or dtype of None is the saved one."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf
     if leaf.shape is None or leaf.dtype is None:

@@ -279,7 +279,8 @@ def test_a_missing_epoch_lists_those_that_exist(directory: str, m: ec.Checkpoint
     with pytest.raises(EpochNotFoundError, match="no committed checkpoint"):
         m.restore(None)
     save_all(m, [2, 4])
-    for call in (m.restore, m.metrics, m.metadata, m.item_metadata, m.nodes, m.delete, m.rollback_to, m.verify):
+    assert m.metrics(3) is None  # as in Orbax
+    for call in (m.restore, m.metadata, m.item_metadata, m.nodes, m.delete, m.rollback_to, m.verify):
         with pytest.raises(EpochNotFoundError, match=r"no checkpoint 3; committed: 2, 4") as caught:
             call(3)
         assert caught.value.available == [2, 4]
@@ -331,12 +332,13 @@ def test_metrics_and_metadata(directory: str, m: ec.CheckpointManager) -> None:
         assert found.custom_metadata == {"commit": "abc", "deep": {"a": [1.5]}}
         assert found.metrics["loss"] == 0.5
         assert found.init_timestamp_nsecs <= found.commit_timestamp_nsecs
-    with pytest.raises(InvalidArgumentError, match="metrics"):
-        save(m, 2, metrics={"x": object()})
+    assert save(m, 3, metrics={"loss": 0.25, "model": object()})  # without best_fn what is no JSON is left out
+    m.wait_until_finished()
+    assert m.metrics(3) == {"loss": 0.25}
     with pytest.raises(InvalidArgumentError, match="custom_metadata"):
-        save(m, 2, custom_metadata={"x": {1: 2}})
+        save(m, 4, custom_metadata={"x": {1: 2}})
     assert not m.is_saving_in_progress()
-    assert save(m, 2)
+    assert save(m, 4)
 
 
 def test_item_metadata_is_a_restore_target(directory: str) -> None:
@@ -1273,16 +1275,19 @@ def test_a_relative_directory_is_resolved_once(tmp_path: pathlib.Path, monkeypat
     assert list(elsewhere.iterdir()) == []
 
 
-def test_places_that_are_no_directory(tmp_path: pathlib.Path) -> None:
-    """A file, or nothing where nothing may be created: said at once, and nothing is made."""
+def test_places_that_are_no_directory(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file: said at once. Nothing, where nothing may be created: no epochs, a warning, and nothing is made."""
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(NotACheckpointDirectoryError, match="a file"):
         ec.CheckpointManager(file)
-    with pytest.raises(NotACheckpointDirectoryError, match="does not exist"):
-        ec.CheckpointManager(tmp_path / "none", options=Options(create=False))
-    with pytest.raises(NotACheckpointDirectoryError, match="does not exist"):
-        read_only(str(tmp_path / "none"))
+    for options in (Options(create=False), Options(read_only=True)):
+        caplog.clear()
+        with ec.CheckpointManager(tmp_path / "none", options=options) as m:
+            assert m.all_steps() == []
+            with pytest.raises(EpochNotFoundError):
+                m.restore(None)
+        assert f"{tmp_path / 'none'} does not exist, so it has no epochs" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
 
 

@@ -337,6 +337,34 @@ def test_items_of_other_handlers_are_restored_by_them(tmp_path: pathlib.Path) ->
         manager.restore(0)
 
 
+def test_items_of_any_name_are_restored_and_not_all_are_saved(tmp_path: pathlib.Path) -> None:
+    """Orbax takes what is the name of a file; see docs/orbax.md for those that we save."""
+    names = (
+        "a b",
+        "größer",
+        ".hidden",
+        "_x",
+        "process_0",
+        "a:b",
+        "ckpt@1",
+        "%41",
+        "x.safetensors",
+        "x-00001",
+        "a" * 200,
+    )
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(1, args=Composite(**{name: Save(tree_of(number)) for number, name in enumerate(names)}))
+    with ec.CheckpointManager(tmp_path) as manager:
+        got = manager.restore(1, args=Composite(**{name: Restore(tree_of(0)) for name in names}))
+        for number, name in enumerate(names):
+            assert stock_states.differences(got[name], tree_of(number)) == []
+            with pytest.raises(errors.InvalidArgumentError, match=r"item name|of a node"):
+                manager.save(2, args=Composite(**{name: Save(tree_of(0))}))
+        for step in (2.0, -1, True, 2**63):
+            with pytest.raises(errors.InvalidArgumentError, match="expected an integer of at least 0"):
+                manager.save(step, args=Composite(state=Save(tree_of(0))))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["StandardCheckpointer", "PyTreeCheckpointer"])
 @pytest.mark.parametrize("ocdbt", [True, False])
 def test_a_step_that_a_plain_checkpointer_wrote_is_one_unnamed_item(
