@@ -17,7 +17,7 @@ EpochCheckpointError
 ├── FormatError (ValueError)                 a record is not what the format allows
 ├── FormatVersionError (ValueError)          a record needs a newer epochckpt; this says nothing against the data
 ├── DamagedError (ValueError)                bytes differ from what was written; names file and leaf
-├── MismatchError (ValueError)               the target does not fit; one table of every difference
+├── MismatchError (ValueError, KeyError)     the target does not fit; one table of every difference
 ├── SaveError (RuntimeError)                 an epoch was not saved; earlier epochs are untouched
 │   ├── LateNodesError (TimeoutError)        some nodes did not report in time; names them
 │   ├── StorageBehindError (TimeoutError)    older saves are still being written: this one could not begin
@@ -109,7 +109,7 @@ class EpochDeletedError(EpochNotFoundError):
 
 
 class EpochExistsError(EpochCheckpointError, StepAlreadyExistsError):
-    """The epoch exists already; `delete` or `rollback_to` makes room."""
+    """The epoch exists already; `allow_overwrite` lets the next save replace it."""
 
 
 class StepExistsError(EpochExistsError, v1.training.errors.StepAlreadyExistsError):
@@ -185,8 +185,13 @@ class Mismatch:
     expected: str
 
 
-class MismatchError(EpochCheckpointError, ValueError):
-    """The target does not fit the `item` of the `epoch`; a table shows the `rows`: every leaf that differs."""
+class MismatchError(EpochCheckpointError, ValueError, KeyError):
+    """The target does not fit the `item` of the `epoch`; a table shows the `rows`: every leaf that differs.
+
+    Orbax raises a ValueError for it, its v1 a KeyError.
+    """
+
+    __str__ = Exception.__str__  # KeyError would put quotes around the message
 
     def __init__(self, item: str, epoch: int, rows: Sequence[Mismatch]):
         lines = [f"checkpoint {epoch}, item {item!r} does not fit the target ({several(len(rows), 'leaf', 'leaves')}):"]

@@ -287,6 +287,7 @@ class PutCommits(Commits):
 
     def _take_folders(self, found: Head) -> None:
         folders: dict[int, str] = {}
+        self.names.learn(found.listed)
         for folder in found.listed:
             epoch = self.names.parse(folder)
             if epoch is not None and (epoch not in folders or folder == self.names.build(epoch)):

@@ -296,10 +296,11 @@ def open_directory(
 ) -> Opened:
     """Opens a directory for a manager: looks at it, and writes nothing but the directory itself where it is missing.
 
-    Raises NotACheckpointDirectoryError (a file, or missing and not to be created), AccessError (no permission to read
-    or create it), FormatVersionError (a record of the directory itself needs a newer epochckpt), InvalidArgumentError
-    (unusable or repeated names of nodes or items) or CoordinationTimeoutError, which names the process that did not
-    come to open it.
+    With `read_only`, or where `create` is False, a directory that is missing has no epochs, and is not made.
+
+    Raises NotACheckpointDirectoryError (a file), AccessError (no permission to read or create it), FormatVersionError
+    (a record of the directory itself needs a newer epochckpt), InvalidArgumentError (unusable or repeated names of
+    nodes or items) or CoordinationTimeoutError, which names the process that did not come to open it.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
     names = StepNames.of(options)  # refuses what cannot be used before another process hears of this one
@@ -432,11 +433,14 @@ def _decide(
 
 
 def _looked_at(store: Store, options: ocp.CheckpointManagerOptions, look: Callable[[], T]) -> T:
-    """What `look` finds in a directory, which is made if it is missing; errors say what is wrong with it."""
+    """What `look` finds in a directory, which is made if it is missing and may be; errors say what is wrong with it."""
     try:
-        _check_directory(store, options.create and not options.read_only)
-        if not options.read_only:
+        is_there = _check_directory(store)
+        if not options.read_only and (is_there or options.create):
             store.make_root()
+        elif not is_there:
+            later = "reload() looks again" if options.read_only else "options.create is False: the first save makes it"
+            logging.warning("%s does not exist, so it has no epochs; %s. Check the path", store.root, later)
         return look()
     except (errors.NotACheckpointDirectoryError, errors.AccessError):  # a NotADirectoryError or PermissionError, too
         raise
@@ -479,18 +483,15 @@ def _look_beside(store: Store, names: StepNames) -> None:
         logging.warning("%s has no epoch under the names that are expected, but %s", store.root, otherwise)
 
 
-def _check_directory(store: Store, create: bool) -> None:
+def _check_directory(store: Store) -> bool:
+    """Whether a directory is there; raises NotACheckpointDirectoryError if something else is."""
     if not store.renames:
-        return
+        return True
     try:
         found = patiently(store.root, lambda: os.lstat(store.root))
     except FileNotFoundError:
-        if create:
-            return
-        raise errors.NotACheckpointDirectoryError(
-            f"{store.root} does not exist, and options.create is False; check the path (in Orbax's words: No steps "
-            f"found in {store.root})"
-        ) from None
+        return False
     if not is_folder(store.root):
         kind = "a broken link" if stat.S_ISLNK(found.st_mode) and not os.path.exists(store.root) else "a file"
         raise errors.NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")
+    return True

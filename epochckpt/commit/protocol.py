@@ -262,6 +262,7 @@ class Commits(abc.ABC):
         hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else self.ignored
         folders: dict[int, str] = {}
         foreign: dict[int, str] = {}
+        self.names.learn(entry.name for entry in entries)
         named = [(epoch, entry) for entry in entries if (epoch := self.names.parse(entry.name)) is not None]
         records = {entry.name: f"{entry.name}/{paths.EPOCH_RECORD}" for _, entry in named if entry.is_folder}
         found = self.store.existing(records.values())

@@ -163,7 +163,11 @@ class RenameCommits(Commits):
         return away or ""
 
     def moving(self) -> list[int]:
-        homes = [entry.name for entry in self.store.list("") if paths.parse_incarnation(entry.name) is not None]
+        try:
+            entries = self.store.list("")
+        except FileNotFoundError:  # there is no directory yet
+            return []
+        homes = [entry.name for entry in entries if paths.parse_incarnation(entry.name) is not None]
         found = [where for home in homes for _, where in placing.on_the_move(self.store, home)]
         epochs = [self.names.parse(where) for where in found if not self.store.exists(where)]
         return sorted(epoch for epoch in epochs if epoch is not None)

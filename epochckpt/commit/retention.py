@@ -119,7 +119,8 @@ class History:
 
     `committed` is what `latest_step` and `all_steps` return. `requested` is what `should_save` decides from: it depends
     only on calls that every process makes alike, not on how far the background is. `damaged` epochs are on storage and
-    cannot be restored; the next save of their number may replace them.
+    cannot be restored; the next save of their number may replace them. `is_own` are those that this manager has saved
+    since its caller last waited for its saves: it depends on the same calls.
 
     Of the committed epochs, the `remote` ones are only in the mirror. `mirror` is what the primary knows of it. `held`
     gives epochs of which a deletion is under way, or was interrupted: no policy deletes them.
@@ -135,6 +136,7 @@ class History:
         self.remote: frozenset[int] = frozenset()
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
+        self._own: dict[int, None] = {}
         self._gone: dict[int, None] = {}  # epochs that another run has deleted, and that count as requested so far
         self.damaged: dict[int, ReplaceCondition] = {}
         self.run, self.pace = RunClock(), Pace(alone)
@@ -167,6 +169,18 @@ class History:
             self._gone.pop(epoch, None)
             if epoch not in self._committed:
                 self._requested.pop(epoch, None)
+
+    def begin(self, epoch: int) -> None:
+        """A save of an epoch is about to begin."""
+        self._own[epoch] = None
+
+    def settle(self, epoch: int) -> None:
+        """The caller has been told what became of its save of an epoch."""
+        self._own.pop(epoch, None)
+
+    def is_own(self, epoch: int) -> bool:
+        """Whether this manager has begun to save an epoch, and the caller has not waited for the end since."""
+        return epoch in self._own
 
     def fail(self, attempt: Attempt) -> None:
         """An epoch was requested, and could not be saved."""
@@ -204,6 +218,7 @@ class History:
 
     def forget_failed(self) -> None:
         """Nothing is in flight any more: an epoch that was requested and is not committed may be requested again."""
+        self._own.clear()
         self._requested.update(self._committed)
         for epoch in self._requested.keys() - self._committed.keys():
             self._requested.pop(epoch, None)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import orbax.checkpoint as ocp
@@ -63,6 +63,9 @@ class _OneName(StepNames):
 
     def parse(self, name: str) -> int | None:
         return self._epoch if name == self.only else None
+
+    def learn(self, names: Iterable[str]) -> None:
+        del names
 
 
 def open_commits(
@@ -124,6 +127,7 @@ def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
 def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection[int]) -> dict[int, str]:
     """The folder of each epoch that is not hidden, going by the names in a POSIX directory."""
     found: dict[int, str] = {}
+    commits.names.learn(entries)
     for name, is_folder in entries.items():
         epoch = commits.names.parse(name) if is_folder else None
         if epoch is not None and epoch not in hidden and (epoch not in found or name == commits.names.build(epoch)):

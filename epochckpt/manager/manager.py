@@ -329,8 +329,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             step: the epoch's number.
             items: Orbax's legacy form of args, for managers that were given handlers.
             save_kwargs: goes with items.
-            metrics: JSON, kept with the epoch, for `options.best_fn`.
-            force: save even if `should_save` says no; an existing epoch is still an error (see `allow_overwrite`).
+            metrics: JSON, kept with the epoch, for `options.best_fn`. Without that, what is no JSON is left out, with a
+                warning.
+            force: save even if `should_save` says no. An existing epoch is still an error (see `allow_overwrite`), but
+                one that this manager has saved since `wait_until_finished` or `reload` was last called: that is logged.
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
             custom_metadata: JSON, kept with the epoch.
 
@@ -338,7 +340,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             Whether the epoch is to be saved. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
-            EpochExistsError: with force, the epoch exists or is being saved; or a foreign folder lies in its place.
+            EpochExistsError: with force, the epoch exists; or a foreign folder lies in its place.
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
             InvalidArgumentError: something in `args` cannot be saved; names it.
@@ -359,12 +361,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         number = self._attempts.next_try(step)
         exists = step in [attempt.epoch for attempt in self._attempts.in_flight()] or self._history.is_known(step)
         if exists and overwrite is None:
+            if self._history.is_own(step):
+                self._say_requested(step)
+                return False
             if not force:
                 return False
             raise EpochExistsError(
-                f"{self.root}: checkpoint {step} exists or is being saved; delete() or rollback_to() make room, "
-                f"allow_overwrite() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
-                "already exists). If another run has deleted it since this manager looked, reload() or claim() tells"
+                f"{self.root}: checkpoint {step} exists or is being saved. If this program has saved it, it needs no "
+                f"second save: after wait_until_finished(), latest_step() and all_steps() name it. To save something "
+                f"else under this number, let the next save take its place with allow_overwrite({step}) (in Orbax's "
+                f"words: Checkpoint for step {step} already exists). If another run has deleted it since this manager "
+                "looked, reload() or claim() tells"
             )
         if step in self._foreign and overwrite is None:
             raise EpochExistsError(
@@ -376,6 +383,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             # Plan the save, wait until older ones leave room for it, then copy what can still change.
             planned = time.monotonic()
             self._claim.check(step)
+            self._commits.names.check(step)
             to_save = items_lib.to_save(args, self._handlers)
             items_lib.check_names([item.name for item in to_save], self._nodes.folders, self._item_names)
             plan = self._planner.plan(to_save)
@@ -385,7 +393,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 number,
                 Deadline(timeout),
                 default_item=not multi,
-                metrics=checked_json(None if self._options.prevent_write_metrics else metrics, "metrics"),
+                metrics=self._metrics_of(step, metrics),
                 custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
                 replaces=self._history.damaged.get(step) or overwrite,
                 started=began,
@@ -414,6 +422,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 preempted=not force and self.reached_preemption(step),
                 waits=not self._async,
             )
+            self._history.begin(step)
             if behind is None:
                 self._attempts.submit(attempt)
             else:
@@ -431,6 +440,36 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             except RemovalError as failure:  # of older epochs, not of this save, which is committed
                 self._attempts.failures.append(errors.kept(failure))
         return True
+
+    def _metrics_of(self, epoch: int, metrics: Any) -> Any:
+        """The metrics that are kept with an epoch: without `best_fn` those of them that are JSON. Orbax keeps none."""
+        if self._options.prevent_write_metrics:
+            return None
+        try:
+            return checked_json(metrics, "metrics")
+        except InvalidArgumentError as error:
+            if self._options.best_fn is not None:
+                raise
+            text = "checkpoint %d is saved without some of its metrics: %s"
+            logging.log_first_n(logging.WARNING, text, 3, epoch, error)
+        kept = {}
+        for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+            with contextlib.suppress(InvalidArgumentError):
+                kept |= checked_json({name: value}, "metrics")
+        return kept or None
+
+    def _say_requested(self, epoch: int) -> None:
+        """Logs why an epoch that this manager has saved just now is not saved once more."""
+        again = f"{self.root}: checkpoint {epoch} is not saved again, because this manager"
+        failure = self._attempts.failure(epoch)
+        if epoch in [attempt.epoch for attempt in self._attempts.in_flight()]:
+            logging.info("%s is saving it now; wait_until_finished() waits for that", again)
+        elif failure is None:
+            logging.info("%s has just saved it", again)
+        else:
+            state, reason = failure
+            text = "%s has just tried to: that save is %s (%s). Try again after wait_until_finished(), which raises it"
+            logging.warning(text, again, state, reason)
 
     def allow_overwrite(self, epoch: int) -> None:
         """Lets the next save of a committed epoch's number replace it; all processes call it alike.
@@ -616,8 +655,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._readers.verify(epoch_number(epoch))
 
     def metrics(self, step: int) -> Any:
-        """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
-        return self._readers.open(epoch_number(step)).metrics()
+        """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None.
+
+        None also where there is no such epoch, as in Orbax.
+        """
+        try:
+            return self._readers.open(epoch_number(step)).metrics()
+        except EpochNotFoundError:
+            return None
 
     def save_id(self, epoch: int) -> str:
         """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew."""

@@ -194,7 +194,7 @@ class Handlers:
             return None
         kind = ocp.args.get_registered_args_cls(self.given[name])[verb == "restore"]
         try:
-            return kind(item=item, **(kwargs or {}))  # type: ignore[call-arg]
+            return kind(item, **(kwargs or {}))  # type: ignore[call-arg]  # by position, as Orbax: it may have any name
         except TypeError as error:
             raise InvalidArgumentError(
                 f"{verb}(): item {name!r} cannot be passed in Orbax's legacy form ({error}); use "

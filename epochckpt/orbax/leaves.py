@@ -34,7 +34,6 @@ from epochckpt.storage import Store
 UNKNOWN = "unknown"  # kind of a leaf that cannot be looked into: it is damaged, or a user's type handler wrote it
 
 _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}  # as Orbax restores them
-_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 _PLACEHOLDER = "PLACEHOLDER://"
 _BARE_PATH, _BARE_HANDLER = (("k", "checkpoint"),), "ArrayCheckpointHandler"  # what that handler calls its only leaf
 _TOLERATED = (ValueError, IndexError, RecursionError, OSError, NotImplementedError)  # what tensorstore raises
@@ -194,7 +193,7 @@ class OrbaxItem:
             else:
                 kind = "prng" if impl is not None else "numpy" if written == "np.ndarray" else "jax"
             leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=len(rows), impl=impl)
-            problem = array.problem if array is not None and written in _ARRAYS else ""
+            problem = array.problem if array is not None and written in steps.ARRAY_TYPES else ""
             value = written if kind == UNKNOWN else None
             rows.append(StoredLeaf(leaf, param, write_shape, value, array=array, problem=problem))
         return rows

@@ -70,7 +70,7 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
             f"todelete_subdir {folder!r} is not usable: expected the name of one folder in the directory, such as "
             "'ttl=1h', that is named neither like an epoch nor like the folders that epochckpt makes itself"
         )
-    longest = StepNames.of(options).build(paths.MAX_EPOCH)
+    longest = StepNames.of(options).longest()
     if not (options.read_only or paths.is_movable(longest, folder or "")):
         raise InvalidArgumentError(
             f"the names of epochs, such as {longest!r}{f', and todelete_subdir {folder!r}' if folder else ''} are too "
@@ -97,16 +97,21 @@ def _changed(options: Any, prefix: str = "") -> list[str]:
 
 
 def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptions | None) -> StorageOptions:
-    """StorageOptions as given; without them the defaults, and the bound on a save that `async_options` asks for.
+    """StorageOptions as given, or the defaults, with the bound on a save that `async_options` asks for.
 
-    With local disks there is no Orbax view: what one disk has of an epoch is none that stock Orbax can read.
+    With local disks there is no Orbax view: stock Orbax cannot read the part of an epoch that one disk has.
+    InvalidArgumentError: both ask for a bound, and not for the same.
     """
+    found, default = storage or StorageOptions(), StorageOptions().save_timeout_secs
     asked = options.async_options
-    if storage is None and asked is not None and asked.timeout_secs != type(asked)().timeout_secs:
-        return StorageOptions(save_timeout_secs=asked.timeout_secs)
-    if storage is not None and storage.local_disks:
-        return dataclasses.replace(storage, orbax_view=False)
-    return storage or StorageOptions()
+    if asked is not None and asked.timeout_secs not in (type(asked)().timeout_secs, found.save_timeout_secs):
+        if found.save_timeout_secs != default:
+            raise InvalidArgumentError(
+                f"AsyncOptions.timeout_secs={asked.timeout_secs} contradicts StorageOptions.save_timeout_secs="
+                f"{found.save_timeout_secs:g}: both bound how long a save may take. Pass one of them"
+            )
+        found = dataclasses.replace(found, save_timeout_secs=asked.timeout_secs)
+    return dataclasses.replace(found, orbax_view=False) if found.local_disks else found
 
 
 def check_args(args: Any, multi: bool | None, *, restoring: bool = False) -> bool | None:

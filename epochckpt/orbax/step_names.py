@@ -1,13 +1,19 @@
-"""Folders of epochs that are not where, or not called as, a reader expects them: a single epoch; another name format.
+"""How the folders of epochs are called: by Orbax's name formats, and by a user's own.
 
-By content: a name alone proves nothing.
+Also folders of epochs that are not where, or not called as, a reader expects them: a single epoch; another name format.
+Those are known by their content: a name alone proves nothing.
 """
 
 import os
+import pathlib
 import re
+import tempfile
+from collections.abc import Iterable
 from typing import Any, Self
 
 import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
 
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import parsing, paths
@@ -17,6 +23,8 @@ from epochckpt.storage import Store
 RECORDS = (paths.EPOCH_RECORD, steps.STEP_RECORD)
 _LOOKED_INTO = 50
 _MAX_DIGITS = 100
+_EXAMPLE = 7  # a step
+_FINISHED = '{"item_handlers": {}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}'
 _SHOWN = 6
 _NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
 _ENDING = re.compile(r"(\d+)\Z")
@@ -24,24 +32,38 @@ _NUMBERED = re.compile(r"[/._-](\d{1,18})\Z")
 
 
 class StepNames:
-    """Names of epochs' folders, by Orbax's step NameFormat."""
+    """Names of epochs' folders, by Orbax's step NameFormat.
+
+    The names of Orbax's own formats end in the step's number. What a name of any other format stands for is asked of
+    its `find_all`, on a local folder of that name, so that the answer is the same for a directory in a bucket.
+    """
 
     only = ""  # the one folder that is looked at, whatever else lies beside it; empty: all are
 
     def __init__(self, name_format: Any):
         self._format = name_format
         self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)
+        self._foreign = tuple(known for known in self._readable if not type(known).__module__.startswith("orbax."))
+        self._numbers: dict[str, int | None] = {}  # what names of foreign formats stand for, as far as it was asked
+        self._built: dict[int, str] = {}  # such a format may build another name tomorrow
         for known in (name_format, *self._readable):
-            name = known.build_name(7)
-            if not _ENDING.search(name):
-                problem = "builds names that do not end in the step's number; use a standard_name_format"
-                raise UnsupportedError(f"step_name_format {known} {problem}")
-            if not paths.is_free_folder(name):
-                raise InvalidArgumentError(
-                    f"step_prefix, or step_name_format, calls the folder of step 7 {name!r}, which is not usable: "
-                    f"expected the name of one folder, of at most 255 bytes, without '/', control characters and "
-                    f"{paths.TMP_SUFFIX!r}"
-                )
+            name = _built(known, _EXAMPLE) if self._foreign else known.build_name(_EXAMPLE)
+            if name is not None:  # else it has names for other steps, or is only for reading
+                self._check(name, _EXAMPLE)
+
+    def _check(self, name: str, epoch: int) -> None:
+        if self._foreign and self.parse(name) != epoch:
+            raise UnsupportedError(
+                f"step_name_format {self._format} calls the folder of step {epoch} {name!r}, and its find_all does not "
+                "find that step in a directory with a folder of this name: no reader would find it either. Correct "
+                "find_all, or use a standard_name_format"
+            )
+        if not paths.is_free_folder(name):
+            raise InvalidArgumentError(
+                f"step_prefix, or step_name_format, calls the folder of step {epoch} {name!r}, which is not usable: "
+                f"expected the name of one folder, of at most 255 bytes, without '/', control characters and "
+                f"{paths.TMP_SUFFIX!r}"
+            )
 
     @classmethod
     def of(cls, options: ocp.CheckpointManagerOptions) -> Self:
@@ -57,25 +79,80 @@ class StepNames:
 
     @property
     def several(self) -> bool:
-        """Whether epochs of other name formats are read, too."""
-        return len(self._readable) > 1
+        """Whether an epoch may have another name than `build` gives: of another format, or of another day."""
+        return len(self._readable) > 1 or bool(self._foreign)
+
+    def check(self, epoch: int) -> None:
+        """Raises InvalidArgumentError if the format has no name for an epoch, or one under which it is not found."""
+        if self._foreign and epoch not in self._built:
+            try:
+                name = self._format.build_name(epoch)
+            except Exception as error:  # of the user's: it may raise anything
+                raise InvalidArgumentError(
+                    f"step_name_format {self._format} has no name for step {epoch} ({type(error).__name__}: {error})"
+                ) from error
+            self._check(name, epoch)
+            if not paths.is_movable(name):
+                raise InvalidArgumentError(f"step_name_format calls the folder of step {epoch} {name!r}: too long")
+
+    def longest(self) -> str:
+        """A name as long as any; empty if only the format knows."""
+        return "" if self._foreign else self.build(paths.MAX_EPOCH)
 
     def build(self, epoch: int) -> str:
         """The folder name of an epoch to be written."""
-        return self._format.build_name(epoch)
+        if not self._foreign:
+            return self._format.build_name(epoch)
+        return self._built.get(epoch) or self._built.setdefault(epoch, self._format.build_name(epoch))
 
     def parse(self, name: str) -> int | None:
         """The epoch that a folder name stands for, or None."""
         found = _ENDING.search(name)
-        if not found:
+        if found and (epoch := int(found[1])) <= paths.MAX_EPOCH:
+            for known in self._readable:
+                if (_built(known, epoch) if self._foreign else known.build_name(epoch)) == name:
+                    return epoch
+        if not self._foreign:
             return None
-        epoch = int(found[1])
-        if epoch > paths.MAX_EPOCH:
-            return None
-        for known in self._readable:
-            if known.build_name(epoch) == name:
-                return epoch
+        self.learn([name])
+        return self._numbers.get(name)
+
+    def learn(self, names: Iterable[str]) -> None:
+        """Asks what folder names stand for, all at once; `parse` asks for one."""
+        if not self._foreign:
+            return
+        new = [name for name in dict.fromkeys(names) if name not in self._numbers]
+        asked = [name for name in new if paths.is_free_folder(name)]
+        found = _ask(self._format, asked) if asked else {}
+        self._numbers.update({name: found.get(name) for name in new})
+
+
+def _built(name_format: Any, epoch: int) -> str | None:
+    """The name that a user's format gives a step; None if the format raises, because it has no name for the step."""
+    try:
+        return name_format.build_name(epoch)
+    except Exception:
         return None
+
+
+def _ask(name_format: Any, names: Iterable[str]) -> dict[str, int]:
+    """The steps that a user's format finds in a directory with folders of these names, by name.
+
+    They look like steps of stock Orbax that are finished: a format may look for that.
+    """
+    with tempfile.TemporaryDirectory(prefix="epochckpt-") as made:
+        for name in names:
+            folder = pathlib.Path(made, name)
+            folder.mkdir()
+            (folder / steps.STEP_RECORD).write_text(_FINISHED)
+            (folder / steps.COMMIT).touch()
+        try:
+            found = [(one.path.name, int(one.step)) for one in name_format.find_all(epath.Path(made))]
+        except Exception as error:  # of the user's: it may raise anything
+            text = "find_all of step_name_format %s failed (%s: %s): only folders that end in their step's number count"
+            logging.log_first_n(logging.WARNING, text, 3, name_format, type(error).__name__, error)
+            return {}
+    return {name: step for name, step in found if 0 <= step <= paths.MAX_EPOCH}
 
 
 def is_single(names: set[str]) -> bool:

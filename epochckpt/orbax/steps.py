@@ -38,6 +38,7 @@ ARRAY_RECORDS = "array_metadatas"
 AGGREGATE = "checkpoint"  # a whole tree as msgpack, or its structure: before there was a `_METADATA`
 METRICS = "metrics"
 MAX_BYTES = 256 * 2**20
+ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")  # of leaves, as `_METADATA` names them: those stored as arrays
 
 # Files of metadata, wherever they lie in a step.
 _SMALL = frozenset({OCDBT, TREE_RECORD, STEP_RECORD, COMMIT, "_sharding", "_strings.json", "metadata"})
@@ -425,7 +426,7 @@ def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
         problem = f"is missing; expected the tree of item {name!r} ({found})"
         raise half_written(record.epoch, paths.join(at, TREE_RECORD), problem)
     tree = tree_record(store, at, record.epoch)
-    if tree.get("use_ocdbt") and OCDBT not in entries:
+    if tree.get("use_ocdbt") and OCDBT not in entries and _has_arrays(tree):  # without arrays Orbax writes no index
         expected = f"expected the index of the arrays of item {name!r}, as {TREE_RECORD} says"
         raise half_written(record.epoch, paths.join(at, OCDBT), f"is missing; {expected}")
     if OCDBT in entries and not store.size(paths.join(at, OCDBT)):
@@ -533,10 +534,20 @@ def _holds_steps(store: Store, folder: str) -> bool:
     return any(store.exists(paths.join(at, name)) for at in inner for name in (STEP_RECORD, paths.EPOCH_RECORD))
 
 
+def _has_arrays(tree: Mapping[str, Any]) -> bool:
+    """Whether an item's `_METADATA` names a leaf that is stored as an array."""
+    return any(row.get("value_type") in ARRAY_TYPES for row in _leaf_rows(tree))
+
+
 def _has_jax_arrays(tree: Mapping[str, Any]) -> bool:
     """Whether an item's `_METADATA` names a leaf that has a row in `array_metadatas`."""
+    return any(row.get("write_shape") is not None for row in _leaf_rows(tree))
+
+
+def _leaf_rows(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What an item's `_METADATA` says of the values of its leaves."""
     rows = [row.get("value_metadata") for row in tree["tree_metadata"].values() if isinstance(row, dict)]
-    return any(isinstance(row, dict) and row.get("write_shape") is not None for row in rows)
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def _holds_arrays(store: Store, at: str) -> bool:

@@ -52,6 +52,7 @@ REFUSED = {
 }
 """Options, and groups of them, that would change what is saved or kept, and are not supported."""
 
+_PATHWAYS = "pathways_options.checkpointing_impl"
 _PLAIN = (bool, int, float, str, bytes, tuple, list, set, frozenset, dict, type, enum.Enum)
 _IN_CONTEXT = "orbax_context"  # how Orbax calls the variable that holds the active context
 
@@ -76,7 +77,7 @@ def check(context: Any) -> Any:
     """Refuses what is not supported, and logs hints; returns the context."""
     hints = []
     for name in _changed(context, _defaults()):
-        if (why := _of(REFUSED, name)) is not None:
+        if (why := _of(REFUSED, name)) is not None and not _asks_for_nothing(name, context):
             raise UnsupportedError(f"Context: {name} is not supported: {why}")
         if name == "checkpoint_layout":
             if context.checkpoint_layout.name not in ("ORBAX", "AUTO"):
@@ -84,7 +85,7 @@ def check(context: Any) -> Any:
                     f"Context: checkpoint_layout {context.checkpoint_layout.name} is not supported: ec.import_ and "
                     "ec.export read and write other formats"
                 )
-        elif name in HONOURED:
+        elif name in HONOURED or name == _PATHWAYS:
             continue
         elif (why := _of(HINTS, name)) is not None:
             hints.append(f"{name} ({why})")
@@ -93,6 +94,11 @@ def check(context: Any) -> Any:
     if hints:
         logging.log_first_n(logging.INFO, "options that change nothing here: %s", 3, "; ".join(hints))
     return context
+
+
+def _asks_for_nothing(name: str, context: Any) -> bool:
+    """Whether the value of a refused option leaves Orbax's behaviour as it is: no Pathways."""
+    return name == _PATHWAYS and context.pathways_options.checkpointing_impl.name == "NO_DISPATCHER"
 
 
 @functools.cache
@@ -175,8 +181,19 @@ def _target(leaf: Any) -> Any:
             return leaf()
         in_numpy = issubclass(leaf, np.ndarray)
         return ocp.RestoreArgs(restore_type=leaf) if in_numpy else ocp.ArrayRestoreArgs(restore_type=jax.Array)
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not hasattr(leaf, "sharding"):
+        return _numpy_target(leaf)
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         concrete = jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding.spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=concrete)
     return leaf
+
+
+def _numpy_target(leaf: Any) -> Any:
+    """The NumPy array that an array, or a description of one, asks for; a shape or dtype of None is the saved one."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf
+    if leaf.shape is None or leaf.dtype is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # takes no memory

@@ -18,7 +18,6 @@ from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNa
 from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import StepNames
 from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
 
@@ -45,6 +44,7 @@ class SaveResponse(Response[bool]):
         attempt, failure = self._outcome.result(timeout)
         if self._engine.is_pending(attempt) and not attempt.done.wait(None if timeout is None else deadline.left()):
             raise TimeoutError(f"no result within {timeout} s")
+        self._engine.settle(attempt)
         if failure is not None:
             raise failure
         return True
@@ -107,14 +107,18 @@ class Engine(CheckpointManager):
         """Lets a save take the place of an epoch, if that is asked for; an attempt that failed is in nobody's way."""
         if overwrite:
             self._attempts.drain(step)
-        if step in self.all_steps():
+        in_flight = step in [attempt.epoch for attempt in self._attempts.in_flight()]
+        committed = step in self.all_steps()
+        if (in_flight or committed) and not overwrite and self._history.is_own(step):
+            return  # `save` says that it was requested just now
+        if committed:
             if not overwrite:
                 raise StepExistsError(
                     f"{self.root}: checkpoint {step} exists: overwrite=True lets this save take its place, delete() "
                     f"removes it (in Orbax's words: Step {step} already exists)"
                 )
             self.allow_overwrite(step)
-        elif all(attempt.epoch != step for attempt in self._attempts.in_flight()):
+        elif not in_flight:
             self._history.drop([step])
         else:
             raise StepExistsError(
@@ -129,6 +133,10 @@ class Engine(CheckpointManager):
         self._ends.setdefault(attempt.name, Future()).set((attempt, failure))
         if self._continuous is not None:
             self._continuous.ended(attempt.name)
+
+    def settle(self, attempt: Attempt) -> None:
+        """The caller has been told how an attempt has ended."""
+        self._history.settle(attempt.epoch)
 
     def is_pending(self, attempt: Attempt) -> bool:
         """Whether an attempt still has to leave the saves in flight."""
@@ -205,10 +213,9 @@ class Engine(CheckpointManager):
 
         return _threads.start(wait)
 
-    @property
-    def names(self) -> StepNames:
-        """How the folders of epochs are called."""
-        return self._commits.names
+    def folder(self, epoch: int) -> str:
+        """The folder of an epoch, relative to the directory."""
+        return self._commits.folder(epoch)
 
     @property
     def voting(self) -> tuple[Any, str, Callable[[], str]]:

@@ -134,7 +134,7 @@ class Checkpointer:
         return [self._describe(info) for info in self._engine.committed()]
 
     def _describe(self, info: Any) -> Any:
-        name = self._engine.names.build(info.step)
+        name = self._engine.folder(info.step)
         nanoseconds = round(info.time.timestamp() * 1e9)
         return _metadata(
             info.step, self.directory / name, metadata=None, metrics=info.metrics, commit_timestamp_nsecs=nanoseconds

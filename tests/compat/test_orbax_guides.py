@@ -215,6 +215,63 @@ def test_overview_a_read_only_manager_reads(manager_class: ManagerClass, tmp_pat
     assert "1" not in names(tmp_path)
 
 
+@pytest.mark.parametrize("fields", [{"read_only": True}, {"create": False}, {"read_only": True, "create": False}])
+def test_a_manager_may_be_made_before_its_directory(
+    manager_class: ManagerClass, tmp_path: pathlib.Path, fields: dict[str, Any]
+) -> None:
+    """As an evaluator that is started with its trainer: nothing is there, nothing is made, and `reload()` finds it."""
+    run = tmp_path / "run"
+    handler = ocp.StandardCheckpointHandler()
+    with manager_class(run, options=Options(**fields), item_handlers=handler) as manager:
+        assert (list(manager.all_steps()), manager.latest_step(), manager.best_step()) == ([], None, None)
+        manager.reload()
+        assert manager.metrics(3) is None
+        with pytest.raises(FileNotFoundError):
+            manager.restore(3)
+        assert not run.exists()
+        with manager_class(run) as trainer:
+            trainer.save(3, args=ocp.args.StandardSave(arrays()))
+        manager.reload()
+        assert list(manager.all_steps()) == [3]
+        assert_same(manager.restore(3, args=ocp.args.StandardRestore(abstract(arrays()))), arrays())
+
+
+def test_the_first_save_makes_a_directory_that_the_manager_did_not(
+    manager_class: ManagerClass, tmp_path: pathlib.Path
+) -> None:
+    """`create=False` is about the construction."""
+    with manager_class(tmp_path / "run", options=Options(create=False)) as manager:
+        assert manager.save(0, args=ocp.args.StandardSave(arrays()))
+        manager.wait_until_finished()
+        assert list(manager.all_steps()) == [0]
+    assert (tmp_path / "run" / "0").is_dir()
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [{"loss": 1.0, "curve": np.arange(3)}, {"model": object()}, {(0, 1): 2.0}, object()],
+    ids=["an array", "an object", "a key", "no dict"],
+)
+def test_metrics_that_are_no_json_harm_no_save(
+    manager_class: ManagerClass, tmp_path: pathlib.Path, metrics: Any
+) -> None:
+    """Without `best_fn`, where Orbax keeps none. Ours keeps those that are JSON."""
+    with manager_class(tmp_path) as manager:
+        assert manager.save(0, args=ocp.args.StandardSave(arrays()), metrics=metrics)
+        manager.wait_until_finished()
+        kept = {"loss": 1.0} if isinstance(metrics, dict) and "loss" in metrics else None
+        assert manager.metrics(0) in (None, kept)
+        assert manager.metrics(7) is None
+    with manager_class(tmp_path, options=Options(best_fn=len)) as manager:
+
+        def save() -> None:
+            manager.save(1, args=ocp.args.StandardSave(arrays()), metrics=metrics)
+            manager.wait_until_finished()
+
+        with pytest.raises((TypeError, ValueError)):
+            save()
+
+
 def test_overview_force_saves_off_the_interval(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """But never the same step twice: without force that returns False, with it it is an error."""
     with manager_class(tmp_path, options=Options(save_interval_steps=10)) as manager:
@@ -223,9 +280,9 @@ def test_overview_force_saves_off_the_interval(manager_class: ManagerClass, tmp_
         assert not manager.save(5, args=args)
         assert manager.save(5, args=args, force=True)
         assert not manager.save(5, args=args)
+        manager.wait_until_finished()
         with pytest.raises(StepAlreadyExistsError):
             manager.save(5, args=args, force=True)
-        manager.wait_until_finished()
         assert list(manager.all_steps()) == [0, 5]
 
 

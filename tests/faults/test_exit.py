@@ -36,6 +36,14 @@ def test_two_managers_of_one_job_do_not_meet(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+def test_all_processes_answer_a_second_save_of_the_last_epoch_alike(tmp_path: pathlib.Path) -> None:
+    """Also while only one of them has heard of its commit: False, and an error once all have waited for it."""
+    found = run_worker("tests.support.call_jobs:end_of_loop", {"directory": str(tmp_path / "run")}, 2, timeout=100)
+    ended = {"again": False, "raised": "EpochExistsError", "steps": [0]}
+    assert found == [{"in flight": False, **ended}, {"in flight": True, **ended}]
+
+
+@pytest.mark.slow
 def test_a_call_that_one_process_makes_alone_harms_no_later_one(tmp_path: pathlib.Path) -> None:
     """It ends in time and names who did not come; what all call together afterwards, all are answered alike.
 

@@ -90,7 +90,7 @@ def reader(directory: pathlib.Path) -> ec.CheckpointManager:
 
 
 def test_a_file_or_broken_link_is_no_directory(tmp_path: pathlib.Path) -> None:
-    """Says what it is instead; so does a missing directory that is not to be created."""
+    """Says what it is instead."""
     (tmp_path / "file").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with unchanged(tmp_path):
@@ -101,10 +101,6 @@ def test_a_file_or_broken_link_is_no_directory(tmp_path: pathlib.Path) -> None:
                 ec.CheckpointManager(tmp_path / "link", options=options)
         with pytest.raises(errors.EpochCheckpointError, match="file"):
             ec.CheckpointManager(tmp_path / "file" / "below")
-        with pytest.raises(errors.NotACheckpointDirectoryError, match="does not exist"):
-            ec.CheckpointManager(tmp_path / "missing", options=ocp.CheckpointManagerOptions(create=False))
-        with pytest.raises(errors.NotACheckpointDirectoryError, match="does not exist"):
-            ec.CheckpointManager(tmp_path / "missing", options=READ_ONLY)
 
 
 def test_a_directory_or_url_that_makes_no_sense_is_refused() -> None:
@@ -801,7 +797,6 @@ def test_an_epoch_that_does_not_exist_says_which_do(run: pathlib.Path, tmp_path:
             m.restore,
             m.item_metadata,
             m.metadata,
-            m.metrics,
             m.nodes,
             m.verify,
             m.delete,
@@ -854,7 +849,8 @@ def test_values_that_are_not_json_are_refused(run: pathlib.Path) -> None:
     """Metrics, metadata and JSON items are checked in save(), by name; after it the epoch may be saved rightly."""
     cycle: list[Any] = []
     cycle.append(cycle)
-    with ec.CheckpointManager(run) as m:
+    options = ocp.CheckpointManagerOptions(best_fn=len)  # else metrics harm no save
+    with ec.CheckpointManager(run, options=options) as m:
         with unchanged(run):
             for kwargs, words in [
                 ({"metrics": {"loss": Opaque()}}, "metrics"),

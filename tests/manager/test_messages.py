@@ -94,8 +94,10 @@ CASES: list[tuple[str, type[Exception], Callable[[ec.CheckpointManager], Any]]] 
     ),
     (
         "No steps found in .*/none",
-        NotADirectoryError,
-        lambda m: ec.CheckpointManager(m.directory / "none", options=ocp.CheckpointManagerOptions(create=False)),
+        FileNotFoundError,
+        lambda m: ec.CheckpointManager(
+            m.directory / "none", options=ocp.CheckpointManagerOptions(create=False)
+        ).restore(None),
     ),
 ]
 

@@ -130,10 +130,15 @@ def test_post_finalization_callback(tmp_path: pathlib.Path) -> None:
 
 
 def test_async_timeout(tmp_path: pathlib.Path) -> None:
-    """`async_options.timeout_secs` bounds a save, where StorageOptions do not say otherwise."""
+    """`async_options.timeout_secs` bounds a save, also beside StorageOptions; two bounds contradict each other."""
     asked = Options(async_options=ocp.AsyncOptions(timeout_secs=7))
     assert checks.storage_options(asked, None).save_timeout_secs == 7
-    assert checks.storage_options(asked, ec.StorageOptions(save_timeout_secs=9)).save_timeout_secs == 9
+    beside = ec.StorageOptions(io_threads=3)
+    assert checks.storage_options(asked, beside) == ec.StorageOptions(io_threads=3, save_timeout_secs=7)
+    assert checks.storage_options(asked, ec.StorageOptions(save_timeout_secs=7)).save_timeout_secs == 7
+    with pytest.raises(InvalidArgumentError, match=r"AsyncOptions\.timeout_secs=7 contradicts.*save_timeout_secs=9"):
+        checks.storage_options(asked, ec.StorageOptions(save_timeout_secs=9))
+    assert checks.storage_options(Options(), ec.StorageOptions(save_timeout_secs=9)).save_timeout_secs == 9
     assert checks.storage_options(Options(), None) == ec.StorageOptions()
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import epochckpt as ec
 from epochckpt import errors
@@ -210,3 +213,106 @@ def test_a_folder_with_a_number_beyond_the_largest_is_no_epoch(tmp_path: pathlib
     with ec.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == []
         assert manager.foreign_folders() == {}
+
+
+class Days(ocp.path.step.NameFormat[Any]):
+    """A step is a day: 0 is 2026-01-01. Like `datetime`, it has no names for steps after the year 9999."""
+
+    def build_name(self, step: int) -> str:
+        return (DAY + datetime.timedelta(days=step)).isoformat()
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        for path in epath.Path(base_path).iterdir():
+            try:
+                day = datetime.date.fromisoformat(path.name)
+            except ValueError:
+                continue
+            yield ocp.path.step.Metadata(step=(day - DAY).days, path=path)
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        return next(one for one in self.find_all(base_path) if one.step == step)
+
+
+class Dates(Days):
+    """A step is a date, such as 20260131; no other number has a name. No name ends in a number."""
+
+    def build_name(self, step: int) -> str:
+        return f"{datetime.datetime.strptime(str(step), '%Y%m%d'):%Y-%b-%d}.done"
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        for path in epath.Path(base_path).glob("*.done"):
+            day = datetime.datetime.strptime(path.name, "%Y-%b-%d.done")
+            yield ocp.path.step.Metadata(step=int(f"{day:%Y%m%d}"), path=path)
+
+
+class Stamped(Days):
+    """The name says also in which session the step was saved, so that a later one builds another."""
+
+    session = "0101"
+
+    def build_name(self, step: int) -> str:
+        return f"{self.session}-{step}"
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        for path in epath.Path(base_path).iterdir():
+            if path.name[:4].isdecimal() and path.name[4] == "-":
+                yield ocp.path.step.Metadata(step=int(path.name[5:]), path=path)
+
+
+DAY = datetime.date(2026, 1, 1)
+FORMATS = {"days": (Days, 30, 31), "dates": (Dates, 20260131, 20260201), "sessions": (Stamped, 5, 6)}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("reader", [ocp.CheckpointManager, ec.CheckpointManager])
+def test_epochs_of_a_name_format_of_ones_own_are_found_again(
+    directory: str, name: str, reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its `find_all`, here and by stock Orbax: listed, restored, retained, deleted, saved on, and looked at."""
+    kind, first, second = FORMATS[name]
+    options = ocp.CheckpointManagerOptions(step_name_format=kind(), max_to_keep=2)
+    with ec.CheckpointManager(directory, options=options) as manager:
+        manager.save(first, args=ocp.args.StandardSave(TREE))
+        manager.save(second, args=ocp.args.StandardSave(TREE), force=True)
+    monkeypatch.setattr(Stamped, "session", "0102")
+    if "://" not in directory or reader is ec.CheckpointManager:
+        with reader(directory, options=options) as manager:
+            assert list(manager.all_steps()) == [first, second]
+            got = manager.restore(second, args=ocp.args.StandardRestore(TREE))
+            np.testing.assert_array_equal(got["params"]["w"], TREE["params"]["w"])
+    third = second + 1
+    with ec.CheckpointManager(directory, options=options) as manager:
+        assert manager.save(third, args=ocp.args.StandardSave(TREE), force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [second, third]
+        manager.delete(second)
+        manager.wait_until_finished()
+    assert list(ec.inspect(directory, options=options)) == [third]
+    with ec.CheckpointManager(directory, options=options) as manager:
+        assert manager.all_steps() == [third]
+        assert manager.verify(third).ok
+
+
+def test_steps_that_stock_orbax_called_by_days_are_continued(tmp_path: pathlib.Path) -> None:
+    """And what the format finds beside them that is no step is left alone."""
+    options = ocp.CheckpointManagerOptions(step_name_format=Days())
+    with ocp.CheckpointManager(tmp_path, options=options) as stock:
+        stock.save(3, args=ocp.args.StandardSave(TREE))
+    (tmp_path / "notes").mkdir()
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        assert manager.all_steps() == [3]
+        assert manager.save(4, args=ocp.args.StandardSave(TREE))
+    with ocp.CheckpointManager(tmp_path, options=options) as stock:
+        assert sorted(stock.all_steps()) == [3, 4]
+    assert {"2026-01-04", "2026-01-05", "notes"} <= set(os.listdir(tmp_path))
+
+
+def test_a_step_without_a_name_in_the_format_is_refused_by_the_save(tmp_path: pathlib.Path) -> None:
+    """Before anything begins; other steps can be saved."""
+    options = ocp.CheckpointManagerOptions(step_name_format=Dates())
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        with pytest.raises(errors.InvalidArgumentError, match=r"no name for step 7.*does not match format"):
+            manager.save(7, args=ocp.args.StandardSave(TREE))
+        assert manager.save(20260131, args=ocp.args.StandardSave(TREE))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [20260131]

@@ -266,6 +266,31 @@ def test_every_dtype_that_orbax_knows_is_restored(tmp_path: pathlib.Path) -> Non
             assert stock_states.differences(manager.restore(0, args=args), tree) == []
 
 
+WITHOUT_ARRAYS = {
+    "sgd": optax.sgd(0.1).init({"w": jnp.ones(3)}),
+    "none": {"ema": None},
+    "texts": {"name": "run", "of": "größer"},
+    "containers": {"a": {}, "b": []},
+}
+
+
+@pytest.mark.parametrize("state", WITHOUT_ARRAYS)
+@pytest.mark.parametrize("layout", ["ocdbt-zarr2-single", "ocdbt-zarr3-multi", "folders-zarr2-multi"])
+def test_an_item_without_arrays_needs_no_index_of_arrays(tmp_path: pathlib.Path, layout: str, state: str) -> None:
+    """Orbax writes none for it: the step is whole, listed, restored with and without a target, and verified."""
+    tree = WITHOUT_ARRAYS[state]
+    write(tmp_path, layout, {1: tree})
+    single = layout.endswith("single")
+    wanted, anything = ocp.args.PyTreeRestore(tree), ocp.args.PyTreeRestore()
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager, ocp.CheckpointManager(tmp_path) as stock:
+        assert (manager.all_steps(), manager.damaged_epochs(), manager.verify(1).ok) == ([1], [], True)
+        got = manager.restore(1, args=wanted if single else Composite(state=wanted))
+        assert (got if single else got["state"]) == tree
+        args = anything if single else Composite(state=anything)
+        assert manager.restore(1, args=args) == stock.restore(1, args=args)
+    assert "damaged" not in ec.inspect(tmp_path)[1].to_text()
+
+
 def test_keys_that_are_numbers_fit_as_numbers_and_as_text(tmp_path: pathlib.Path) -> None:
     """Orbax writes both as text: a target decides; without one they are text, as from Orbax. Odd names survive."""
     tree = {"n": {0: {1: jnp.ones(2)}, 2: [jnp.zeros(1)]}, "a.b": {"c/d": np.ones(1)}, "gr ö": 3}
@@ -310,6 +335,34 @@ def test_items_of_other_handlers_are_restored_by_them(tmp_path: pathlib.Path) ->
         pytest.raises(errors.InvalidArgumentError, match=r"SpecialHandler, which is not known here: pass its restore"),
     ):
         manager.restore(0)
+
+
+def test_items_of_any_name_are_restored_and_not_all_are_saved(tmp_path: pathlib.Path) -> None:
+    """Orbax takes what is the name of a file; see docs/orbax.md for those that we save."""
+    names = (
+        "a b",
+        "größer",
+        ".hidden",
+        "_x",
+        "process_0",
+        "a:b",
+        "ckpt@1",
+        "%41",
+        "x.safetensors",
+        "x-00001",
+        "a" * 200,
+    )
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(1, args=Composite(**{name: Save(tree_of(number)) for number, name in enumerate(names)}))
+    with ec.CheckpointManager(tmp_path) as manager:
+        got = manager.restore(1, args=Composite(**{name: Restore(tree_of(0)) for name in names}))
+        for number, name in enumerate(names):
+            assert stock_states.differences(got[name], tree_of(number)) == []
+            with pytest.raises(errors.InvalidArgumentError, match=r"item name|of a node"):
+                manager.save(2, args=Composite(**{name: Save(tree_of(0))}))
+        for step in (2.0, -1, True, 2**63):
+            with pytest.raises(errors.InvalidArgumentError, match="expected an integer of at least 0"):
+                manager.save(step, args=Composite(state=Save(tree_of(0))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["StandardCheckpointer", "PyTreeCheckpointer"])

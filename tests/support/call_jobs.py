@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import orbax.checkpoint as ocp
 
 import epochckpt as ec
 from epochckpt.commit import restore_vote
-from epochckpt.errors import CoordinationTimeoutError
+from epochckpt.errors import CoordinationTimeoutError, EpochExistsError
+from tests.support.taps import eventually
 
 WAIT_MILLIS = 60_000
 
@@ -99,3 +101,36 @@ def lone_calls(directory: str) -> dict[str, Any]:
     common["many opens"] = keys() - before
     gather("end")
     return {"raised": raised, "common": common}
+
+
+def end_of_loop(directory: str) -> dict[str, Any]:
+    """Asks for the last epoch again while the first process has committed it, and the second has not heard of that.
+
+    Returns:
+        Whether it was in flight here, what the second save gave, and what it raised once both processes had waited.
+    """
+    me, client = jax.process_index(), ocp.multihost.get_jax_distributed_client()
+    args = ocp.args.StandardSave({"a": np.ones(3)})
+    heard = threading.Event()
+    with ec.CheckpointManager(directory) as m:
+        if me:
+            await_verdict = m._attempts._await_verdict
+
+            def await_both(attempt: Any, error: Exception | None) -> Any:
+                assert heard.wait(WAIT_MILLIS / 1000)
+                return await_verdict(attempt, error)
+
+            m._attempts._await_verdict = await_both
+        m.save(0, args=args)
+        if not me:
+            assert eventually(lambda: not m.is_saving_in_progress())
+        client.wait_at_barrier("committed", WAIT_MILLIS)
+        found = {"in flight": m.is_saving_in_progress(), "again": m.save(0, args=args, force=True)}
+        client.wait_at_barrier("asked", WAIT_MILLIS)
+        heard.set()
+        m.wait_until_finished()
+        try:
+            m.save(0, args=args, force=True)
+        except EpochExistsError as error:
+            found["raised"] = type(error).__name__
+        return {**found, "steps": list(m.all_steps())}

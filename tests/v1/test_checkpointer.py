@@ -469,14 +469,17 @@ def test_a_save_in_flight_is_no_checkpoint_and_no_second_one_begins(checkpointer
     assert c.latest.step == 0
     assert not c.should_save(2)
     assert c.save_async(2, state(2)) is None
-    with pytest.raises(ocp.training.errors.StepAlreadyExistsError, match="is being saved"):
-        c.save_async(1, state(1))
+    assert c.save_async(1, state(1)) is None
+    assert c.save_async(1, state(1), force=True) is None
+    assert not c.save(1, state(1), force=True)
     with pytest.raises(TimeoutError):
         response.result(timeout=0.01)
     tap.let_go()
     assert response.result()
     assert not c.is_saving_in_progress()
     assert c.latest.step == 1
+    with pytest.raises(ocp.training.errors.StepAlreadyExistsError, match="checkpoint 1 exists"):
+        c.save_async(1, state(1), force=True)
     assert c.should_save(2)
 
 
@@ -621,6 +624,58 @@ def test_every_name_of_orbaxs_module_is_known() -> None:
         assert single.fullmatch(name), name
         with pytest.raises(AttributeError, match=f"no attribute '{name}'; orbax.checkpoint.v1 has it"):
             getattr(ocp, name)
+
+
+@both
+def test_a_target_that_does_not_fit_is_a_key_error(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """As training code expects that tries a smaller tree then."""
+    with trainer(tmp_path) as c:
+        c.save(0, {"w": np.arange(3.0)})
+        for wrong in ({"w": np.zeros(3), "more": np.zeros(1)}, {"v": np.zeros(3)}, {}):
+            with pytest.raises(KeyError) as caught:
+                c.load(0, wrong)
+            assert "\n" in str(caught.value) or not isinstance(caught.value, errors.MismatchError)
+
+
+@dataclasses.dataclass
+class Described:
+    """An array as Orbax's v1 describes one that is not sharded."""
+
+    shape: tuple[int, ...] | None
+    dtype: Any
+
+
+@both
+def test_a_description_without_a_sharding_asks_for_numpy(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """Whatever was saved; where it says nothing, as it was saved."""
+    saved = {"jax": jnp.arange(3.0), "numpy": np.arange(3), "number": jnp.int32(4)}
+    kinds = {name: (value.shape, value.dtype) for name, value in saved.items()}
+    with trainer(tmp_path) as c:
+        c.save(0, saved)
+        for target in (
+            {name: Described(*kind) for name, kind in kinds.items()},
+            {name: Described(None, None) for name in kinds},
+            {name: np.zeros(*kind) for name, kind in kinds.items()},
+            dict.fromkeys(kinds, np.ndarray),
+        ):
+            found = c.load(0, target)
+            assert {type(value) for value in found.values()} == {np.ndarray}
+            assert {name: (value.shape, value.dtype) for name, value in found.items()} == kinds
+            for name, value in saved.items():
+                np.testing.assert_array_equal(found[name], value)
+
+
+@pytest.mark.skipif(not hasattr(stock.Context(), "pathways_options"), reason="the installed Orbax has no such options")
+def test_pathways_options_that_ask_for_nothing_are_accepted(tmp_path: pathlib.Path) -> None:
+    """Training code sets them to what goes without Pathways; what needs it is refused."""
+    implementations = orbax.checkpoint.pathways.CheckpointingImpl
+    plain = context(pathways_options__checkpointing_impl=implementations.from_options())
+    with ocp.training.Checkpointer(tmp_path / "run", context=plain) as c:
+        assert c.save(0, state())
+    for name in ("PERSISTENCE", "COLOCATED_PYTHON"):
+        wrong = context(pathways_options__checkpointing_impl=implementations[name])
+        with pytest.raises(errors.UnsupportedError, match="epochckpt does not run on Pathways"):
+            ocp.training.Checkpointer(tmp_path / "other", context=wrong)
 
 
 REFUSED: dict[str, Any] = {

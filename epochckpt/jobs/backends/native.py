@@ -146,10 +146,13 @@ class NativeBackend(ItemBackend):
         items, blob_notes = prepared
         notes = {**notes, **blob_notes}
         try:
-            return self._begin(epoch, items, metrics, notes)
-        except EpochExistsError:  # a task has saved it with the manager itself just now
-            self._manager.allow_overwrite(epoch)
-            return self._begin(epoch, items, metrics, notes)
+            begun = self._begin(epoch, items, metrics, notes)
+        except EpochExistsError:
+            begun = False
+        if begun or self._manager.processes is None:  # else a task has saved it with the manager itself just now
+            return begun
+        self._manager.allow_overwrite(epoch)
+        return self._begin(epoch, items, metrics, notes)
 
     def outcomes(self) -> list[SaveResult]:
         return self._manager.pop_save_results()
