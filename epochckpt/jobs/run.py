@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt.errors import CoordinationTimeoutError, InvalidArgumentError, SaveError, say
+from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgumentError, SaveError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
@@ -109,15 +109,13 @@ class TrainingRun:
         self._run_group(self.job.setup_group)
 
         # Either everything comes back from storage, or init makes it and epoch 0 is saved.
-        restored = self._restore()
-        if restored is None:
-            self._initialize()
+        try:
+            restored = self._restore()
+        except FencedError as error:  # of two runs that start at the same moment one is the newer one
+            self._end_fenced_off(0, error.reason)
         else:
-            self._agree_on_names(restored.names)
-            if self._is_finished(restored):
-                self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
-                logging.info("training was finished after %s already: nothing to train", self._named(restored.epoch))
-        if self.notice.heard and not self._result.finished:
+            self._begin(restored)
+        if self.notice.heard and not self._result.finished and not self._result.fenced_off:
             self._set(preempted=True, stop_reason=PREEMPTED)
 
         # An epoch that was saved in the middle is entered again.
@@ -128,6 +126,8 @@ class TrainingRun:
         # What follows the loop needs the last epoch on storage, and is left to the next start when time is short.
         if not self._result.fenced_off:
             self._drain()
+        elif self.backend is not None:
+            self.backend.drain()  # the result tells why its saves failed: closing the manager does not raise it again
         if not self._result.preempted and not self._result.fenced_off:
             self._conclude()
         self.handler.run_ended(self._result.epoch, self._result.stop_reason)
@@ -170,6 +170,16 @@ class TrainingRun:
         self.handler.report("checkpoint_load", dict(zip(self.session.nodes, secs, strict=False)))
         logging.info("resumed from %s%s", self._named(epoch), " (partial)" if self._result.partial else "")
         return restored
+
+    def _begin(self, restored: Restored | None) -> None:
+        """Goes on from the restored epoch, unless training was finished with it; without one, from scratch."""
+        if restored is None:
+            self._initialize()
+            return
+        self._agree_on_names(restored.names)
+        if self._is_finished(restored):
+            self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
+            logging.info("training was finished after %s already: nothing to train", self._named(restored.epoch))
 
     def _initialize(self) -> None:
         """From scratch: runs init and saves epoch 0. The blobs that exist then are checkpointed."""

@@ -1,0 +1,63 @@
+"""The exit code of a run tells a scheduler whether to start it again, whatever happened to its saves."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import epochckpt as ec
+from tests.support.taps import Tap
+
+
+def job_of(epochs: int, epoch: Callable[[ec.Workspace], None] = lambda ws: None) -> ec.Job:
+    job = ec.Job()
+    job.init(lambda ws: ws.update(sum=0))
+    job.epoch(epoch)
+    ec.epoch_limiter(job, epochs)
+    return job
+
+
+def code_of(job: ec.Job, directory: pathlib.Path, **arguments: Any) -> object:
+    """The exit code of a program that is `job.run(directory, exit=True)`."""
+    with pytest.raises(SystemExit) as end:
+        job.run(directory, exit=True, progress=False, **arguments)
+    return end.value.code
+
+
+def taken_over(directory: pathlib.Path) -> Callable[[ec.Workspace], None]:
+    """A task in whose first epoch another run begins to write to the directory."""
+
+    def take_over(ws: ec.Workspace) -> None:
+        with ec.CheckpointManager(directory) as newer:
+            newer.claim()
+
+    return take_over
+
+
+def test_a_run_that_a_newer_one_has_taken_over_from_ends_with_76(tmp_path: pathlib.Path) -> None:
+    """Its failed saves are in its result; closing the manager does not raise them, which would be exit code 1."""
+
+    with ec.CheckpointManager(tmp_path) as manager:  # README's form
+        runner = ec.JobRunner(job_of(10, taken_over(tmp_path)), manager)
+        runner.train(ec.LocalSession())
+    assert runner.result.exit_code == 76
+
+    assert code_of(job_of(10, taken_over(tmp_path)), tmp_path) == 76
+
+
+def test_of_two_runs_that_start_at_the_same_moment_the_older_one_ends_with_76(tmp_path: pathlib.Path) -> None:
+    """It has trained nothing, not even run init."""
+    ran: list[str] = []
+    job = job_of(3)
+    job.init(lambda ws: ran.append("init"))
+    with ec.CheckpointManager(tmp_path) as newer, ec.CheckpointManager(tmp_path) as older:
+        tap = Tap(older, "rename", lambda path: "unclaimed" in path, lambda: newer.claim())
+        runner = ec.JobRunner(job, older)
+        assert runner.train(ec.LocalSession()) == 0
+        assert tap.reached.is_set()
+    assert runner.result.exit_code == 76
+    assert "a newer run has taken over" in runner.result.stop_reason
+    assert ran == []
