@@ -64,7 +64,7 @@ class Exchange:
         try:
             mine = report()
         except BaseException as error:  # Ctrl-C and sys.exit, too
-            self._abort(error)
+            self._abort(what, error)
             raise
         finally:  # in step with the other processes, should they go on after an error
             phase, self._phase, self._broadcasts = self._phase, self._phase + 1, 0
@@ -100,8 +100,12 @@ class Exchange:
             raise from_wire(answer["error"])
         return answer["value"]
 
-    def _abort(self, error: BaseException) -> None:
-        """Makes the other processes raise an error of this one at their next exchange."""
+    def _abort(self, what: str, error: BaseException) -> None:
+        """Makes the other processes raise an error of this one at their next exchange.
+
+        It is logged before: if the process with JAX's service has died this waits, and JAX may end this process, too.
+        """
+        logging.error("%s: this node, %s, fails", what, self._nodes[self._coordinator.process], exc_info=error)
         key = f"{self._prefix}/{self._phase}"
         keys = [f"{key}/node/{self._coordinator.process}"]
         if self.primary:  # the other processes may be waiting for its answer, or for a broadcast

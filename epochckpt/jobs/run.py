@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgumentError, SaveError, say
+from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
@@ -27,6 +27,7 @@ from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
 PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced off"
+UNSAVED = "too many saves have failed"
 WARN, ERROR, IGNORE = "warn", "error", "ignore"  # about blobs that are not checkpointed
 NOT_ACCESSIBLE = "the metadata handler does not say that the storage can be reached"
 
@@ -66,6 +67,7 @@ class _Verdict:
     exists: bool  # the epoch is on storage and is to be replaced
     fenced_off: str  # how a process learned that a newer run owns the directory; empty if none does
     results: list[dict[str, Any]]  # of saves that have ended, as JSON
+    too_many: str = ""  # saves in a row that have failed; empty unless they end the run
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,12 +126,12 @@ class TrainingRun:
         self._in_epoch = None
 
         # What follows the loop needs the last epoch on storage, and is left to the next start when time is short.
-        if not self._result.fenced_off:
+        if not self._result.unsaved:
             self._drain()
+            if not self._result.preempted and not self._result.fenced_off:
+                self._conclude()
         elif self.backend is not None:
             self.backend.drain()  # the result tells why its saves failed: closing the manager does not raise it again
-        if not self._result.preempted and not self._result.fenced_off:
-            self._conclude()
         self.handler.run_ended(self._result.epoch, self._result.stop_reason)
         elapsed, secs = time.monotonic() - self._began, self._secs_by_node.most_common()
         slowest = secs[0] if len(secs) > 1 else None
@@ -310,6 +312,10 @@ class TrainingRun:
         if verdict.fenced_off:
             self._end_fenced_off(number, verdict.fenced_off)
             return
+        if verdict.too_many:
+            self._set(epoch=number, stop_reason=UNSAVED, unsaved=verdict.too_many)
+            logging.error("the run ends after %s: %s", self._named(number), verdict.too_many)
+            return
 
         # A run that was preempted has not finished, unless a condition other than `preempted` is true.
         stops = {} if verdict.interrupted else verdict.stop
@@ -380,7 +386,7 @@ class TrainingRun:
         if limit is not None and failures > limit and not verdict.fenced_off:
             failed, reason = self._result.failed_saves[-1]
             many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
-            raise SaveError(failed, f"{many}; the last: {reason}")
+            verdict.too_many = f"{many}; the last, of {self._named(failed)}: {reason}"
         return verdict
 
     def _check_blobs(self, epoch: int) -> None:

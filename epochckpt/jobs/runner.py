@@ -75,10 +75,11 @@ class JobRunner:
         exclude: shell patterns of blobs not to checkpoint.
         deadline_secs: how long tasks that ask `ws.should_stop()` may go on with an epoch after a preemption notice;
             then it is dropped, or saved if it is resumable. None: until it is finished.
-        max_consecutive_save_failures: raise SaveError when more saves in a row have failed; None: never.
+        max_consecutive_save_failures: end the run when more saves in a row have failed; None: never.
         unsaved_blobs: what to do, after the first epoch, about blobs that stay from epoch to epoch and are not
             checkpointed, though `include` and `exclude` do not leave them out: `warn`, `error` or `ignore`.
-        raise_if_not_saved: raise SaveError at the very end if the last epoch could not be saved; False: only log it.
+        raise_if_not_saved: raise SaveError at the very end if the last epoch could not be saved, or too many saves have
+            failed; False: only log it, and tell it in the result and its exit code.
         save_every_secs: save the first epoch that ends so long after the last save began, and no other, except epoch 0,
             the last and a preempted one; the primary's clock counts. None: the manager's policies alone decide.
         exchange_timeout_secs: how long the nodes wait for each other between epochs.

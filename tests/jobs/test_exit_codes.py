@@ -61,3 +61,45 @@ def test_of_two_runs_that_start_at_the_same_moment_the_older_one_ends_with_76(tm
     assert runner.result.exit_code == 76
     assert "a newer run has taken over" in runner.result.stop_reason
     assert ran == []
+
+
+@pytest.mark.parametrize("mount_point", [False, True], ids=["moved", "unmounted"])
+@pytest.mark.parametrize("epochs", [3, 30])
+def test_a_directory_that_goes_away_is_not_taken_for_a_newer_run(
+    tmp_path: pathlib.Path, mount_point: bool, epochs: int
+) -> None:
+    """The run ends with 74, after the failures that it may have in a row; once the directory is back it goes on."""
+    directory, away = tmp_path / "run", tmp_path / "away"
+
+    def move(ws: ec.Workspace) -> None:
+        if ws.epoch == 2:
+            directory.rename(away)
+            if mount_point:
+                directory.mkdir()
+
+    with ec.CheckpointManager(directory) as manager:
+        runner = ec.JobRunner(job_of(epochs, move), manager, raise_if_not_saved=False)
+        runner.train(ec.LocalSession())
+    assert runner.result.exit_code == 74
+    assert "has gone away while this run saves there" in runner.result.unsaved
+    assert ("something else" if mount_point else "nothing") + " lies at its path" in runner.result.unsaved
+
+    if mount_point:
+        directory.rmdir()
+    away.rename(directory)
+    assert code_of(job_of(4), directory) == 0
+
+
+def test_a_directory_that_comes_back_is_saved_to_again(tmp_path: pathlib.Path) -> None:
+    """A failed save ends no run, and nobody has taken the directory over meanwhile."""
+    directory, away = tmp_path / "run", tmp_path / "away"
+
+    def move(ws: ec.Workspace) -> None:
+        if ws.epoch == 2:
+            directory.rename(away)
+        if ws.epoch == 4:
+            away.rename(directory)
+
+    assert code_of(job_of(5, move), directory) == 0
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.latest_step() == 5
