@@ -89,7 +89,7 @@ class TrainingRun:
         self.names: Names = {}  # the blobs that are checkpointed; empty before that is known
         self._result = RunResult(unit=self.job.unit)  # so far
         self._began, self._earlier_secs = time.monotonic(), 0.0
-        self._saved = self._began  # on the primary: when the last save was decided
+        self._saved = self._began  # when the last save began
         self._begun = 0  # of a job that counts steps: what had been done when the epoch under way began
         self._in_epoch: int | None = 0  # None when the loop is over
         self._looked_back = False
@@ -360,16 +360,14 @@ class TrainingRun:
                     stops[repr(condition)] = next(filter(None, votes))
 
             # The epoch is saved if it is time, every process can save its part, and storage can be reached.
-            now, interrupted = time.monotonic(), any(r["interrupted"] for r in reports)
+            interrupted = any(r["interrupted"] for r in reports)
             due = bool(stops) or interrupted or epoch.preempted or epoch.number == 0
-            due = due or now - self._saved >= self.settings.save_every_secs
+            due = due or time.monotonic() - self._saved >= self.settings.save_every_secs
             refusal = problem = _first(reports, "problem")
             if due and backend is not None and not problem and not self.handler.cp_accessible(epoch.number):
                 refusal = NOT_ACCESSIBLE
             if due and refusal:
                 self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
-            elif due:
-                self._saved = now
             return {
                 "stop": stops,
                 "interrupted": interrupted,
@@ -425,7 +423,8 @@ class TrainingRun:
             try:
                 if verdict.exists:  # a part of the epoch, or what `save_checkpoints` has saved as the epoch
                     backend.allow_overwrite(number)
-                backend.save(number, epoch.prepared, metrics, notes, force or verdict.exists)
+                if backend.save(number, epoch.prepared, metrics, notes, force or verdict.exists):
+                    self._saved = began
             except CoordinationTimeoutError:
                 raise
             except Exception as error:

@@ -82,7 +82,8 @@ class JobRunner:
             failed; False: only log it, and tell it in the result and its exit code.
         save_every_secs: save the first epoch that ends so long after the last save began, and no other, except epoch 0,
             the last and a preempted one; the primary's clock counts. None: the manager's policies alone decide.
-        exchange_timeout_secs: how long the nodes wait for each other between epochs.
+        exchange_timeout_secs: for how long the nodes wait for one that is silent: that has died, or hangs between
+            epochs. A node that works on an epoch, however long, is not silent.
         progress: show a progress bar; None: where output is a terminal or a notebook, and else a line per epoch.
     """
 
@@ -352,7 +353,8 @@ class JobRunner:
             handler, calls = backend.handler, backend.handler_calls
         accessible = None if backend is None else backend.accessible
         notifier = HandlerNotifier(handler, session.coordinator.primary, calls, accessible)
-        return backend, Exchange(session.coordinator, session.nodes, self._timeout), notifier
+        option = "JobRunner(exchange_timeout_secs=…)"
+        return backend, Exchange(session.coordinator, session.nodes, self._timeout, option=option), notifier
 
 
 def _check_seconds(name: str, value: Any, zero: bool = False) -> None:
