@@ -18,7 +18,7 @@ from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgum
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
-from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import BESIDE, WENT_BACK_TO, CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import EPOCH, ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
@@ -253,7 +253,7 @@ class TrainingRun:
         does not end the run: a task's output, a blob, a callable that fails here. A callable may count its calls: it is
         asked only if the run had ended.
         """
-        if self.resume_from_epoch is not None or self._result.partial:
+        if restored.named or self._result.partial:
             return False
         notes, conditions = restored.notes, self.job.stop_conditions
         ctx = self._context(restored.epoch, notes.get("metrics") or {}, 0.0)
@@ -500,6 +500,7 @@ class TrainingRun:
             "partial": partial,
             "stop": self._stop_states,
             "total_secs": self._earlier_secs + time.monotonic() - self._began,
+            **({} if self.resume_from_epoch is None else {WENT_BACK_TO: self.resume_from_epoch}),
             **({"unit": self.job.unit, "begun": self._begun} if self.job.unit != EPOCH else {}),
         }
 

@@ -66,7 +66,8 @@ class JobRunner:
         job: what to run.
         checkpoint_manager: an `epochckpt.CheckpointManager`, one of `epochckpt.caffe2`, any other
             `orbax.checkpoint.AbstractCheckpointManager`, or None: nothing is saved.
-        resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens.
+        resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens. A run that
+            has gone back to it and is started again, with the same argument, goes on from its own newest epoch.
         upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
         resume: `auto`: from the newest epoch, else from scratch; `never` is refused if there are epochs, `must` if
             there are none.

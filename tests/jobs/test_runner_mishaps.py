@@ -400,3 +400,26 @@ def test_a_deletion_that_leaves_files_ends_no_run(tmp_path: pathlib.Path) -> Non
         result, _ = run(job_of(3, delete), manager)
         tap.remove()
         assert (result.epoch, manager.all_steps()) == (3, [0, 2, 3])
+
+
+def test_a_command_that_is_started_again_goes_back_once(tmp_path: pathlib.Path) -> None:
+    """A scheduler starts it with the same `resume_from_epoch`; the epochs that it has saved since are its own."""
+
+    def train(epochs: int, named: int | None, **options: Any) -> tuple[int | None, int]:
+        with ec.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(**options)) as manager:
+            result, session = run(job_of(epochs, add), manager, resume_from_epoch=named)
+        return result.resumed_from, session.workspace()["sum"]
+
+    def add(ws: ec.Workspace) -> None:
+        ws["sum"] += 1
+
+    assert train(5, None) == (None, 5)
+    assert train(4, 2) == (2, 4)  # goes back, and trains 3 and 4
+    assert train(6, 2, max_to_keep=2) == (4, 6)  # started again; epoch 2 is deleted meanwhile
+    assert train(6, 2) == (6, 6)  # it was finished
+    assert train(8, 5) == (5, 8)  # another epoch is named
+    assert train(9, None) == (8, 9)
+    assert train(9, 5) == (5, 9)  # a run that has not gone back has saved the newest epoch
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.rollback_to(5)
+    assert train(7, 5) == (5, 7)
