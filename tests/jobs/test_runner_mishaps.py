@@ -423,3 +423,18 @@ def test_a_command_that_is_started_again_goes_back_once(tmp_path: pathlib.Path) 
     with ec.CheckpointManager(tmp_path) as manager:
         manager.rollback_to(5)
     assert train(7, 5) == (5, 7)
+
+
+@pytest.mark.parametrize(("kept", "order"), [(None, "ab"), (["a"], "ab"), (["b"], "ab"), (["b", "a"], "ba")])
+def test_which_nodes_are_saved_does_not_change_their_order(kept: list[str] | None, order: str) -> None:
+    """In a job of several processes it says which process is which node, and the metrics of the first node count."""
+    with ec.Job(nodes_to_checkpoint=kept) as job:
+        for number, node in enumerate("ab"):
+            with ec.Node(node):
+                ec.Task(lambda ws: ws.update(sum=0), group=job.init_group)
+                ec.Task(lambda ws, n=number: {"number": n})
+    job.stop_when(lambda ctx: [*"ab"][ctx.metrics["number"]] == order[0])
+    ec.epoch_limiter(job, 5)
+    result, session = run(job)
+    assert job.nodes() == list(session.nodes) == [*order]
+    assert result.epoch == 1
