@@ -15,7 +15,7 @@ from epochckpt._threads import Deadline
 from epochckpt.errors import CoordinationTimeoutError
 from epochckpt.jobs import exchange as exchange_lib
 from epochckpt.jobs.exchange import Exchange
-from tests.commit.test_agreement import InMemory, Service
+from tests.support.in_memory import InMemory, Service
 from tests.support.taps import WAIT_SECS, eventually
 
 TIMEOUT_SECS = 0.4
