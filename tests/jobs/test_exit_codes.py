@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import epochckpt as ec
-from tests.support.taps import Tap
+from tests.support.processes import ROOT, Process, reserved_port, start_processes
+from tests.support.taps import Tap, eventually
+
+TIMEOUT_SECS = 120.0
+ENDLESS = 10_000_000
+PYTHONPATH = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
 
 
 def job_of(epochs: int, epoch: Callable[[ec.Workspace], None] = lambda ws: None) -> ec.Job:
@@ -103,3 +111,78 @@ def test_a_directory_that_comes_back_is_saved_to_again(tmp_path: pathlib.Path) -
     assert code_of(job_of(5, move), directory) == 0
     with ec.CheckpointManager(directory) as manager:
         assert manager.latest_step() == 5
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------
+
+
+def program(form: str, directory: pathlib.Path, until: int) -> list[str]:
+    """A program that trains until so many epochs, or steps, are done, and saves often."""
+    if form != "train_cluster.py":
+        return ["-m", "tests.support.exit_job", form, str(directory), str(until)]
+    flags = [f"--ckpt_directory={directory}", f"--steps={until}", "--steps_per_epoch=20", "--batch_size=8"]
+    return [f"examples/{form}", *flags, "--ckpt_save_every_secs=0.01"]
+
+
+def newest(directory: pathlib.Path) -> int:
+    """The newest epoch; -1 if there is none."""
+    if not directory.exists():
+        return -1
+    with ec.CheckpointManager(directory) as manager:
+        return max(manager.all_steps(), default=-1)
+
+
+def begin_to_save(directory: pathlib.Path, process: Process) -> None:
+    """Waits until the process has saved more than there is now."""
+    before = newest(directory)
+    assert eventually(lambda: process.wait_for_exit(0.0) or newest(directory) > before)
+    assert process.returncode is None, process.output()
+
+
+def take_over(directory: pathlib.Path) -> None:
+    with ec.CheckpointManager(directory) as newer:
+        newer.claim()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["README.md", "job.run", "train_cluster.py"])
+def test_the_exit_codes_of_programs(tmp_path: pathlib.Path, form: str) -> None:
+    """75 after SIGTERM, 76 after a takeover, 74 when the directory has gone, and 0 at the end, one after the other."""
+    directory = tmp_path / "run"
+    for code in (75, 76, 74):
+        with start_processes(program(form, directory, ENDLESS), 1, env={"PYTHONPATH": PYTHONPATH}) as (process,):
+            begin_to_save(directory, process)
+            if code == 75:
+                process.send_signal(signal.SIGTERM)
+            elif code == 76:
+                take_over(directory)
+            else:
+                directory.rename(tmp_path / "away")
+                process.send_signal(signal.SIGTERM)
+            assert process.wait_for_exit(TIMEOUT_SECS), process.output()
+            assert process.returncode == code, process.output()
+    (tmp_path / "away").rename(directory)
+    with start_processes(program(form, directory, newest(directory) + 20), 1, env={"PYTHONPATH": PYTHONPATH}) as (
+        process,
+    ):
+        assert process.wait_for_exit(TIMEOUT_SECS), process.output()
+        assert process.returncode == 0, process.output()
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_job_that_was_taken_over_from_end_with_76(tmp_path: pathlib.Path) -> None:
+    """As the pods of the example do."""
+    directory = tmp_path / "run"
+    command = program("train_cluster.py", directory, ENDLESS)
+    with contextlib.ExitStack() as stack:
+        address = f"localhost:{stack.enter_context(reserved_port())}"
+        env = {"COORDINATOR": address, "NUM_PROCESSES": "2", "PYTHONPATH": PYTHONPATH}
+        pods = [
+            stack.enter_context(start_processes(command, 1, env={**env, "JOB_COMPLETION_INDEX": str(index)}))[0]
+            for index in range(2)
+        ]
+        begin_to_save(directory, pods[0])
+        take_over(directory)
+        for pod in pods:
+            assert pod.wait_for_exit(TIMEOUT_SECS), pod.output()
+        assert [pod.returncode for pod in pods] == [76, 76], "\n".join(pod.output() for pod in pods)
