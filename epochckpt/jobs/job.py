@@ -328,8 +328,8 @@ class Job(_Scope):
     def nodes(self) -> list[str]:
         """All nodes that the job names, in order: in a `DistributedSession` they are the processes 0, 1, ….
 
-        The order is that of `nodes_to_checkpoint` if that has all of them, else that in which tasks use them, those of
-        `init_group` first: which nodes are saved does not change which process is which node.
+        The order is that in which tasks use them; the tasks of `init_group` come first. If `nodes_to_checkpoint` lists
+        all nodes, its order counts instead.
         """
         used = [*self.init_group.used_nodes(), *(task.node for task in self._tasks() if task.node is not None)]
         kept = self.nodes_to_checkpoint()

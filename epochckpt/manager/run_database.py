@@ -162,7 +162,7 @@ class SqliteMetadataHandler(CheckedHandler):
     def _begin(self, params: dict[str, Any], nodes: list[str], store: Store) -> None:
         name, run_id = self._run or params["db_prefix"], None
         with self._transaction() as connection:
-            # The run of these nodes, else the last one that had one of them.
+            # A job goes on with the run of the same nodes. Without one it goes on with the last run that shares a node.
             of_name = connection.execute("SELECT id, nodes, had FROM runs WHERE name = ? ORDER BY id", (name,))
             runs = [(known_id, set(json.loads(now)), set(json.loads(had))) for known_id, now, had in of_name]
             for known_id, _, had in runs:
