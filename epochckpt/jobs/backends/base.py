@@ -18,8 +18,8 @@ from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
-WENT_BACK_TO = "went_back_to"  # in the notes: the epoch that the user has named for the run to go back to
 BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
+WENT_BACK_TO = "went_back_to"  # in the notes: the epoch that the user has named for the run to go back to
 
 AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
 
