@@ -235,7 +235,7 @@ class Settings:
         max_consecutive_save_failures: End the run when more saves than this in a row have failed. None: never.
         raise_if_not_saved: End with an error if the last epoch could not be saved.
         save_every_secs: Save the first epoch that ends so long after the last save began. None: as the policies say.
-        exchange_timeout_secs: How long the processes of a run wait for each other between epochs.
+        exchange_timeout_secs: How long the processes of a run wait for one that gives no sign of life.
         progress: Show a progress bar. None: where output is a terminal or a notebook, and else a line per epoch.
         follow_interval_secs: How often an evaluator looks for new epochs.
         follow_timeout_secs: An evaluator ends when there was no new epoch for so long. None: never.

@@ -40,6 +40,7 @@ class RenameCommits(Commits):
         self._views = Views()
         self._begun: set[str] = set()  # our own claims, also those that failed half-way
         self._given_up: collections.deque[str] = collections.deque(maxlen=_GIVEN_UP)
+        self._root_id: tuple[int, ...] = ()  # of the directory that was claimed, as far as this process knows it
         self._latest = -1  # the newest epoch that was seen by this object, which may be gone by now
 
     @property
@@ -118,6 +119,7 @@ class RenameCommits(Commits):
             self.store.create(paths.join(draft, paths.OWNER_FILE), json.dumps(claiming.owner()).encode())
             self.store.sync_folder(draft)
             self.store.rename(draft, self._home)
+            self._root_id = self.store.root_id()
             entries = self.store.list("")
             swept = [gone for gone in map(self._sweep, entries) if gone]
             if all(self.names.parse(entry.name) is None for entry in entries) and not self._is_mirrored:
@@ -183,6 +185,7 @@ class RenameCommits(Commits):
         staging = self._staging(attempt)
         with self._staged(epoch), suppress(FileExistsError):
             self.store.make_folder(staging)
+        self._root_id = self._root_id or self.store.root_id()
         return staging
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
@@ -418,10 +421,28 @@ class RenameCommits(Commits):
     def lost(self, epoch: int) -> errors.SaveError:
         if self.store.exists(self._home):
             return errors.SaveError(epoch, "the primary has given this attempt up")
+        if self._is_away():
+            return errors.SaveError(epoch, self._away())
         return errors.FencedError(
             epoch,
             f"a newer run has taken over {self.store.root} (the staging folder of this one, {self._home}, is gone); "
             "this process can no longer save there",
+        )
+
+    def _is_away(self) -> bool:
+        """Whether the directory that was claimed is not there: then no run that is newer has taken anything over."""
+        found = self.store.root_id()
+        if found and found == self._root_id:
+            return False
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return all(paths.parse_incarnation(entry.name) is None for entry in self.store.list(""))
+        return True
+
+    def _away(self) -> str:
+        where = "something else lies at its path" if self.store.root_id() else "nothing lies at its path"
+        return (
+            f"the directory {self.store.root} has gone away while this run saves there ({where}): was it moved, "
+            "deleted or unmounted? Nothing can be saved until it is back where it was; start the run again then"
         )
 
     @contextmanager

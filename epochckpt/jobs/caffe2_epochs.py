@@ -148,6 +148,7 @@ class NodeCommits(RenameCommits):
                 found = [entry.name for entry in self.store.list("") if entry.name != home]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._missing() from error
+        self._root_id = self.store.root_id()
         self.incarnation, self._older = incarnation, [n for n in found if paths.parse_node_staging(n) == self.node]
         self._leave = weakref.finalize(self, _leave, self.store, home, os.getpid())
 
@@ -207,6 +208,8 @@ class NodeCommits(RenameCommits):
             return self._missing()
         if self.store.exists(self._home):
             return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
+        if self._root_id != self.store.root_id():
+            return SaveError(epoch, self._away())
         return FencedError(
             epoch,
             f"a newer job for node {self.node} has taken over {self.store.root}, or the staging folder of this one, "

@@ -1,16 +1,20 @@
 """How the processes of a running job agree: at the end of every epoch, and a few times before and after the epochs.
 
-- Every exchange is bounded: when a process does not arrive, all others raise within the timeout, and name its node.
+- The silence of a process is bounded, not the length of its epoch. A process that works on its report gives signs of
+  life. The other processes wait as long as it does; after the timeout without one they raise, and name its node.
 - An error of one process is raised on all of them.
 - Every process gets the same answer: the primary's, which knows what all processes have reported.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from absl import logging
 
+from epochckpt import _threads
 from epochckpt._threads import Deadline
 from epochckpt.commit import Coordinator
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, from_wire, to_wire
@@ -18,6 +22,7 @@ from epochckpt.errors import CoordinationError, CoordinationTimeoutError, from_w
 T = TypeVar("T")
 
 _runs = itertools.count()  # runs begin in the same order on every process
+_SIGNS = 4  # of life, that a process gives in the time for which it may be silent
 _MARGIN_SECS = 5.0  # the other processes wait this much longer than the primary, which names the late ones
 
 
@@ -25,12 +30,23 @@ class Exchange:
     """The exchanges of one run of a job. Every process makes the same calls in the same order.
 
     The keys of `gather` number the phases of the run, and every broadcast belongs to the phase in which it is made: so
-    a process that fails knows the keys that the other processes read next.
+    a process that fails knows the keys that the other processes read next. A run that makes no exchange, such as a load
+    by one process alone, has no number: the next run of all processes has the same number on all of them.
+
+    Args:
+        coordinator: of the processes of the job.
+        nodes: the name of each process's node.
+        timeout_secs: for how long the other processes wait for one that gives no sign of life.
+        option: where a user gives that number; for errors.
+        signs: whether a process gives signs of life; if not, the timeout bounds how long a report may take, too.
     """
 
-    def __init__(self, coordinator: Coordinator, nodes: Sequence[str], timeout_secs: float):
+    def __init__(
+        self, coordinator: Coordinator, nodes: Sequence[str], timeout_secs: float, *, option: str, signs: bool = True
+    ):
         self._coordinator, self._nodes, self._timeout = coordinator, tuple(nodes), timeout_secs
-        self._prefix = f"epochckpt/run/{next(_runs) if coordinator.processes > 1 else 0}"
+        self._option, self._signs = option, signs
+        self._run: int | None = None
         self._phase = self._broadcasts = 0
 
     @property
@@ -40,11 +56,13 @@ class Exchange:
 
     def broadcast(self, what: str, decide: Callable[[], T]) -> T:
         """The primary decides, and all processes get its answer (JSON). The primary does not wait for them."""
-        key = f"{self._prefix}/{self._phase}/broadcast/{self._broadcasts}"
+        if self._coordinator.processes == 1:
+            return decide()
+        phase, number = self._key(self._phase), self._broadcasts
         self._broadcasts += 1
         if self.primary:
-            return self._coordinator.agree(key, decide, self._timeout)
-        return self._answer(what, key, lambda: [0])
+            return self._coordinator.agree(f"{phase}/broadcast/{number}", decide, self._timeout)
+        return self._answer(what, phase, f"broadcast/{number}", lambda: [0])
 
     def together(self, what: str, fn: Callable[[], T]) -> T:
         """Calls `fn` on every process, and returns what it returned on this one; an error of one is raised on all."""
@@ -58,27 +76,28 @@ class Exchange:
         `report` returns JSON, and may make exchanges itself; `decide` gets the reports by process and returns JSON.
         What either raises on one process is raised on all.
         """
-        coordinator = self._coordinator
+        coordinator, key = self._coordinator, self._key(self._phase)
         if coordinator.processes == 1:
             return decide([report()])
-        try:
-            mine = report()
-        except BaseException as error:  # Ctrl-C and sys.exit, too
-            self._abort(error)
-            raise
-        finally:  # in step with the other processes, should they go on after an error
-            phase, self._phase, self._broadcasts = self._phase, self._phase + 1, 0
-        key = f"{self._prefix}/{phase}"
 
-        def conclude() -> T:
+        def own() -> Any:
+            try:
+                return report()
+            except BaseException as error:  # Ctrl-C and sys.exit, too
+                self._abort(what, error)
+                raise
+            finally:  # in step with the other processes, should they go on after an error
+                self._phase, self._broadcasts = self._phase + 1, 0
+
+        def conclude(mine: Any) -> T:
             others = set(range(1, coordinator.processes))
-            found, missing = coordinator.gather(f"{key}/node", others, Deadline(self._timeout))
+            found, silent = self._reports(key, others)
             errors = [from_wire(found[p]["error"]) for p in sorted(found) if "error" in found[p]]
             if errors:
                 raise errors[0]
-            if missing:
-                raise self._late(what, sorted(missing))
-            coordinator.forget(f"{self._prefix}/{phase - 1}")  # all processes are here: none reads it any more
+            if silent:
+                raise self._late(what, sorted(silent))
+            coordinator.forget(self._key(self._phase - 2))  # all processes are here: none reads it any more
             return decide([mine, *(found[p]["value"] for p in sorted(others))])
 
         def missing() -> list[int]:
@@ -86,23 +105,75 @@ class Exchange:
             return [p for p in range(coordinator.processes) if p not in arrived] or [0]
 
         if self.primary:
-            return coordinator.agree(f"{key}/answer", conclude, self._timeout)
+            with self._alive(key):  # until it has answered: the other processes wait for it
+                mine = own()
+                return coordinator.agree(f"{key}/answer", lambda: conclude(mine), self._timeout)
+        with self._alive(key):
+            mine = own()
         coordinator.put(f"{key}/node/{coordinator.process}", {"value": mine})
-        return self._answer(what, f"{key}/answer", missing)
+        return self._answer(what, key, "answer", missing)
 
-    def _answer(self, what: str, key: str, missing: Callable[[], list[int]]) -> Any:
-        """The primary's answer on another process."""
+    def _key(self, phase: int) -> str:
+        """What the keys of a phase begin with."""
+        if self._run is None:
+            self._run = next(_runs) if self._coordinator.processes > 1 else 0
+        return f"epochckpt/run/{self._run}/{phase}"
+
+    @contextlib.contextmanager
+    def _alive(self, phase: str) -> Generator[None]:
+        """This process gives signs of life as long as the context lasts."""
+        over, key = threading.Event(), f"{phase}/alive/{self._coordinator.process}"
+
+        def give() -> None:
+            for number in itertools.count():
+                if over.wait(self._timeout / _SIGNS):
+                    return
+                with contextlib.suppress(CoordinationError):  # the exchange itself fails soon
+                    self._coordinator.put(key, number, again=True)
+
+        if self._signs:
+            _threads.start(give)
         try:
-            answer = self._coordinator.get(key, self._timeout + _MARGIN_SECS)
-        except CoordinationTimeoutError as error:
-            raise self._late(what, missing()) from error
+            yield
+        finally:
+            over.set()
+
+    def _reports(self, phase: str, processes: set[int]) -> tuple[dict[int, Any], set[int]]:
+        """On the primary: what these processes report, or an error of one, and those that have become silent."""
+        found: dict[int, Any] = {}
+        missing, signs = processes, dict[str, Any]()
+        while True:
+            arrived, missing = self._coordinator.gather(f"{phase}/node", missing, Deadline(self._timeout))
+            found |= arrived
+            before, signs = signs, dict(self._coordinator.get_all(f"{phase}/alive")) if missing else {}
+            silent = {p for p in missing if signs.get(str(p)) == before.get(str(p))}
+            if not missing or silent or any("error" in report for report in arrived.values()):
+                return found, silent
+
+    def _answer(self, what: str, phase: str, key: str, missing: Callable[[], list[int]]) -> Any:
+        """The primary's answer on another process."""
+        sign = None
+        while True:
+            try:
+                answer = self._coordinator.get(f"{phase}/{key}", self._timeout + _MARGIN_SECS)
+                break
+            except CoordinationTimeoutError as error:
+                before, silent = sign, [0]
+                with contextlib.suppress(CoordinationError):  # JAX's service, in the primary's process, is silent, too
+                    sign, silent = self._coordinator.get_all(f"{phase}/alive").get("0"), missing()
+                if sign == before:
+                    raise self._late(what, silent) from error
         if "error" in answer:
             raise from_wire(answer["error"])
         return answer["value"]
 
-    def _abort(self, error: BaseException) -> None:
-        """Makes the other processes raise an error of this one at their next exchange."""
-        key = f"{self._prefix}/{self._phase}"
+    def _abort(self, what: str, error: BaseException) -> None:
+        """Makes the other processes raise an error of this one at their next exchange.
+
+        It is logged before: if the process with JAX's service has died this waits, and JAX may end this process, too.
+        """
+        logging.error("%s: this node, %s, fails", what, self._nodes[self._coordinator.process], exc_info=error)
+        key = self._key(self._phase)
         keys = [f"{key}/node/{self._coordinator.process}"]
         if self.primary:  # the other processes may be waiting for its answer, or for a broadcast
             keys = [f"{key}/answer", f"{key}/broadcast/{self._broadcasts}"]
@@ -115,6 +186,6 @@ class Exchange:
     def _late(self, what: str, processes: Sequence[int]) -> CoordinationTimeoutError:
         names = ", ".join(self._nodes[p] for p in processes)
         return CoordinationTimeoutError(
-            f"{what}: no word from {names} within {self._timeout:g} s; the other nodes stop. Committed epochs are "
-            "untouched: start the job again to go on"
+            f"{what}: no word from {names} within {self._timeout:g} s ({self._option}), and no sign of life; the other "
+            "nodes stop. Committed epochs are untouched: start the job again to go on"
         )

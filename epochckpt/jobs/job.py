@@ -326,9 +326,14 @@ class Job(_Scope):
         return list(self._nodes) if self._nodes is not None else self.init_group.used_nodes()
 
     def nodes(self) -> list[str]:
-        """All nodes that the job names, those to checkpoint first."""
-        used = [task.node for task in self._tasks() if task.node is not None]
-        return list(dict.fromkeys([*self.nodes_to_checkpoint(), *used]))
+        """All nodes that the job names, in order: in a `DistributedSession` they are the processes 0, 1, ….
+
+        The order is that in which tasks use them; the tasks of `init_group` come first. If `nodes_to_checkpoint` lists
+        all nodes, its order counts instead.
+        """
+        used = [*self.init_group.used_nodes(), *(task.node for task in self._tasks() if task.node is not None)]
+        kept = self.nodes_to_checkpoint()
+        return list(dict.fromkeys([*kept, *used] if set(kept) >= set(used) else [*used, *kept]))
 
     def _tasks(self) -> Iterator[Task]:
         groups = self.setup_group, self.init_group, self.epoch_group, self.download_group, self.exit_group

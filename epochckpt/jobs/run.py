@@ -14,11 +14,11 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt.errors import CoordinationTimeoutError, InvalidArgumentError, SaveError, say
+from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
-from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import BESIDE, WENT_BACK_TO, CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import EPOCH, ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
@@ -27,6 +27,7 @@ from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
 PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced off"
+UNSAVED = "too many saves have failed"
 WARN, ERROR, IGNORE = "warn", "error", "ignore"  # about blobs that are not checkpointed
 NOT_ACCESSIBLE = "the metadata handler does not say that the storage can be reached"
 
@@ -66,6 +67,7 @@ class _Verdict:
     exists: bool  # the epoch is on storage and is to be replaced
     fenced_off: str  # how a process learned that a newer run owns the directory; empty if none does
     results: list[dict[str, Any]]  # of saves that have ended, as JSON
+    too_many: str = ""  # saves in a row that have failed; empty unless they end the run
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,7 +89,7 @@ class TrainingRun:
         self.names: Names = {}  # the blobs that are checkpointed; empty before that is known
         self._result = RunResult(unit=self.job.unit)  # so far
         self._began, self._earlier_secs = time.monotonic(), 0.0
-        self._saved = self._began  # on the primary: when the last save was decided
+        self._saved = self._began  # when the last save began
         self._begun = 0  # of a job that counts steps: what had been done when the epoch under way began
         self._in_epoch: int | None = 0  # None when the loop is over
         self._looked_back = False
@@ -109,15 +111,13 @@ class TrainingRun:
         self._run_group(self.job.setup_group)
 
         # Either everything comes back from storage, or init makes it and epoch 0 is saved.
-        restored = self._restore()
-        if restored is None:
-            self._initialize()
+        try:
+            restored = self._restore()
+        except FencedError as error:  # of two runs that start at the same moment one is the newer one
+            self._end_fenced_off(0, error.reason)
         else:
-            self._agree_on_names(restored.names)
-            if self._is_finished(restored):
-                self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
-                logging.info("training was finished after %s already: nothing to train", self._named(restored.epoch))
-        if self.notice.heard and not self._result.finished:
+            self._begin(restored)
+        if self.notice.heard and not self._result.finished and not self._result.fenced_off:
             self._set(preempted=True, stop_reason=PREEMPTED)
 
         # An epoch that was saved in the middle is entered again.
@@ -126,10 +126,12 @@ class TrainingRun:
         self._in_epoch = None
 
         # What follows the loop needs the last epoch on storage, and is left to the next start when time is short.
-        if not self._result.fenced_off:
+        if not self._result.unsaved:
             self._drain()
-        if not self._result.preempted and not self._result.fenced_off:
-            self._conclude()
+            if not self._result.preempted and not self._result.fenced_off:
+                self._conclude()
+        elif self.backend is not None:
+            self.backend.drain()  # the result tells why its saves failed: closing the manager does not raise it again
         self.handler.run_ended(self._result.epoch, self._result.stop_reason)
         elapsed, secs = time.monotonic() - self._began, self._secs_by_node.most_common()
         slowest = secs[0] if len(secs) > 1 else None
@@ -170,6 +172,16 @@ class TrainingRun:
         self.handler.report("checkpoint_load", dict(zip(self.session.nodes, secs, strict=False)))
         logging.info("resumed from %s%s", self._named(epoch), " (partial)" if self._result.partial else "")
         return restored
+
+    def _begin(self, restored: Restored | None) -> None:
+        """Goes on from the restored epoch, unless training was finished with it; without one, from scratch."""
+        if restored is None:
+            self._initialize()
+            return
+        self._agree_on_names(restored.names)
+        if self._is_finished(restored):
+            self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
+            logging.info("training was finished after %s already: nothing to train", self._named(restored.epoch))
 
     def _initialize(self) -> None:
         """From scratch: runs init and saves epoch 0. The blobs that exist then are checkpointed."""
@@ -241,7 +253,7 @@ class TrainingRun:
         does not end the run: a task's output, a blob, a callable that fails here. A callable may count its calls: it is
         asked only if the run had ended.
         """
-        if self.resume_from_epoch is not None or self._result.partial:
+        if restored.named or self._result.partial:
             return False
         notes, conditions = restored.notes, self.job.stop_conditions
         ctx = self._context(restored.epoch, notes.get("metrics") or {}, 0.0)
@@ -300,6 +312,10 @@ class TrainingRun:
         if verdict.fenced_off:
             self._end_fenced_off(number, verdict.fenced_off)
             return
+        if verdict.too_many:
+            self._set(epoch=number, stop_reason=UNSAVED, unsaved=verdict.too_many)
+            logging.error("the run ends after %s: %s", self._named(number), verdict.too_many)
+            return
 
         # A run that was preempted has not finished, unless a condition other than `preempted` is true.
         stops = {} if verdict.interrupted else verdict.stop
@@ -344,16 +360,14 @@ class TrainingRun:
                     stops[repr(condition)] = next(filter(None, votes))
 
             # The epoch is saved if it is time, every process can save its part, and storage can be reached.
-            now, interrupted = time.monotonic(), any(r["interrupted"] for r in reports)
+            interrupted = any(r["interrupted"] for r in reports)
             due = bool(stops) or interrupted or epoch.preempted or epoch.number == 0
-            due = due or now - self._saved >= self.settings.save_every_secs
+            due = due or time.monotonic() - self._saved >= self.settings.save_every_secs
             refusal = problem = _first(reports, "problem")
             if due and backend is not None and not problem and not self.handler.cp_accessible(epoch.number):
                 refusal = NOT_ACCESSIBLE
             if due and refusal:
                 self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
-            elif due:
-                self._saved = now
             return {
                 "stop": stops,
                 "interrupted": interrupted,
@@ -370,7 +384,7 @@ class TrainingRun:
         if limit is not None and failures > limit and not verdict.fenced_off:
             failed, reason = self._result.failed_saves[-1]
             many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
-            raise SaveError(failed, f"{many}; the last: {reason}")
+            verdict.too_many = f"{many}; the last, of {self._named(failed)}: {reason}"
         return verdict
 
     def _check_blobs(self, epoch: int) -> None:
@@ -409,7 +423,8 @@ class TrainingRun:
             try:
                 if verdict.exists:  # a part of the epoch, or what `save_checkpoints` has saved as the epoch
                     backend.allow_overwrite(number)
-                backend.save(number, epoch.prepared, metrics, notes, force or verdict.exists)
+                if backend.save(number, epoch.prepared, metrics, notes, force or verdict.exists):
+                    self._saved = began
             except CoordinationTimeoutError:
                 raise
             except Exception as error:
@@ -485,6 +500,7 @@ class TrainingRun:
             "partial": partial,
             "stop": self._stop_states,
             "total_secs": self._earlier_secs + time.monotonic() - self._began,
+            **({} if self.resume_from_epoch is None else {WENT_BACK_TO: self.resume_from_epoch}),
             **({"unit": self.job.unit, "begun": self._begun} if self.job.unit != EPOCH else {}),
         }
 

@@ -66,7 +66,8 @@ class JobRunner:
         job: what to run.
         checkpoint_manager: an `epochckpt.CheckpointManager`, one of `epochckpt.caffe2`, any other
             `orbax.checkpoint.AbstractCheckpointManager`, or None: nothing is saved.
-        resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens.
+        resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens. A run that
+            has gone back to it and is started again, with the same argument, goes on from its own newest epoch.
         upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
         resume: `auto`: from the newest epoch, else from scratch; `never` is refused if there are epochs, `must` if
             there are none.
@@ -75,13 +76,15 @@ class JobRunner:
         exclude: shell patterns of blobs not to checkpoint.
         deadline_secs: how long tasks that ask `ws.should_stop()` may go on with an epoch after a preemption notice;
             then it is dropped, or saved if it is resumable. None: until it is finished.
-        max_consecutive_save_failures: raise SaveError when more saves in a row have failed; None: never.
+        max_consecutive_save_failures: end the run when more saves in a row have failed; None: never.
         unsaved_blobs: what to do, after the first epoch, about blobs that stay from epoch to epoch and are not
             checkpointed, though `include` and `exclude` do not leave them out: `warn`, `error` or `ignore`.
-        raise_if_not_saved: raise SaveError at the very end if the last epoch could not be saved; False: only log it.
+        raise_if_not_saved: raise SaveError at the very end if the last epoch could not be saved, or too many saves have
+            failed; False: only log it, and tell it in the result and its exit code.
         save_every_secs: save the first epoch that ends so long after the last save began, and no other, except epoch 0,
             the last and a preempted one; the primary's clock counts. None: the manager's policies alone decide.
-        exchange_timeout_secs: how long the nodes wait for each other between epochs.
+        exchange_timeout_secs: for how long the nodes wait for one that is silent: that has died, or hangs between
+            epochs. A node that works on an epoch, however long, is not silent.
         progress: show a progress bar; None: where output is a terminal or a notebook, and else a line per epoch.
     """
 
@@ -351,7 +354,8 @@ class JobRunner:
             handler, calls = backend.handler, backend.handler_calls
         accessible = None if backend is None else backend.accessible
         notifier = HandlerNotifier(handler, session.coordinator.primary, calls, accessible)
-        return backend, Exchange(session.coordinator, session.nodes, self._timeout), notifier
+        option = "JobRunner(exchange_timeout_secs=…)"
+        return backend, Exchange(session.coordinator, session.nodes, self._timeout, option=option), notifier
 
 
 def _check_seconds(name: str, value: Any, zero: bool = False) -> None:

@@ -124,8 +124,8 @@ LocalHostScheduler = LocalSession  # Caffe2's other name for it
 class DistributedSession(Session):
     """Runs the tasks of this process's node, in a `jax.distributed` job. Make one in every process.
 
-    The job's nodes, in the order in which it names them, are the processes 0, 1, …; a job that names none runs every
-    task on every process.
+    The job's nodes, in the order of `Job.nodes()`, are the processes 0, 1, …; a job that names none runs every task on
+    every process.
     """
 
     def __init__(self, workspace: Workspace | None = None):

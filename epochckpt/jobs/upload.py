@@ -126,7 +126,9 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
         )
     coordinator, nodes, ran = coordination.connect(False), manager.node_names, set[str]()
     here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
-    exchange, uploading = Exchange(coordinator, nodes, asked.timeout_secs), _uploading(epoch, asked.destination)
+    option = "CopyUpload(timeout_secs=…)"
+    exchange = Exchange(coordinator, nodes, asked.timeout_secs, option=option, signs=False)
+    uploading = _uploading(epoch, asked.destination)
 
     @uploading
     def open_copy(progress: Callable[[int], None]) -> EpochCopy:

@@ -855,10 +855,23 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Closes the manager. An error of the block itself is what is raised; a failed save becomes a note on it."""
+        """Closes the manager. An error of the block itself is what is raised; a failed save becomes a note on it.
+
+        If that waits for saves the error is logged before: JAX may end this process meanwhile, as another one has died.
+        """
         if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit(0) claims success
             self.close()
             return
+        if pending := self._attempts.pending():
+            logging.error(
+                "%s: %s left the block of this manager. Before it is raised, close() waits up to %.0f s for the save "
+                "of checkpoint %s",
+                self.root,
+                type(error).__name__,
+                self._attempts.longest_secs,
+                ", ".join(str(attempt.epoch) for attempt in pending),
+                exc_info=None if isinstance(error, SystemExit) else error,
+            )
         try:
             self.close()
         except Exception as failure:

@@ -11,7 +11,7 @@ import os
 import pathlib
 import sqlite3
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +33,16 @@ from epochckpt.storage import Store, expanded, path_text, plain
 APPLICATION_ID = 0x45504348  # "EPCH"
 VERSION = 1
 
-# Times are seconds since 1970. Rows of `epochs` and `stats` are only ever added: the greatest id is the last. The JSON
-# lists `nodes` and `had` name the nodes of a run, now and ever; runs of one name have none of `had` in common.
+# Times are seconds since 1970. Rows of `epochs` and `stats` are only ever added: the greatest id is the last. JSON
+# lists name nodes: `nodes` those of the job that wrote last, or an epoch, `had` those of all jobs that wrote in a run.
 _SCHEMA = (
     """CREATE TABLE runs(
         id INTEGER PRIMARY KEY, name TEXT NOT NULL, db_prefix TEXT NOT NULL, db_type TEXT, path_prefix TEXT,
         path_type TEXT, nodes TEXT NOT NULL, had TEXT NOT NULL, started_secs REAL NOT NULL, seen_secs REAL NOT NULL)""",
     """CREATE TABLE epochs(
         id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id), epoch INTEGER NOT NULL,
-        outcome TEXT NOT NULL CHECK (outcome IN ('written', 'failed', 'ended')), reason TEXT, at_secs REAL NOT NULL)""",
+        outcome TEXT NOT NULL CHECK (outcome IN ('written', 'failed', 'ended')), reason TEXT, nodes TEXT NOT NULL,
+        at_secs REAL NOT NULL)""",
     """CREATE TABLE stats(
         id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id), epoch INTEGER, action TEXT NOT NULL,
         name TEXT NOT NULL, node TEXT NOT NULL, secs REAL NOT NULL, at_secs REAL NOT NULL)""",
@@ -55,8 +56,10 @@ _START = """INSERT INTO runs
     VALUES (:id, :name, :db_prefix, :db_type, :path_prefix, :path_type, :nodes, :had, :now, :now)
     ON CONFLICT(id) DO UPDATE SET
         db_prefix = :db_prefix, db_type = :db_type, path_prefix = :path_prefix, path_type = :path_type,
-        nodes = :nodes, had = :had, seen_secs = :now"""
-_ADD_EPOCH = "INSERT INTO epochs(run_id, at_secs, epoch, outcome, reason) VALUES (?, ?, ?, ?, ?)"
+        seen_secs = :now"""
+_ADD_EPOCH = "INSERT INTO epochs(run_id, at_secs, epoch, outcome, reason, nodes) VALUES (?, ?, ?, ?, ?, ?)"
+_WRITTEN = """SELECT epoch, epochs.nodes FROM epochs JOIN runs ON runs.id = run_id
+    WHERE runs.name = (SELECT name FROM runs WHERE id = ?) AND outcome = 'written' ORDER BY epochs.id DESC"""
 _LAST = "SELECT {} FROM epochs WHERE run_id = runs.id {} ORDER BY id DESC LIMIT 1"
 _LAST_WRITTEN = _LAST.format("epoch", "AND outcome = 'written'")
 _ADD_STAT = f"""INSERT INTO stats(run_id, at_secs, epoch, action, name, node, secs)
@@ -113,9 +116,11 @@ class SqliteMetadataHandler(CheckedHandler):
     """One SQLite database for many runs: which there are, what happened to their epochs, how long each node took.
 
     Several processes and threads may write at once. A run that is started again goes on under its name, if one of its
-    nodes was in it before: jobs that share a directory, each for its own nodes, are different runs. Nothing is ever
-    overwritten: an epoch that is written again after a rollback has two rows, of which the later counts. Any SQLite
-    tool can read the tables `runs`, `epochs` and `stats`.
+    nodes was in it before: jobs that share a directory, each for its own nodes, are different runs. A job with the
+    nodes of several of them goes on from the newest epoch that all of its nodes have; if it only looks, and writes no
+    epoch, it changes nothing for the others. Nothing is ever overwritten: an epoch that is
+    written again after a rollback has two rows, of which the later counts. Any SQLite tool can read the tables `runs`,
+    `epochs` and `stats`.
 
     The protocol does not say which epoch a `report` is about: it is the one of the last call that named one
     (`last_epoch`, `write`, `save_failed`, `cp_accessible`), else the last one that the run has written. A time that is
@@ -150,22 +155,26 @@ class SqliteMetadataHandler(CheckedHandler):
                 f"at most {_MAX_TIMEOUT_SECS}, got {timeout_secs!r}"
             )
         self._path, self._timeout_secs = os.path.abspath(name), float(timeout_secs)
-        self._run, self._nodes = run, frozenset[str]()
+        self._run, self._nodes = run, list[str]()
         self._epoch: int | None = None
         self._id: int | None = None
 
     def _begin(self, params: dict[str, Any], nodes: list[str], store: Store) -> None:
-        name, now_nodes = self._run or params["db_prefix"], frozenset(nodes)
+        name, run_id = self._run or params["db_prefix"], None
         with self._transaction() as connection:
-            run_id, had = None, now_nodes
-            for known_id, names in connection.execute("SELECT id, had FROM runs WHERE name = ? ORDER BY id", (name,)):
-                known = frozenset(json.loads(names))
-                if known & now_nodes or not known or not now_nodes:
-                    run_id, had = known_id, known | now_nodes  # of several, which have become one, the last
+            # A job goes on with the run of the same nodes. Without one it goes on with the last run that shares a node.
+            of_name = connection.execute("SELECT id, nodes, had FROM runs WHERE name = ? ORDER BY id", (name,))
+            runs = [(known_id, set(json.loads(now)), set(json.loads(had))) for known_id, now, had in of_name]
+            for known_id, _, had in runs:
+                if not had.isdisjoint(nodes) or not had or not nodes:
+                    run_id = known_id
+            for known_id, now, _ in runs:
+                if now == set(nodes):
+                    run_id = known_id
             row = {"id": run_id, "name": name, "now": time.time(), **params}
-            row |= {"nodes": json.dumps(nodes), "had": json.dumps(sorted(had))}
+            row |= {"nodes": json.dumps(nodes), "had": json.dumps(sorted(nodes))}
             added = connection.execute(_START, row).lastrowid
-        self._id, self._nodes = added if run_id is None else run_id, now_nodes
+        self._id, self._nodes = added if run_id is None else run_id, nodes
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         self._epoch = super().last_epoch(user_epoch)
@@ -209,29 +218,48 @@ class SqliteMetadataHandler(CheckedHandler):
     # -- the database ----------------------------------------------------------------------------------------------
 
     def _last_epoch(self) -> int | None:
-        rows = self._rows(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", self._run_id)
-        return rows[0][0] if rows else None
+        """The newest epoch that all nodes have, of those that have any.
+
+        A node has what the last job with this node has written: one of more nodes, or of fewer, may have gone on.
+        """
+        last, missing = list[int](), set(self._nodes)
+        for epoch, names in self._rows(_WRITTEN, self._run_id):
+            nodes = set(json.loads(names))
+            if missing.isdisjoint(nodes) and nodes and self._nodes:
+                continue
+            last.append(epoch)
+            missing -= nodes
+            if not missing or not nodes:
+                break
+        return min(last, default=None)
 
     def _note(self, outcome: str, epoch: int, reason: str | None = None) -> None:
-        self._add(_ADD_EPOCH, [(epoch, outcome, reason)])
+        nodes = json.dumps(self._nodes)
+        with self._adding() as (connection, run, now):
+            connection.execute(_ADD_EPOCH, (run, now, epoch, outcome, reason, nodes))
+            ((names,),) = connection.execute("SELECT had FROM runs WHERE id = ?", (run,))
+            had = json.dumps(sorted({*json.loads(names), *self._nodes}))
+            connection.execute("UPDATE runs SET nodes = ?, had = ? WHERE id = ?", (nodes, had, run))
         self._epoch = epoch
 
     def _note_times(self, action: str, times: Mapping[str, float]) -> None:
         folders = {paths.folder_name(node): node for node in self._nodes}
-        rows = []
+        rows: list[tuple[Any, ...]] = []
         for name, secs in times.items():
             found = (folders[part] for part in reversed(name.split("/")) if part in folders)
             node = name if name in self._nodes else next(found, name)
             rows.append((self._epoch, action, name, node, secs))
-        self._add(_ADD_STAT, rows)
+        with self._adding() as (connection, run, now):
+            connection.executemany(_ADD_STAT, [(run, now, *row) for row in rows])
 
-    def _add(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Adds rows of this handler's run; `statement` gets the run's id and the time before the values of a row."""
+    @contextmanager
+    def _adding(self) -> Generator[tuple[sqlite3.Connection, int, float]]:
+        """A transaction that adds rows to this handler's run; gives the run's id and the time, too."""
         run, now = self._run_id, time.time()
         with self._transaction() as connection:
             if not connection.execute("UPDATE runs SET seen_secs = ? WHERE id = ?", (now, run)).rowcount:
                 raise InvalidArgumentError(f"{self._path}: the run is not in it any more; call set_params first")
-            connection.executemany(statement, [(run, now, *row) for row in rows])
+            yield connection, run, now
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
         if not os.path.exists(self._path):

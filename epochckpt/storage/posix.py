@@ -224,6 +224,13 @@ class PosixStore(Store):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
             _sync_folder(os.path.dirname(folder), os.path.dirname(folder))
 
+    def root_id(self) -> tuple[int, ...]:
+        try:
+            found = patiently("", lambda: os.stat(self.root))
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+        return (found.st_dev, found.st_ino)
+
     def may_write(self) -> bool:
         return os.access(self.root, os.W_OK | os.X_OK) or not os.path.isdir(self.root)
 

@@ -289,6 +289,10 @@ class Store(ABC):
         """Creates the root and its missing parents durably; nothing to do on object stores."""
         return
 
+    def root_id(self) -> tuple[int, ...]:
+        """What tells the root from another folder that has its path later; empty if there is no root, or no folders."""
+        return ()
+
     def may_write(self) -> bool:
         """Whether this user may create and remove names in the root, as far as is known without trying."""
         return True

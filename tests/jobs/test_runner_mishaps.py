@@ -400,3 +400,41 @@ def test_a_deletion_that_leaves_files_ends_no_run(tmp_path: pathlib.Path) -> Non
         result, _ = run(job_of(3, delete), manager)
         tap.remove()
         assert (result.epoch, manager.all_steps()) == (3, [0, 2, 3])
+
+
+def test_a_command_that_is_started_again_goes_back_once(tmp_path: pathlib.Path) -> None:
+    """A scheduler starts it with the same `resume_from_epoch`; the epochs that it has saved since are its own."""
+
+    def train(epochs: int, named: int | None, **options: Any) -> tuple[int | None, int]:
+        with ec.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(**options)) as manager:
+            result, session = run(job_of(epochs, add), manager, resume_from_epoch=named)
+        return result.resumed_from, session.workspace()["sum"]
+
+    def add(ws: ec.Workspace) -> None:
+        ws["sum"] += 1
+
+    assert train(5, None) == (None, 5)
+    assert train(4, 2) == (2, 4)  # goes back, and trains 3 and 4
+    assert train(6, 2, max_to_keep=2) == (4, 6)  # started again; epoch 2 is deleted meanwhile
+    assert train(6, 2) == (6, 6)  # it was finished
+    assert train(8, 5) == (5, 8)  # another epoch is named
+    assert train(9, None) == (8, 9)
+    assert train(9, 5) == (5, 9)  # a run that has not gone back has saved the newest epoch
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.rollback_to(5)
+    assert train(7, 5) == (5, 7)
+
+
+@pytest.mark.parametrize(("kept", "order"), [(None, "ab"), (["a"], "ab"), (["b"], "ab"), (["b", "a"], "ba")])
+def test_which_nodes_are_saved_does_not_change_their_order(kept: list[str] | None, order: str) -> None:
+    """In a job of several processes it says which process is which node, and the metrics of the first node count."""
+    with ec.Job(nodes_to_checkpoint=kept) as job:
+        for number, node in enumerate("ab"):
+            with ec.Node(node):
+                ec.Task(lambda ws: ws.update(sum=0), group=job.init_group)
+                ec.Task(lambda ws, n=number: {"number": n})
+    job.stop_when(lambda ctx: [*"ab"][ctx.metrics["number"]] == order[0])
+    ec.epoch_limiter(job, 5)
+    result, session = run(job)
+    assert job.nodes() == list(session.nodes) == [*order]
+    assert result.epoch == 1

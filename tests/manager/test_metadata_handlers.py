@@ -196,6 +196,25 @@ def test_jobs_that_share_a_directory_have_an_epoch_each(kind: str, tmp_path: pat
     assert job("d").last_epoch() == job("a").last_epoch() == 11
 
 
+def test_a_job_of_all_nodes_that_only_looks_changes_nothing_for_the_others(tmp_path: pathlib.Path) -> None:
+    """It gets the newest epoch that all nodes have; each job goes on from its own, also one that begins later."""
+
+    def job(*nodes: str) -> Any:
+        return begun(database(tmp_path), tmp_path, list(nodes))
+
+    job("a").write(9)
+    assert job("a", "b").last_epoch() == 9
+    assert job("b").last_epoch() is None
+    job("b").write(6)
+    looking = job("a", "b")
+    assert looking.last_epoch() == 6
+    looking.report("checkpoint_partial_load", {"a": 1.0})
+    assert (job("a").last_epoch(), job("b").last_epoch()) == (9, 6)
+    assert [(run.nodes, run.last_epoch) for run in database(tmp_path).runs()] == [(("a",), 9), (("b",), 6)]
+    looking.write(12)
+    assert (job("a").last_epoch(), job("b").last_epoch()) == (12, 12)
+
+
 def test_a_file_that_was_given_to_another_job_is_left_alone(tmp_path: pathlib.Path) -> None:
     """Both jobs are named."""
     begun(metadata.JsonMetadataHandler(tmp_path / "x.json"), tmp_path, ["a"]).write(4)

@@ -18,6 +18,7 @@ from epochckpt.errors import InvalidArgumentError, SaveError
 from epochckpt.manager import outcomes
 from epochckpt.storage import PosixStore
 from tests.support.processes import run_worker
+from tests.support.taps import Tap, eventually, is_record
 
 Save = ocp.args.StandardSave
 WAIT_SECS = 30.0
@@ -224,3 +225,25 @@ def test_in_a_job_only_the_primary_tells(tmp_path: pathlib.Path) -> None:
     assert first["nodes"] == names
     assert first["committed"]
     assert second["committed"]
+
+
+def test_an_error_is_logged_before_the_manager_that_it_leaves_waits(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The wait may be for a process that has died, and JAX may end this one meanwhile. What it waits for is named."""
+    logged: list[bool] = []
+
+    def said() -> bool:
+        return "ZeroDivisionError: no such luck" in caplog.text and "for the save of checkpoint 3" in caplog.text
+
+    def save_and_fail() -> None:
+        with ec.CheckpointManager(tmp_path) as m:
+            Tap(m, "create", is_record, lambda: logged.append(eventually(said)))
+            m.save(3, args=Save({"w": 1}))
+            raise ZeroDivisionError("no such luck")
+
+    with pytest.raises(ZeroDivisionError):
+        save_and_fail()
+    assert logged == [True]
+    with ec.CheckpointManager(tmp_path) as m:
+        assert m.all_steps() == [3]

@@ -27,7 +27,7 @@ def hold(path: str) -> None:
     connection.execute("DELETE FROM epochs")
     for _ in range(200):
         connection.execute("UPDATE runs SET nodes = ?", ("x" * 100_000,))
-        connection.execute("INSERT INTO epochs VALUES (NULL, 1, 99, 'failed', ?, 0)", ("y" * 10_000,))
+        connection.execute("INSERT INTO epochs VALUES (NULL, 1, 99, 'failed', ?, '[]', 0)", ("y" * 10_000,))
     print("LOCKED", flush=True)
     threading.Event().wait()
 

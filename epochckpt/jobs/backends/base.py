@@ -19,6 +19,7 @@ from epochckpt.manager import HandlerNotifier, SaveResult
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
 BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
+WENT_BACK_TO = "went_back_to"  # in the notes: the epoch that the user has named for the run to go back to
 
 AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
 
@@ -36,6 +37,7 @@ class Restored:
     epoch: int
     notes: Mapping[str, Any]  # what the runner wrote with the epoch
     names: Names  # the blobs that came back
+    named: bool = False  # the user has named it, and the run trains on from it
 
 
 class CheckpointBackend(abc.ABC):
@@ -162,13 +164,14 @@ class ItemBackend(CheckpointBackend):
     def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
         """See CheckpointBackend. A named epoch is a rollback, durable before anything is trained.
 
+        A run that has gone back to it already, and is started again by the same command, goes on from its newest epoch.
         Otherwise it is the newest that every node can read, also where the metadata handler says less: the run may have
         died before it notified the handler.
         """
-        if named is not None:
+        if named is not None and not self._exchange.broadcast("the way back", lambda: self._has_gone_back_to(named)):
             if self._require(named)[-1] != named:
                 self._roll_back(named)
-            return self._put_back(named, *self._read(named))
+            return dataclasses.replace(self._put_back(named, *self._read(named)), named=True)
         self.drain()
         epochs = self._exchange.broadcast("the epochs to go on from", lambda: self._candidates(resume, handler))
         if not epochs:
@@ -210,11 +213,29 @@ class ItemBackend(CheckpointBackend):
             logging.warning("%s", said)
         return epochs
 
+    def _has_gone_back_to(self, named: int) -> bool:
+        """On the primary: whether the newest epoch is of a run that has gone back to this one."""
+        for epoch in reversed(self.epochs()):
+            notes = self._readable_notes(epoch)
+            if notes and not notes.get(BESIDE):
+                gone_back = epoch > named and notes.get(WENT_BACK_TO) == named
+                if gone_back:
+                    logging.warning(
+                        "%s: checkpoint %d is of a run that has gone back to %d already, so this one goes on from "
+                        "there; resume_from_epoch=%d goes back once. rollback_to(%d) of a manager goes back once more",
+                        *(self.directory, epoch, named, named, named),
+                    )
+                return gone_back
+        return False
+
     def _is_beside(self, epoch: int) -> bool:
+        return bool(self._readable_notes(epoch).get(BESIDE))
+
+    def _readable_notes(self, epoch: int) -> Mapping[str, Any]:
         try:
-            return bool(self.notes(epoch).get(BESIDE))
+            return self.notes(epoch)
         except (DamagedError, FormatError, FormatVersionError, EpochNotFoundError):  # the restore raises it
-            return False
+            return {}
 
     def _check_free(self) -> None:
         """Refuses a directory without epochs in which no run may start over."""

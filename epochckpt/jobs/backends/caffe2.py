@@ -71,7 +71,7 @@ class Caffe2Backend(CheckpointBackend):
         self._ready = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
         self._report("checkpoint_load", self._exchange.gather(f"stats of the load of {epoch}", self._stats, list))
-        return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
+        return Restored(epoch, self._manager.read_notes(epoch) or {}, names, named=named is not None)
 
     def _managers(self) -> Mapping[str, CheckpointManager]:
         """The managers of the nodes of this process."""
