@@ -390,6 +390,11 @@ def say(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError | EpochCheckpointError) else f"{type(error).__name__}: {error}"
 
 
+def advise(error: BaseException, advice: str) -> None:
+    """Lets the message of an error end with what to do."""
+    error.args = (f"{error}. {advice}", *error.args[1:])
+
+
 def as_save_error(epoch: int, error: BaseException) -> SaveError:
     """The error as a SaveError of this epoch; itself if it is one."""
     if isinstance(error, SaveError):

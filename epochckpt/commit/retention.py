@@ -192,6 +192,11 @@ class History:
         """The attached metrics by epoch, as far as they are known; epochs without any are left out."""
         return {info.step: info.attached for info in list(self._committed.values()) if info.attached}
 
+    def reject(self, damaged: Mapping[int, ReplaceCondition]) -> None:
+        """Epochs have turned out to be damaged, as all processes know."""
+        self.damaged.update(damaged)
+        self.drop(damaged)
+
     def drop(self, epochs: Iterable[int]) -> None:
         self.remote -= {*epochs}
         for epoch in epochs:

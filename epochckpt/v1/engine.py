@@ -74,6 +74,7 @@ class Engine(CheckpointManager):
         registry = bridge.Registry()
         super().__init__(directory, None, options, metadata, None, None, logger, registry, storage=storage, node=node)
         self._listener.heard = self._hear
+        self._restores.newest_call = "load()"
 
     # -- saving --------------------------------------------------------------------------------------------------
 
