@@ -44,9 +44,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from orbax.checkpoint import v1
-from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
-
 from epochckpt._text import readable
 from epochckpt._units import several
 
@@ -84,7 +81,19 @@ class WorkspaceAttributeError(InvalidArgumentError, AttributeError):
     """A workspace has no such attribute: it keeps blobs as `ws["best"]`, and live objects as `ws.live.best`."""
 
 
-class EpochNotFoundError(EpochCheckpointError, v1.training.errors.StepNotFoundError):
+class _StepNotFound(FileNotFoundError):
+    """Stands for `StepNotFoundError` of Orbax's v1, see `join_orbax`."""
+
+
+class _StepAlreadyExists(ValueError):
+    """Stands for Orbax's `StepAlreadyExistsError`."""
+
+
+class _StepAlreadyExistsV1(FileExistsError):
+    """Stands for `StepAlreadyExistsError` of Orbax's v1."""
+
+
+class EpochNotFoundError(EpochCheckpointError, _StepNotFound):
     """The `directory` has no such committed `epoch` (None: not any); `available` are those that it has, ascending."""
 
     def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
@@ -108,12 +117,25 @@ class EpochDeletedError(EpochNotFoundError):
         self.epoch, self.directory, self.available = epoch, directory, []
 
 
-class EpochExistsError(EpochCheckpointError, StepAlreadyExistsError):
+class EpochExistsError(EpochCheckpointError, _StepAlreadyExists):
     """The epoch exists already; `delete` or `rollback_to` makes room."""
 
 
-class StepExistsError(EpochExistsError, v1.training.errors.StepAlreadyExistsError):
+class StepExistsError(EpochExistsError, _StepAlreadyExistsV1):
     """The same from Orbax's v1 interface; `overwrite=True` lets a save take the epoch's place."""
+
+
+def join_orbax() -> None:
+    """Makes these errors those of Orbax, too: `except` clauses of its users catch them.
+
+    The managers call it when they are imported. What only looks at a directory does not wait for Orbax's import.
+    """
+    from orbax.checkpoint import v1
+    from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+    EpochNotFoundError.__bases__ = (EpochCheckpointError, v1.training.errors.StepNotFoundError)
+    EpochExistsError.__bases__ = (EpochCheckpointError, StepAlreadyExistsError)
+    StepExistsError.__bases__ = (EpochExistsError, v1.training.errors.StepAlreadyExistsError)
 
 
 class NotACheckpointDirectoryError(EpochCheckpointError, NotADirectoryError):

@@ -1,5 +1,7 @@
 """The views of a directory: its epochs at a glance, what takes up storage, what its runs have spent their time on."""
 
+from __future__ import annotations
+
 import collections
 import math
 import statistics

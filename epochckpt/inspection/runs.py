@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import orbax.checkpoint as ocp
-
 from epochckpt import errors
 from epochckpt.inspection import leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
@@ -20,6 +18,7 @@ from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, Di
 from epochckpt.storage import Store, open_store
 
 if TYPE_CHECKING:
+    from epochckpt._lazy import ocp
     from epochckpt.inspection.plots import RunsPlots
 
 _DEPTH = 4  # levels below the folder that are searched

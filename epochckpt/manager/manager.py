@@ -36,7 +36,8 @@ from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
 from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.notifier import HandlerNotifier
-from epochckpt.manager.reader import CheckpointReader, epoch_number, shown_path
+from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.reader import CheckpointReader, shown_path
 from epochckpt.manager.readers import Readers, apart, together
 from epochckpt.manager.restoring import Asked, Response, Restores
 from epochckpt.options import StorageOptions
@@ -45,6 +46,8 @@ from epochckpt.orbax.options import check_args, check_options, storage_options
 from epochckpt.tiers import LedgerFile, Mirror
 
 T = TypeVar("T")
+
+errors.join_orbax()
 
 _QUIET_SECS = 10.0  # an exit that takes longer says why
 

@@ -16,7 +16,8 @@ from epochckpt._threads import Deadline, Future
 from epochckpt.commit import Attempts, Calls, Commits, Coordinator, History
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.restore_vote import Look, newest_readable, patience, try_together
-from epochckpt.manager.reader import CheckpointReader, epoch_number
+from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.reader import CheckpointReader
 from epochckpt.manager.readers import Readers, apart
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import step_log

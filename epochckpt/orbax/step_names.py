@@ -3,16 +3,19 @@
 By content: a name alone proves nothing.
 """
 
+from __future__ import annotations
+
 import os
 import re
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import orbax.checkpoint as ocp
-
+from epochckpt._lazy import ocp
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import parsing, paths
 from epochckpt.orbax import steps
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.storage import Store
 
 RECORDS = (paths.EPOCH_RECORD, steps.STEP_RECORD)
 _LOOKED_INTO = 50
@@ -21,6 +24,13 @@ _SHOWN = 6
 _NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
 _ENDING = re.compile(r"(\d+)\Z")
 _NUMBERED = re.compile(r"[/._-](\d{1,18})\Z")
+
+
+class _Plain:
+    """Orbax's default NameFormat without Orbax, which takes long to import."""
+
+    def build_name(self, step: int) -> str:
+        return str(step)
 
 
 class StepNames:
@@ -44,8 +54,10 @@ class StepNames:
                 )
 
     @classmethod
-    def of(cls, options: ocp.CheckpointManagerOptions) -> Self:
-        """The names that a manager's options ask for."""
+    def of(cls, options: ocp.CheckpointManagerOptions | None) -> Self:
+        """The names that a manager's options ask for; None: the default, plain numbers."""
+        if options is None:
+            return cls(_Plain())
         if options.step_name_format is not None:
             return cls(options.step_name_format)
         length = options.step_format_fixed_length

@@ -16,7 +16,7 @@ from epochckpt.commit import Attempt, EpochInfo
 from epochckpt.commit.coordination import RecentKeys
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
 from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.storage import scheme_of

@@ -13,11 +13,11 @@ from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, Form
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.notes import NOTES
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
-NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
 BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
 
 AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
