@@ -188,13 +188,17 @@ class FormatVersionError(EpochCheckpointError, ValueError):
 class DamagedError(EpochCheckpointError, ValueError):
     """Bytes on storage differ from what was written.
 
-    See `path`, relative to the checkpoint directory, `problem`, and `leaf`, which is None for bytes of no leaf.
+    See `path`, relative to the checkpoint directory, `problem`, and `leaf`, which is None for bytes of no leaf. Small
+    leaves share a checksum: with `leaves` greater than 1 it is one of so many, of which `leaf` is the first.
     """
 
-    def __init__(self, path: str, problem: str, leaf: str | None = None):
-        where = path if leaf is None else f"{path}, leaf {readable(leaf)!r}"
+    def __init__(self, path: str, problem: str, leaf: str | None = None, leaves: int = 1):
+        where = path
+        if leaf is not None:
+            one = f"one of {leaves} leaves from {readable(leaf)!r} on" if leaves > 1 else f"leaf {readable(leaf)!r}"
+            where = f"{path}, {one}"
         super().__init__(f"{where}: {problem}")
-        self.path, self.problem, self.leaf = path, problem, leaf
+        self.path, self.problem, self.leaf, self.leaves = path, problem, leaf, leaves
 
 
 @dataclass(frozen=True)

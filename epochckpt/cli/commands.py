@@ -242,7 +242,8 @@ def _plain(one: Verification) -> dict[str, Any]:
 
     def place(error: EpochCheckpointError) -> dict[str, Any]:
         path, leaf, problem = (getattr(error, name, None) for name in ("path", "leaf", "problem"))
-        return {"path": path or "", "leaf": leaf, "problem": problem or str(error)}
+        leaves = getattr(error, "leaves", 1)
+        return {"path": path or "", "leaf": leaf, "leaves": leaves, "problem": problem or str(error)}
 
     damage, view = (list(map(place, errors)) for errors in (one.damage, one.view_damage))
     rest = {"nbytes": one.nbytes, "note": one.note, "damage": damage, "view_damage": view}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import pickle
 from typing import Any
 
 import jax
@@ -374,3 +375,21 @@ def test_item_kinds_of_stock_orbax(tmp_path: pathlib.Path) -> None:
         assert manager.item_kinds(0) == {"a": "arrays", "b": "files"}
     with ec.CheckpointManager(tmp_path / "one") as manager:
         assert manager.item_kinds(0) == {"default": "arrays"}
+
+
+def test_damage_of_a_block_that_many_leaves_share_is_blamed_on_none_of_them(tmp_path: pathlib.Path) -> None:
+    """A single bit of the last leaf: any of them may be the one. A leaf with a block of its own is named."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=Save({f"leaf{n:02}": np.full(5, n) for n in range(30)} | {"empty": np.zeros(0)}))
+        manager.save(2, args=Save({"x": np.ones(5)}))
+        manager.wait_until_finished()
+        flip(tmp_path, 1)
+        flip(tmp_path, 2)
+        with pytest.raises(DamagedError, match=r"default\.safetensors, leaf 'x': bytes") as one:
+            manager.restore(2)
+        with pytest.raises(
+            DamagedError, match=r"default\.safetensors, one of 30 leaves from 'leaf00' on: bytes"
+        ) as many:
+            manager.restore(1)
+    assert (one.value.leaf, one.value.leaves) == ("x", 1)
+    assert pickle.loads(pickle.dumps(many.value)).leaves == 30
