@@ -14,37 +14,94 @@
 
 A package imports only packages above it in this list; `tests/repo/test_packages.py` checks it. Beside them lie the
 modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`, `caffe2`) and a few
-private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_text`, `_units`, `_settings`).
+private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_lazy`, `_text`, `_units`,
+`_settings`). What takes long to import (jax, Orbax) is imported when it is used, see `_lazy`.
 """
 
-from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
-from epochckpt.errors import EpochCheckpointError, EpochDeletedError
-from epochckpt.inspection.directory import inspect
-from epochckpt.inspection.runs import inspect_runs
-from epochckpt.jobs import (
-    Cluster,
-    CopyUpload,
-    DistributedSession,
-    Job,
-    JobRunner,
-    LocalHostScheduler,
-    LocalSession,
-    Node,
-    RunResult,
-    Task,
-    TaskGroup,
-    UploadTaskGroupBuilder,
-    Workspace,
-    epoch_limiter,
-)
-from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, PREEMPTED_EXIT_CODE, UNSAVED_EXIT_CODE
-from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveResult, Verification
-from epochckpt.manager.evaluator import attach_metrics, follow
-from epochckpt.manager.export import Exported, export
-from epochckpt.manager.import_files import ImportedLeaf, ImportPlan, import_, plan_import
-from epochckpt.manager.repair import repair_head, repair_view
-from epochckpt.options import StorageOptions
-from epochckpt.v1 import training
+from typing import TYPE_CHECKING
+
+from epochckpt._lazy import names_of
+
+if TYPE_CHECKING:
+    from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
+    from epochckpt.errors import EpochCheckpointError, EpochDeletedError
+    from epochckpt.inspection.directory import inspect
+    from epochckpt.inspection.runs import inspect_runs
+    from epochckpt.jobs import (
+        Cluster,
+        CopyUpload,
+        DistributedSession,
+        Job,
+        JobRunner,
+        LocalHostScheduler,
+        LocalSession,
+        Node,
+        RunResult,
+        Task,
+        TaskGroup,
+        UploadTaskGroupBuilder,
+        Workspace,
+        epoch_limiter,
+    )
+    from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, PREEMPTED_EXIT_CODE, UNSAVED_EXIT_CODE
+    from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveResult, Verification
+    from epochckpt.manager.evaluator import attach_metrics, follow
+    from epochckpt.manager.export import Exported, export
+    from epochckpt.manager.import_files import ImportedLeaf, ImportPlan, import_, plan_import
+    from epochckpt.manager.repair import repair_head, repair_view
+    from epochckpt.options import StorageOptions
+    from epochckpt.v1 import training
+else:
+    __getattr__ = names_of(
+        __name__,
+        {
+            "args": "",
+            "caffe2": "",
+            "errors": "",
+            "flags": "",
+            "metadata": "",
+            "policy": "",
+            "stop": "",
+            "EpochCheckpointError": "errors",
+            "EpochDeletedError": "errors",
+            "inspect": "inspection.directory",
+            "inspect_runs": "inspection.runs",
+            "Cluster": "jobs",
+            "CopyUpload": "jobs",
+            "DistributedSession": "jobs",
+            "Job": "jobs",
+            "JobRunner": "jobs",
+            "LocalHostScheduler": "jobs",
+            "LocalSession": "jobs",
+            "Node": "jobs",
+            "RunResult": "jobs",
+            "Task": "jobs",
+            "TaskGroup": "jobs",
+            "UploadTaskGroupBuilder": "jobs",
+            "Workspace": "jobs",
+            "epoch_limiter": "jobs",
+            "FENCED_OFF_EXIT_CODE": "jobs.result",
+            "PREEMPTED_EXIT_CODE": "jobs.result",
+            "UNSAVED_EXIT_CODE": "jobs.result",
+            "CheckpointManager": "manager",
+            "EpochStatus": "manager",
+            "NodeStatus": "manager",
+            "SaveResult": "manager",
+            "Verification": "manager",
+            "attach_metrics": "manager.evaluator",
+            "follow": "manager.evaluator",
+            "Exported": "manager.export",
+            "export": "manager.export",
+            "ImportedLeaf": "manager.import_files",
+            "ImportPlan": "manager.import_files",
+            "import_": "manager.import_files",
+            "plan_import": "manager.import_files",
+            "repair_head": "manager.repair",
+            "repair_view": "manager.repair",
+            "StorageOptions": "options",
+            "training": "v1",
+        },
+    )
 
 __version__ = "0.1.0"
 

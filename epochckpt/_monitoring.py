@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from absl import logging
-from jax import monitoring
 
 from epochckpt import _threads
+from epochckpt._lazy import jax
 from epochckpt.errors import say
 
 P = ParamSpec("P")
@@ -36,17 +36,17 @@ _hangs: _threads.Future[None] | None = None  # a delivery that was given up
 
 def event(name: str, **tags: str | int) -> None:
     """Something has happened."""
-    _record(monitoring.record_event, (name,), (), tags)
+    _record(jax.monitoring.record_event, (name,), (), tags)
 
 
 def secs(value: float, *names: str, **tags: str | int) -> None:
     """Something took so many seconds, under all of these names."""
-    _record(monitoring.record_event_duration_secs, names, (value,), tags)
+    _record(jax.monitoring.record_event_duration_secs, names, (value,), tags)
 
 
 def number(value: float, *names: str, **tags: str | int) -> None:
     """A figure, under all of these names."""
-    _record(monitoring.record_scalar, names, (value,), tags)
+    _record(jax.monitoring.record_scalar, names, (value,), tags)
 
 
 def numbers(figures: Sequence[tuple[str, float]]) -> None:
@@ -112,7 +112,7 @@ def _call_listeners() -> None:
 
 def _call_each(_: str, figures: Sequence[tuple[str, float]]) -> None:
     for name, value in figures:
-        _call(monitoring.record_scalar, name, (value,), {})
+        _call(jax.monitoring.record_scalar, name, (value,), {})
 
 
 def _call(record: Callable[..., None], name: str, values: tuple[Any, ...], tags: dict[str, str | int]) -> None:

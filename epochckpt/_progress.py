@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar
 
-import jax
-
 from epochckpt import _threads
+from epochckpt._lazy import jax
 from epochckpt._text import shown
 
 P = ParamSpec("P")

@@ -44,9 +44,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from orbax.checkpoint import v1
-from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
-
 from epochckpt._text import readable
 from epochckpt._units import several
 
@@ -84,7 +81,19 @@ class WorkspaceAttributeError(InvalidArgumentError, AttributeError):
     """A workspace has no such attribute: it keeps blobs as `ws["best"]`, and live objects as `ws.live.best`."""
 
 
-class EpochNotFoundError(EpochCheckpointError, v1.training.errors.StepNotFoundError):
+class _StepNotFound(FileNotFoundError):
+    """Stands for `StepNotFoundError` of Orbax's v1, see `join_orbax`."""
+
+
+class _StepAlreadyExists(ValueError):
+    """Stands for Orbax's `StepAlreadyExistsError`."""
+
+
+class _StepAlreadyExistsV1(FileExistsError):
+    """Stands for `StepAlreadyExistsError` of Orbax's v1."""
+
+
+class EpochNotFoundError(EpochCheckpointError, _StepNotFound):
     """The `directory` has no such committed `epoch` (None: not any); `available` are those that it has, ascending."""
 
     def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
@@ -108,12 +117,25 @@ class EpochDeletedError(EpochNotFoundError):
         self.epoch, self.directory, self.available = epoch, directory, []
 
 
-class EpochExistsError(EpochCheckpointError, StepAlreadyExistsError):
+class EpochExistsError(EpochCheckpointError, _StepAlreadyExists):
     """The epoch exists already; `allow_overwrite` lets the next save replace it."""
 
 
-class StepExistsError(EpochExistsError, v1.training.errors.StepAlreadyExistsError):
+class StepExistsError(EpochExistsError, _StepAlreadyExistsV1):
     """The same from Orbax's v1 interface; `overwrite=True` lets a save take the epoch's place."""
+
+
+def join_orbax() -> None:
+    """Makes these errors those of Orbax, too: `except` clauses of its users catch them.
+
+    The managers call it when they are imported. What only looks at a directory does not wait for Orbax's import.
+    """
+    from orbax.checkpoint import v1
+    from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+    EpochNotFoundError.__bases__ = (EpochCheckpointError, v1.training.errors.StepNotFoundError)
+    EpochExistsError.__bases__ = (EpochCheckpointError, StepAlreadyExistsError)
+    StepExistsError.__bases__ = (EpochExistsError, v1.training.errors.StepAlreadyExistsError)
 
 
 class NotACheckpointDirectoryError(EpochCheckpointError, NotADirectoryError):
@@ -166,13 +188,17 @@ class FormatVersionError(EpochCheckpointError, ValueError):
 class DamagedError(EpochCheckpointError, ValueError):
     """Bytes on storage differ from what was written.
 
-    See `path`, relative to the checkpoint directory, `problem`, and `leaf`, which is None for bytes of no leaf.
+    See `path`, relative to the checkpoint directory, `problem`, and `leaf`, which is None for bytes of no leaf. Small
+    leaves share a checksum: with `leaves` greater than 1 it is one of so many, of which `leaf` is the first.
     """
 
-    def __init__(self, path: str, problem: str, leaf: str | None = None):
-        where = path if leaf is None else f"{path}, leaf {readable(leaf)!r}"
+    def __init__(self, path: str, problem: str, leaf: str | None = None, leaves: int = 1):
+        where = path
+        if leaf is not None:
+            one = f"one of {leaves} leaves from {readable(leaf)!r} on" if leaves > 1 else f"leaf {readable(leaf)!r}"
+            where = f"{path}, {one}"
         super().__init__(f"{where}: {problem}")
-        self.path, self.problem, self.leaf = path, problem, leaf
+        self.path, self.problem, self.leaf, self.leaves = path, problem, leaf, leaves
 
 
 @dataclass(frozen=True)
@@ -393,6 +419,11 @@ def unreadable(path: str, error: OSError) -> Exception:
 def say(error: BaseException) -> str:
     """An error's text, with its type where the text alone says little."""
     return str(error) if isinstance(error, OSError | EpochCheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def advise(error: BaseException, advice: str) -> None:
+    """Lets the message of an error end with what to do."""
+    error.args = (f"{error}. {advice}", *error.args[1:])
 
 
 def as_save_error(epoch: int, error: BaseException) -> SaveError:

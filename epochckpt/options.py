@@ -214,7 +214,7 @@ class StorageOptions:
             the late nodes. A node that reported an older save late gets as much more time as it was late: nodes that
             do not compute in step stay behind after a pause.
         open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
-        restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.
+        restore_timeout_secs: how long a restore waits for the votes of the other processes.
         restore_memory_limit_bytes: about how much host memory a restore of arrays on devices may need beyond its
             result. It reads as many leaves at a time as that allows, and lets their memory go when they are on their
             devices. A single leaf may need more: what the devices of this process hold of it. None: all leaves at once,
@@ -224,7 +224,7 @@ class StorageOptions:
             cache, from which processes on the same host restore it faster than from a disk. See docs/speed.md.
         broadcast_restore: whether the processes of a job share what they read: of what several of them need, such as
             replicated arrays, each reads and verifies a part, and a collective spreads it, so that every byte is read
-            once. All processes then make every restore alike, with the same targets. None: if
+            once. All processes then restore with the same targets. None: if
             `CheckpointManagerOptions.single_host_load_and_broadcast` asks for it. With `local_disks` never.
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt, on file
             systems and, after the commit, in buckets of Google Cloud Storage.

@@ -241,11 +241,15 @@ class NodeFile:
             self.epoch.check_present(f"{self.path} changed")
             start, end = self._bounds(block)
             problem = f"bytes {start}-{end} differ from what was written (xxh3 {self._sums[block]}, found {found})"
-            raise DamagedError(self.path, problem, self._leaf_at(start))
+            raise DamagedError(self.path, problem, self._leaf_at(start), self._leaves_in(start, end))
 
     def _leaf_at(self, offset: int) -> str | None:
         """The leaf whose bytes lie at an offset; None where there is none."""
         return None
+
+    def _leaves_in(self, start: int, end: int) -> int:
+        """How many leaves have bytes between two offsets."""
+        return 1
 
 
 class CarriedFile(NodeFile):
@@ -420,3 +424,9 @@ class ArrayFile(NodeFile):
             return None
         cell = min(int(np.searchsorted(self.offsets, offset, side="right")) - 1, len(self.part.leaves) - 1)
         return self.item.leaves[int(self.part.leaves[cell])].name
+
+    def _leaves_in(self, start: int, end: int) -> int:
+        first, last = np.searchsorted(self.offsets, [start, end - 1], side="right") - 1
+        cells = slice(max(int(first), 0), int(last) + 1)
+        sized = np.diff(self.offsets)[cells] > 0  # others have no bytes that could be damaged
+        return max(len(np.unique(self.part.leaves[cells][sized])), 1)

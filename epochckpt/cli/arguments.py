@@ -1,18 +1,21 @@
 """The parser of the command line: commands, options, help."""
 
+from __future__ import annotations
+
 import argparse
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epochckpt import _units
 from epochckpt.cli import changes, commands, watch
-from epochckpt.cli.output import Output
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
-from epochckpt.manager import export as exporting
-from epochckpt.manager import import_files as importing
+from epochckpt.manager.formats import EXPORTED, IMPORTED
 from epochckpt.options import BucketSettings
+
+if TYPE_CHECKING:
+    from epochckpt.cli.output import Output
 
 EXIT_CODES = """\
 exit codes:
@@ -241,7 +244,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     _change(add)
     add("--epoch", metavar="N", type=count, help="its number; default: the next one, from 0")
     add("--item", metavar="NAME", default=paths.DEFAULT_ITEM, help="the item that holds it; default: %(default)s")
-    add("--format", choices=importing.FORMATS, help="of the file; default: by its name, or its first bytes")
+    add("--format", choices=IMPORTED, help="of the file; default: by its name, or its first bytes")
     add("--separator", metavar="TEXT", default=".", help="safetensors: splits names into keys; default: .")
     _selection(add)
     add("--limit", metavar="N", type=count, default=50, help="list N leaves; 0: all; default: 50")
@@ -254,7 +257,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     )
     add("epoch", metavar="EPOCH", type=epoch, help=_EPOCH)
     add("destination", metavar="DEST", help="a local folder that is missing or empty")
-    add("--format", choices=exporting.FORMATS, required=True, help="what to write")
+    add("--format", choices=EXPORTED, required=True, help="what to write")
     add("--item", metavar="NAME", help="this item only")
     _selection(add)
     add("--separator", metavar="TEXT", default=".", help="safetensors: joins keys to names; default: .")

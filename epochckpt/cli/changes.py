@@ -3,27 +3,30 @@
 They refuse a directory in which a run may be alive, see `epochckpt.manager.changes`.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from epochckpt import _progress, _units
 from epochckpt.cli.commands import epoch_of, only_cpu, opened, options_of
 from epochckpt.cli.output import FOUND, OK, Output
-from epochckpt.commit import Commits
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import scan
 from epochckpt.inspection.blocks import Block, Column, Line, Span, Summary, Tone, problems, table
-from epochckpt.inspection.directory import Inspection
 from epochckpt.inspection.directory_views import noun, several
 from epochckpt.inspection.rows import DAMAGED, MIRROR, EpochRow
 from epochckpt.inspection.text import render
-from epochckpt.manager import CheckpointManager
-from epochckpt.manager.changes import DirectoryCopy, changing, check_both_changeable, check_changeable
-from epochckpt.manager.import_files import plan_import
 from epochckpt.storage import open_store
 from epochckpt.tiers import read_ledger
+
+if TYPE_CHECKING:
+    from epochckpt.commit import Commits
+    from epochckpt.inspection.directory import Inspection
+    from epochckpt.manager import CheckpointManager
 
 _UNCHANGED = Line(Span("Nothing was changed; --yes does it.", Tone.FAINT))
 
@@ -133,6 +136,8 @@ def cp(args: argparse.Namespace, output: Output) -> int:
     rows = {row.epoch: row for row in run.epochs()}
     chosen = {epoch_of(run, epoch, output).epoch for epoch in args.epochs} or rows.keys()
     _destination(args, args.destination)
+    from epochckpt.manager.changes import DirectoryCopy
+
     copy = DirectoryCopy(
         run.commits,
         args.destination,
@@ -161,12 +166,16 @@ def import_(args: argparse.Namespace, output: Output) -> int:
     only_cpu()
     commits = _destination(args, args.directory)
     if commits is not None:
+        from epochckpt.manager.changes import check_changeable
+
         check_changeable(commits, args.take_over)
     epoch = args.epoch
     if epoch is None:
         epoch = max(commits.list_epochs() if commits is not None else [], default=-1) + 1
     asked = {name: getattr(args, name) for name in ("format", "item", "separator", "include", "exclude", "dtype")}
     options = dataclasses.replace(options_of(args), read_only=False)
+    from epochckpt.manager.import_files import plan_import
+
     plan = plan_import(args.source, args.directory, epoch, **asked, rename=dict(args.rename) or None, options=options)
     unit = args.unit or ("epoch" if commits is None else scan.unit_of(commits))
     if args.yes:
@@ -200,12 +209,16 @@ def import_(args: argparse.Namespace, output: Output) -> int:
 def _directory(args: argparse.Namespace) -> Inspection:
     """The directory of a command, if it may be changed."""
     commits = scan.open_commits(args.directory, options_of(args))  # which refuses the folder of a single epoch
+    from epochckpt.manager.changes import check_both_changeable
+
     check_both_changeable(commits, args.mirror, args.take_over)
     return opened(args)
 
 
 def _changing(args: argparse.Namespace) -> contextlib.AbstractContextManager[CheckpointManager]:
     only_cpu()
+    from epochckpt.manager.changes import changing
+
     return changing(args.directory, options_of(args), args.mirror, take_over=args.take_over)
 
 

@@ -1,17 +1,18 @@
 """The commands, but for `watch`: each prints its answer and returns the exit code. `--help` shows their docstrings."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import orbax.checkpoint as ocp
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from epochckpt import _progress, _units
+from epochckpt._lazy import jax, ocp
 from epochckpt.cli.output import FOUND, OK, UNREACHABLE, VIEW, Output
 from epochckpt.errors import (
     AccessError,
@@ -26,18 +27,18 @@ from epochckpt.errors import (
 from epochckpt.inspection import directory_views, leaf_views, views
 from epochckpt.inspection.blocks import Block, Facts, Span, Tone
 from epochckpt.inspection.directory import Inspection, inspect
-from epochckpt.inspection.epoch import EpochInspection
 from epochckpt.inspection.gc import Garbage, collect
 from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail
 from epochckpt.inspection.runs import inspect_runs
 from epochckpt.inspection.select import narrowed
 from epochckpt.inspection.text import BAD, FAINT, GOOD, HEAD, WARN, Fact, render, safe
 from epochckpt.inspection.tree import ALL, Folding
-from epochckpt.manager import Verification, status
-from epochckpt.manager import export as exporting
-from epochckpt.manager import repair as repairing
-from epochckpt.manager.selection import say_cast
+from epochckpt.manager import Verification
+from epochckpt.manager.status import NO_VIEW
 from epochckpt.options import StorageOptions
+
+if TYPE_CHECKING:
+    from epochckpt.inspection.epoch import EpochInspection
 
 _CHILDREN = 40  # shown of one group of a tree, where a depth is asked for
 _DAMAGE = 20  # places of an epoch that are listed
@@ -52,6 +53,12 @@ def options_of(args: argparse.Namespace) -> ocp.CheckpointManagerOptions:
     )
 
 
+def naming_of(args: argparse.Namespace) -> ocp.CheckpointManagerOptions | None:
+    """The same; None for the default."""
+    named = args.step_prefix is not None or args.step_format_fixed_length is not None
+    return options_of(args) if named else None
+
+
 def only_cpu() -> None:
     """Has jax start no other backend: a second process on an accelerator breaks the training beside it."""
     jax.config.update("jax_platforms", "cpu")
@@ -60,7 +67,7 @@ def only_cpu() -> None:
 def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection:
     """The directory of a command, or another one that it names."""
     metric = args.metric[0] if args.metric and len(args.metric) == 1 else args.metric
-    asked = {"metric": metric, "mode": args.mode, "options": options_of(args), "unit": args.unit}
+    asked = {"metric": metric, "mode": args.mode, "options": naming_of(args), "unit": args.unit}
     return inspect(directory or args.directory, **asked, mirror=args.mirror if directory is None else None)
 
 
@@ -91,7 +98,7 @@ def ls(args: argparse.Namespace, output: Output) -> int:
     except NotACheckpointDirectoryError as error:
         try:
             metric = args.metric[0] if args.metric else None
-            runs = inspect_runs(args.directory, metric=metric, mode=args.mode, options=options_of(args)).overview()
+            runs = inspect_runs(args.directory, metric=metric, mode=args.mode, options=naming_of(args)).overview()
         except NotACheckpointDirectoryError:
             raise error from None
         output.rows(runs, lambda: render(views.of(runs)))
@@ -215,10 +222,12 @@ def verify(args: argparse.Namespace, output: Output) -> int:
 
 def _repaired(run: Inspection, one: Verification, output: Output) -> Verification:
     """Repairs an epoch's Orbax view if it is damaged or missing; returns what is known of the epoch after that."""
-    if not one.view_damage and one.note != status.NO_VIEW:
+    from epochckpt.manager.repair import repair as repair_view
+
+    if not one.view_damage and one.note != NO_VIEW:
         return one
     try:
-        made = repairing.repair(run.commits, one.epoch)
+        made = repair_view(run.commits, one.epoch)
     except EpochNotFoundError:
         raise
     except EpochCheckpointError as error:
@@ -233,7 +242,8 @@ def _plain(one: Verification) -> dict[str, Any]:
 
     def place(error: EpochCheckpointError) -> dict[str, Any]:
         path, leaf, problem = (getattr(error, name, None) for name in ("path", "leaf", "problem"))
-        return {"path": path or "", "leaf": leaf, "problem": problem or str(error)}
+        leaves = getattr(error, "leaves", 1)
+        return {"path": path or "", "leaf": leaf, "leaves": leaves, "problem": problem or str(error)}
 
     damage, view = (list(map(place, errors)) for errors in (one.damage, one.view_damage))
     rest = {"nbytes": one.nbytes, "note": one.note, "damage": damage, "view_damage": view}
@@ -288,7 +298,9 @@ def repair(args: argparse.Namespace, output: Output) -> int:
     For a record that is lost or damaged, and for epochs that were copied into the directory. Nothing is removed, and
     nothing is written without --yes.
     """
-    found = repairing.repair_head(args.directory, write=args.yes, options=options_of(args))
+    from epochckpt.manager.repair import repair_head
+
+    found = repair_head(args.directory, write=args.yes, options=options_of(args))
 
     def lines() -> Iterator[RenderableType]:
         if found.problem:
@@ -329,6 +341,9 @@ def _garbage(found: Garbage, deleted: bool, unit: str) -> Iterator[RenderableTyp
 def export(args: argparse.Namespace, output: Output) -> int:
     """Write an epoch, or some of its leaves, as a stock Orbax checkpoint or as safetensors, every byte verified."""
     only_cpu()  # Orbax asks jax for its devices, to name a single one
+    from epochckpt.manager.export import export as write  # with jax and Orbax, which the other commands need not
+    from epochckpt.manager.selection import say_cast
+
     epoch = epoch_of(opened(args), args.epoch, output)
     asked: dict[str, Any] = {"item": args.item, "separator": args.separator, "skip_unsupported": args.skip_unsupported}
     chosen = {"include": args.include, "exclude": args.exclude, "rename": dict(args.rename), "dtype": args.dtype}
@@ -337,7 +352,7 @@ def export(args: argparse.Namespace, output: Output) -> int:
     asked |= {"max_file_bytes": args.max_file_size} if args.max_file_size else {}
     row = epoch.plain_row()
     with _progress.work(f"exporting {row.unit} {epoch.epoch}", None if any(chosen.values()) else row.nbytes):
-        done = exporting.export(args.directory, epoch.epoch, args.destination, args.format, **asked)
+        done = write(args.directory, epoch.epoch, args.destination, args.format, **asked)
 
     def view() -> Iterator[RenderableType]:
         what = f"{row.unit} {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in "

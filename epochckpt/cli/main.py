@@ -1,5 +1,7 @@
 """The command `epochckpt`: from what was typed to an exit code. See `epochckpt --help`, and docs/inspect.md."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import importlib.metadata

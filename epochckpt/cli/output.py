@@ -1,5 +1,7 @@
 """Where the command line writes: rows to stdout as text or JSON, remarks to stderr."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import sys

@@ -1,5 +1,7 @@
 """`epochckpt watch`: a live run, as lines, with the saves that are under way below them on a terminal."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import dataclasses

@@ -4,20 +4,24 @@ The commit record never changes. A file names the attempt that it is about, so t
 replaced, or quarantined and saved anew, do not count for the new one. Its bytes are sealed as those of every record.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import errors
-from epochckpt.commit.protocol import Commits
 from epochckpt.format import EpochRecord, checksums, codec, parsing, paths
 from epochckpt.format.codec import stored
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt._lazy import ocp
+    from epochckpt.commit.protocol import Commits
+    from epochckpt.storage import Store
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 MAX_HEAD_BYTES = 2**14  # of the same on object stores, whose head has the metrics of all epochs

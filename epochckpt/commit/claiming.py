@@ -9,6 +9,8 @@ Guarantees:
   for each save until every process has reported once.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json
@@ -18,16 +20,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from absl import logging
 
 from epochckpt import _units
-from epochckpt.commit.hosts import Hosts
-from epochckpt.commit.protocol import Commits
 from epochckpt.errors import AccessError, FencedError, InvalidArgumentError
 from epochckpt.format import checksums
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.commit.hosts import Hosts
+    from epochckpt.commit.protocol import Commits
+    from epochckpt.storage import Store
 
 _MAX_BYTES = 4096
 

@@ -260,7 +260,7 @@ class Calls:
         return self.answer(call, decided, timeout_secs)
 
     @contextlib.contextmanager
-    def vote(self, candidates: Sequence[int], timeout_secs: float) -> Generator[tuple[list[int], str]]:
+    def vote(self, call: str, candidates: Sequence[int], timeout_secs: float) -> Generator[tuple[list[int], str]]:
         """A vote on epochs, see `restore_vote`: gives the primary's candidates, and the prefix of this vote's keys.
 
         A vote that ends because a process did not come does not count as a call.
@@ -268,7 +268,7 @@ class Calls:
         if self._coordinator.processes == 1:
             yield list(candidates), ""
             return
-        call, key = "restore(None)", ""
+        key = ""
         if self._coordinator.primary:
             self._votes += 1
             base, key = self._next(call)

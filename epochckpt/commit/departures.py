@@ -6,17 +6,22 @@ saved under this number before. Wherever a run ends in between, the next claim g
 store makes itself; an object goes only when its copy is there.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from absl import logging
 
-from epochckpt.commit.head_record import Head, Leaving
 from epochckpt.errors import StorageError
 from epochckpt.format import paths
 from epochckpt.orbax import steps
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.commit.head_record import Head, Leaving
+    from epochckpt.storage import Store
 
 _REMOVED = 1000  # objects between two looks at the head
 

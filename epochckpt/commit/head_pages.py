@@ -11,6 +11,8 @@ later head names one of these: a change names only pages of the head before it, 
 since it read that.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 from epochckpt.commit.head_record import SECTIONS, Head, Page, PageEntry

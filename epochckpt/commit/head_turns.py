@@ -6,14 +6,17 @@ attachments wait for saves, and all that are waiting go with one change. Between
 at different times, so that nearly each write of a save finds the object free: attaching takes longer instead.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import threading
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from epochckpt.storage import Store
+if TYPE_CHECKING:
+    from epochckpt.storage import Store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import TYPE_CHECKING
 
-from epochckpt.commit.protocol import Commits
 from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import stored
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.commit.protocol import Commits
+    from epochckpt.storage import Store
 
 
 @dataclasses.dataclass(frozen=True)

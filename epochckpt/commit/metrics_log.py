@@ -13,14 +13,16 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from absl import logging
 
 from epochckpt.errors import DamagedError, FormatError
 from epochckpt.format import checksums, codec, paths
 from epochckpt.format.codec import stored
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.storage import Store
 
 COLLECTED = 100  # lines that the head of an object store collects, before they move to a part
 COLLECTED_BYTES = 2**14  # of the same

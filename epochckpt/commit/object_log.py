@@ -6,17 +6,21 @@ object that never changes. Which lines it has follows from the lines and from th
 says: whoever moves them, be it late or twice, writes the same part.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epochckpt import _threads
 from epochckpt.commit import attached_metrics, metrics_log
-from epochckpt.commit.head_record import Head
 from epochckpt.commit.metrics_log import COLLECTED, Line
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import EpochRecord, paths
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.commit.head_record import Head
+    from epochckpt.storage import Store
 
 
 class ObjectLog:

@@ -3,19 +3,24 @@
 Another process may change the head meanwhile: `orbax.object_view` says what then holds.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Collection, Container
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from epochckpt import _threads
-from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import Views, object_view
 from epochckpt.orbax.steps import COMMIT
-from epochckpt.orbax.view import View
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.commit.head_record import Head, HeadEpoch
+    from epochckpt.orbax.view import View
+    from epochckpt.storage import Store
 
 
 class ObjectViews:

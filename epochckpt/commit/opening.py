@@ -19,12 +19,11 @@ from epochckpt import _monitoring, errors
 from epochckpt._threads import Deadline
 from epochckpt.commit import attached_metrics, auto_interval, coordination, disks, host_record
 from epochckpt.commit.auto_interval import SaveCost
-from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.coordination import Coordinator
 from epochckpt.commit.disks import Disk, Together
 from epochckpt.commit.host_record import HostRecord
+from epochckpt.commit.kinds import commits_of
 from epochckpt.commit.protocol import Commits, ReplaceCondition
-from epochckpt.commit.rename import RenameCommits
 from epochckpt.format import EpochRecord, Nodes, RunEntry, checksums, paths
 from epochckpt.format.nodes import check_names
 from epochckpt.format.records import RUN_ROWS
@@ -131,11 +130,6 @@ class Opened:
     survey: Survey
     refused: errors.AccessError | None  # on the primary: why this user may not write there, if that can be seen
     host: HostRecord | None = None  # of a directory on a disk of this process's own
-
-
-def commits_of(store: Store, names: StepNames) -> Commits:
-    """How attempts become epochs on this store."""
-    return RenameCommits(store, names) if store.renames else PutCommits(store, names)
 
 
 def _commits_at(

@@ -18,6 +18,8 @@ folder that `todelete_subdir` names. In names `/` is `%2F`.
 owner. At its end the run gives its home that name again, and then removes it. A newer run removes what has such a name.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import io
@@ -25,13 +27,16 @@ import os
 import re
 import urllib.parse
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from absl import logging
 
 from epochckpt.errors import UncertainError
 from epochckpt.format import paths
-from epochckpt.storage import Store
 from epochckpt.storage.store import check_path
+
+if TYPE_CHECKING:
+    from epochckpt.storage import Store
 
 _MOVING = re.compile(r"moving-[0-9a-f]{16}-(.+)\Z")
 _REMOVED = re.compile(r"removed-[0-9a-f]{16}(?:-(.+))?\Z")

@@ -17,24 +17,28 @@ A rollback quarantines every later epoch, and the next save of its number quaran
 replaced only if the caller allows it (`ReplaceCondition`).
 """
 
+from __future__ import annotations
+
 import abc
 import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
 from epochckpt import errors
 from epochckpt.commit import metrics_log
-from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.format import EpochRecord, codec, parsing, paths
 from epochckpt.format.codec import stored
 from epochckpt.orbax import StepNames, steps
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.commit.head_record import HeadEpoch
+    from epochckpt.storage import Store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,15 @@ Guarantees:
 How folders come to their places, and what a kill on the way leaves, is in `placing`.
 """
 
+from __future__ import annotations
+
 import collections
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
@@ -26,8 +28,10 @@ from epochckpt.commit.metrics_log import Line
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.orbax import StepNames, Views, linked_view, step_names
-from epochckpt.storage import Entry, Store
 from epochckpt.storage.posix import owner_of, this_user
+
+if TYPE_CHECKING:
+    from epochckpt.storage import Entry, Store
 
 _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
 

@@ -1,4 +1,4 @@
-"""Which epoch `restore(None)` takes: the newest that every process can read, agreed by vote.
+"""Whether an epoch can be restored, agreed by vote; and which one `restore(None)` takes: the newest that can.
 
 Each process restores (and so verifies) its part of the candidate, and votes. The primary publishes that the epoch is
 accepted, or the first error. Guarantees:
@@ -20,6 +20,7 @@ from epochckpt.commit.coordination import Coordinator
 
 _MARGIN_SECS = 60.0
 _LOOKS = 16  # at a directory whose epochs are deleted again and again
+ALONE = "All processes of a job restore together; one that restores alone needs a manager with read_only=True"
 
 T = TypeVar("T")
 Look = tuple[Sequence[int], Mapping[int, str]]  # committed epochs, ascending, and the damage of others
@@ -61,7 +62,7 @@ def newest_readable(
         if not left:
             break
         epoch = left[-1]
-        value, error = _try(lambda epoch=epoch: restore(epoch), coordinator, f"{prefix}/{vote}", timeout_secs)
+        value, error = try_together(lambda epoch=epoch: restore(epoch), coordinator, f"{prefix}/{vote}", timeout_secs)
         if error is None:
             return epoch, value[0], rejected
         if not isinstance(error, errors.EpochNotFoundError):
@@ -83,10 +84,13 @@ def newest_readable(
     raise errors.DamagedError(directory, problem) from rejected.get(newest)
 
 
-def _try(
+def try_together(
     restore: Callable[[], T], coordinator: Coordinator, key: str, timeout_secs: float
 ) -> tuple[list[T], Exception | None]:
-    """Restores an epoch and votes; returns its value, and why it cannot be used, as all processes decide."""
+    """Restores an epoch and votes; returns its value, and why it cannot be used, as all processes decide.
+
+    An error that says nothing about the epoch is raised.
+    """
     value: list[T] = []
     mine: Exception | None = None
     try:
@@ -125,7 +129,7 @@ def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_s
             if not isinstance(silence, errors.CoordinationTimeoutError):
                 raise
             late = f"the primary, {coordinator.named([0])}, did not say within {patience(timeout_secs):g} s"
-            raise errors.CoordinationTimeoutError(f"{late} which epoch restore(None) takes") from None
+            raise errors.CoordinationTimeoutError(f"{late} whether all can restore the epoch") from None
         return errors.from_wire(verdict["error"]) if "error" in verdict else None
     # The primary waits for the votes, unless it rejects the epoch itself.
     answer = error
@@ -137,7 +141,7 @@ def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_s
             answer = next((e for e in bad if not _is_verdict(e)), bad[0])
         elif missing:
             late = coordinator.named(missing)
-            problem = f"{late} did not say within {timeout_secs:g} s whether it can restore"
+            problem = f"{late} did not say within {timeout_secs:g} s whether it can restore. {ALONE}"
             answer = errors.CoordinationTimeoutError(problem)
     coordinator.put(f"{key}/verdict/0", wire(answer))
     return answer

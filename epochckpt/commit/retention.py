@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import math
 import operator
 import time
 import weakref
@@ -28,6 +27,7 @@ from epochckpt.commit.auto_interval import Context, Pace
 from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.commit.opening import Survey
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
+from epochckpt.commit.ranking import best_of, rank
 from epochckpt.commit.run_clock import RunClock
 from epochckpt.errors import (
     DamagedError,
@@ -206,6 +206,11 @@ class History:
         """The attached metrics by epoch, as far as they are known; epochs without any are left out."""
         return {info.step: info.attached for info in list(self._committed.values()) if info.attached}
 
+    def reject(self, damaged: Mapping[int, ReplaceCondition]) -> None:
+        """Epochs have turned out to be damaged, as all processes know."""
+        self.damaged.update(damaged)
+        self.drop(damaged)
+
     def drop(self, epochs: Iterable[int]) -> None:
         self.remote -= {*epochs}
         for epoch in epochs:
@@ -254,22 +259,6 @@ def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | Non
         return rank(found, options.best_mode)
     except (TypeError, ValueError):  # another job may attach anything
         return _without_score(options, info, f"returns {found!r:.100}, which is no number,")
-
-
-def rank(value: float, mode: str) -> float:
-    """How good the value of a metric is by `mode`, `max` or `min`: larger is better, and NaN is worst."""
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond every float
-        number = math.inf if value > 0 else -math.inf
-    if math.isnan(number):
-        return -math.inf
-    return number if mode == "max" else -number
-
-
-def best_of(ranks: Mapping[int, float | None]) -> int | None:
-    """The epoch with the highest rank, the later of equals; None if no epoch has one."""
-    return max(((rank, epoch) for epoch, rank in ranks.items() if rank is not None), default=(0.0, None))[1]
 
 
 def _without_score(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: str) -> None:

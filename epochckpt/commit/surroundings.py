@@ -1,13 +1,18 @@
 """What lies beside the epochs that the head of a bucket names, in folders that are named like epochs."""
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError
 from epochckpt.format import parsing, paths
 from epochckpt.orbax import StepNames, object_view, steps
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.storage import Store
 
 _LOOKED_AT = 1000  # objects of a folder whose origin is not known
 

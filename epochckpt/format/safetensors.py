@@ -13,10 +13,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from epochckpt._lazy import jax, jnp
 from epochckpt.errors import FormatError, UnsupportedError
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import DTYPES, KeyPath, fits

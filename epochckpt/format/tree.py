@@ -5,6 +5,8 @@ dataclass), `f` flattened index (a custom node without keys). A leaf's *name* is
 are percent-escaped, so that `{"a/b": x}` and `{"a": {"b": x}}`, and the keys `1` and `"1"`, have different names.
 """
 
+from __future__ import annotations
+
 import collections
 import functools
 import math
@@ -14,11 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from epochckpt._lazy import jax, jnp
 from epochckpt.errors import FormatError, InvalidArgumentError
 from epochckpt.storage.mmap import Assembled
 
@@ -32,7 +33,6 @@ EMPTY_KINDS = frozenset({"none", "dict", "list", "tuple", "node"})
 INLINE_BYTES = 4096  # longer strings and bytes go to the data file
 _SAFE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '%/[]"\\')
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON joins two adjacent ones to one character
-_DictKey = jax.tree_util.DictKey
 _INT_LIKE = re.compile(r"-?\d+\Z")
 MAX_DEPTH = 256
 TIME_UNIT = r"(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
@@ -133,10 +133,11 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 def key_path(path: Sequence[Any]) -> KeyPath:
     """A key path of JAX in our form; InvalidArgumentError for a dict key that cannot be saved."""
     out: list[tuple[str, Any]] = []
+    dict_key = jax.tree_util.DictKey
     for entry in path:
-        if type(entry) is _DictKey and type(key := entry.key) is str:  # most keys
+        if type(entry) is dict_key and type(key := entry.key) is str:  # most keys
             out.append(("k", key))
-        elif isinstance(entry, _DictKey):
+        elif isinstance(entry, dict_key):
             key = entry.key
             if isinstance(key, np.generic):
                 key = key.item()

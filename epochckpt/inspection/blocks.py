@@ -9,10 +9,12 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from epochckpt import _units
-from epochckpt.inspection.tree import Branch
+
+if TYPE_CHECKING:
+    from epochckpt.inspection.tree import Branch
 
 T = TypeVar("T")
 

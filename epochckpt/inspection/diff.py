@@ -5,20 +5,24 @@ Leaves belong together by item, node and name. Values count, not bits: NaN equal
 epochs have them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from epochckpt import _units
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, say
 from epochckpt.inspection import rows, stats
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
-from epochckpt.manager import CheckpointReader
 
-Side = tuple[EpochDetail, CheckpointReader]
+if TYPE_CHECKING:
+    from epochckpt.manager import CheckpointReader
+
+Side: TypeAlias = "tuple[EpochDetail, CheckpointReader]"
 Progress = Callable[[int, int], None]
 T = TypeVar("T", LeafRow, FileRow)
 

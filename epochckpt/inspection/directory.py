@@ -12,10 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import orbax.checkpoint as ocp
-
 from epochckpt import _text
-from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.inspection import diff as diffing
@@ -23,11 +20,13 @@ from epochckpt.inspection import goodput, scan, usage, whole_run
 from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, MetricsView, UsageView
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, NEWER, EpochRow, Overview, RunMetrics
 from epochckpt.inspection.select import narrowed
-from epochckpt.manager.reader import epoch_number
-from epochckpt.tiers import Mirror, viewed
+from epochckpt.manager.numbers import epoch_number
 
 if TYPE_CHECKING:
+    from epochckpt._lazy import ocp
+    from epochckpt.commit import Commits
     from epochckpt.inspection.plots import Plots
+    from epochckpt.tiers import Mirror
 
 _LOOKS = 16  # at a directory whose chosen epoch is deleted again and again
 
@@ -115,7 +114,11 @@ class Inspection(Container):
 
     def viewed_mirror(self) -> Mirror | None:
         """The mirror that the caller has named, looked at now; None without one."""
-        return None if self._mirror is None else viewed(self._mirror, self.commits)
+        if self._mirror is None:
+            return None
+        from epochckpt.tiers import viewed  # with jax and Orbax, which a directory without a mirror needs not
+
+        return viewed(self._mirror, self.commits)
 
     @property
     def unit(self) -> str:

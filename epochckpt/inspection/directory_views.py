@@ -1,5 +1,7 @@
 """The views of a directory: its epochs at a glance, what takes up storage, what its runs have spent their time on."""
 
+from __future__ import annotations
+
 import collections
 import math
 import statistics
@@ -183,7 +185,8 @@ def runs(found: rows.RunsOverview) -> list[Block]:
     """Runs side by side: what goes on in each, and one metric of all of them."""
     now, metric = time.time_ns(), found.metric
     states = collections.Counter(row.state for row in found.runs)
-    tones = {rows.DAMAGED: Tone.BAD, "stale": Tone.WARN, "finished": Tone.GOOD}
+    tones = {rows.DAMAGED: Tone.BAD, "stale": Tone.WARN, "ended": Tone.WARN, "finished": Tone.GOOD}
+    tones["closed"] = Tone.PLAIN
     said: list[Words] = [_units.several(len(found.runs), "run", "runs")]
     said += [Span(f"{_units.count(count)} {name}", tones.get(name, Tone.LIVE)) for name, count in states.items()]
     said.append(_units.nbytes(sum(row.nbytes for row in found.runs)))
@@ -197,8 +200,10 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         return "" if row.committed_ns is None else _units.age((now - row.committed_ns) / 1e9)
 
     def newest(row: rows.DirectoryRow) -> Words:
-        points = row.history.get(metric, ())
-        return Span(_units.number(points[-1][1]), Tone.STRONG) if points else ""
+        value = row.metrics.get(metric)
+        if value is None:
+            return ""
+        return Span(_units.number(value), Tone.STRONG if math.isfinite(value) else Tone.BAD)
 
     def best(row: rows.DirectoryRow) -> Words:
         if row.best_value is None:
@@ -208,6 +213,9 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         if row.better is not None:
             where += f" ({_units.number(dict(row.history[metric])[row.better])} at {row.better}, deleted)"
         return Span(_units.number(row.best_value), tone), Span(where, Tone.FAINT)
+
+    def damage(row: rows.DirectoryRow) -> str:
+        return f"{len(row.damaged)} damaged" if row.damaged and row.state != rows.DAMAGED else ""
 
     def curve(row: rows.DirectoryRow) -> Cell:
         points = row.history.get(metric, ())
@@ -219,6 +227,7 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         (Column("run", 0, least=20), lambda row: Span(row.name, Tone.STRONG)),
         (Column("", 0), lambda row: Span(BEST if row.name == winner else "", Tone.GOOD)),
         (Column("state", 0), lambda row: Cell(Span(row.state, tones.get(row.state, Tone.LIVE)), tip=row.detail)),
+        (Column("", 0), lambda row: Cell(Span(damage(row), Tone.BAD), tip=damage(row) and "damaged epochs")),
         (
             Column("latest", 1, right=True, tip=" or ".join(units)),
             lambda row: "" if row.latest is None else str(row.latest),

@@ -7,11 +7,10 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from epochckpt import _text
 from epochckpt._text import readable
-from epochckpt.commit import Commits
 from epochckpt.errors import (
     DamagedError,
     EpochDeletedError,
@@ -22,8 +21,7 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.format import paths
-from epochckpt.inspection import describe, plain, scan, stats
-from epochckpt.inspection.leaf_reader import open_reader
+from epochckpt.inspection import plain, scan, stats
 from epochckpt.inspection.rows import (
     DAMAGED,
     NEWER,
@@ -44,14 +42,20 @@ from epochckpt.inspection.rows import (
     flat,
 )
 from epochckpt.inspection.select import narrowed, quoted
-from epochckpt.manager import CheckpointReader, Verification
-from epochckpt.manager.reader import ignore
-from epochckpt.tiers import Mirror
+
+if TYPE_CHECKING:
+    from epochckpt.commit import Commits
+    from epochckpt.manager import CheckpointReader, Verification
+    from epochckpt.tiers import Mirror
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that have been read since the last call."""
 
 T = TypeVar("T")
+
+
+def _ignore(nbytes: int) -> None:
+    """A progress callback that does nothing."""
 
 
 class Shown:
@@ -236,10 +240,17 @@ class EpochInspection(Container):
 
     def detail(self) -> EpochDetail:
         """The row, the items and their leaves."""
-        return describe.describe(self._commits, self.row, self._mirror())
+        return self._described_as(self.row)
+
+    def _described_as(self, row: EpochRow) -> EpochDetail:
+        from epochckpt.inspection.describe import describe  # with jax and Orbax, which a list of epochs needs not
+
+        return describe(self._commits, row, self._mirror())
 
     def leaves(self) -> CheckpointReader:
         """A reader of the leaves of the attempt that is committed now."""
+        from epochckpt.inspection.leaf_reader import open_reader
+
         try:
             return open_reader(self._commits, self.epoch, self._mirror())
         except EpochNotFoundError as error:
@@ -247,7 +258,7 @@ class EpochInspection(Container):
             raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error
 
     def _described(self) -> EpochDetail:
-        detail = describe.describe(self._commits, self.plain_row(), self._mirror())
+        detail = self._described_as(self.plain_row())
         if not detail.items and detail.row.state in (DAMAGED, NEWER):
             raise _unusable(detail.row)
         return detail
@@ -305,13 +316,13 @@ class EpochInspection(Container):
         reader, rows = self.leaves(), []
         for name, of, leaf in arrays:
             rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
-            (progress or ignore)(leaf.nbytes)
+            (progress or _ignore)(leaf.nbytes)
         return Table(rows)
 
     def verify(self, progress: Progress | None = None) -> Verification:
         """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
         self._commits.forget_records()
-        return self.leaves().verify(progress or ignore)
+        return self.leaves().verify(progress or _ignore)
 
     def _rows(self) -> EpochDetail:
         return self.detail()

@@ -9,13 +9,14 @@
   directory has named is not touched; age is that of the newest object.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
-
-import orbax.checkpoint as ocp
+from typing import TYPE_CHECKING
 
 from epochckpt import _threads, _units
 from epochckpt.commit import Commits, placing
@@ -27,6 +28,9 @@ from epochckpt.inspection import leftovers, objects, scan
 from epochckpt.inspection.leftovers import KEPT
 from epochckpt.inspection.rows import ATTEMPT, COMMITTED, DELETED, FOREIGN, OTHER, ROLLED_BACK, EpochRow, LeftoverRow
 from epochckpt.options import StorageOptions
+
+if TYPE_CHECKING:
+    from epochckpt._lazy import ocp
 
 DAY_SECS = 86400.0
 

@@ -6,11 +6,15 @@ writes nothing, so how much it had trained since its newest commit has a lower a
 
 from __future__ import annotations
 
-from epochckpt.commit import Commits
+from typing import TYPE_CHECKING
+
 from epochckpt.errors import EpochCheckpointError
-from epochckpt.format import RunEntry
 from epochckpt.inspection import scan
 from epochckpt.inspection.rows import Goodput, RunRow
+
+if TYPE_CHECKING:
+    from epochckpt.commit import Commits
+    from epochckpt.format import RunEntry
 
 
 def measure(commits: Commits) -> Goodput:

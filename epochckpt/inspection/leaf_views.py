@@ -1,5 +1,7 @@
 """The views of leaves: lines of a tree, the cut of arrays over nodes, statistics, and differences."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import math

@@ -5,13 +5,15 @@ The names are those of `commit.placing` in a run's staging folder, where `<epoch
 no symlink is followed. Ages are differences between the wall clock and the times of the file system.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os
 import re
 import stat
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from epochckpt import _units
 from epochckpt.commit import Commits, placing
@@ -19,7 +21,9 @@ from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
 from epochckpt.inspection import rows
 from epochckpt.inspection.rows import EpochRow, LeftoverRow, NodeRow
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.storage import Store
 
 MAX_ENTRIES = 100_000
 """A larger tree, which is hardly one of checkpoints, is measured up to here."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from epochckpt import _units
 from epochckpt.commit import attached_metrics
-from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.errors import AccessError, EpochCheckpointError
 from epochckpt.format import parsing, paths
@@ -19,7 +19,10 @@ from epochckpt.inspection import rows
 from epochckpt.inspection.leftovers import KEPT, LIVE_SECS, Leftovers, kind_of, silence
 from epochckpt.inspection.leftovers import progress as progress_of
 from epochckpt.inspection.rows import EpochRow, LeftoverRow, NodeRow
-from epochckpt.storage import File
+
+if TYPE_CHECKING:
+    from epochckpt.commit.conditional_put import PutCommits
+    from epochckpt.storage import File
 
 OWN = paths.HEAD.partition("/")[0]
 

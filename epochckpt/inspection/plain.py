@@ -4,6 +4,8 @@ Every row is an object of its dataclass's fields, in their order, and of its pro
 JSON lacks (NaN, infinities, halves of surrogate pairs, integers of more than a thousand digits) becomes text.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math

@@ -152,7 +152,9 @@ class DirectoryRow:
     """One run among several: a checkpoint directory."""
 
     name: str  # its path below the folder of all
-    state: str  # `training`, `saving`, `finished`, `stale` (no epoch for long), `empty`; DAMAGED if the newest epoch is
+    # `training`, `saving`, `finished`, `closed` (by its run, which did not say why), `ended` (its process has, without
+    # closing it), `stale` (no epoch for long), `empty`; DAMAGED if the newest epoch is
+    state: str
     detail: str = ""  # why
     epochs: int = 0
     nbytes: int = 0
@@ -163,6 +165,8 @@ class DirectoryRow:
     better: int | None = None  # an epoch that was better than that, and was deleted
     unit: str = "epoch"  # as in `Overview`
     history: Mapping[str, tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=dict)  # as in `Overview`
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the latest, NaN and infinity too
+    damaged: tuple[int, ...] = ()  # of the newest epochs, those that are damaged
 
 
 @dataclasses.dataclass(frozen=True)

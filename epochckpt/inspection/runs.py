@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import itertools
 import os
 import statistics
@@ -10,9 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import orbax.checkpoint as ocp
-
 from epochckpt import errors
+from epochckpt.commit import claiming
+from epochckpt.commit.metrics_log import numbers
 from epochckpt.inspection import leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import Container
@@ -20,6 +22,8 @@ from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, Di
 from epochckpt.storage import Store, open_store
 
 if TYPE_CHECKING:
+    from epochckpt._lazy import ocp
+    from epochckpt.commit import Commits
     from epochckpt.inspection.plots import RunsPlots
 
 _DEPTH = 4  # levels below the folder that are searched
@@ -105,13 +109,19 @@ class Runs(Container):
         def look(name: str) -> None:
             asked = {"metric": self._metric, "mode": self._mode, "limit": _NEWEST, "options": self._options}
             try:
-                found[name] = _row(name, scan.look(self._store.address_of(name), check=False, **asked))
+                address = self._store.address_of(name)
+                commits = scan.open_commits(address, self._options, single=True)
+                seen = scan.look(address, check=False, known=commits, **asked)
+                found[name] = _row(name, seen, _owners(commits))
             except (errors.EpochCheckpointError, OSError) as error:
                 problems[name] = errors.say(error)
 
-        self._store.each(look, self._names())
+        search = self._search()
+        self._store.each(look, search.found)
+        if search.left_out:
+            problems[self.directory] = search.left_out
         runs = tuple(row for _, row in sorted(found.items()))
-        counts = collections.Counter(name for row in runs for name in row.history)
+        counts = collections.Counter(name for row in runs for name in dict.fromkeys([*row.history, *row.metrics]))
         metric = self._metric or max(counts, key=lambda name: counts[name], default="")
         return RunsOverview(self.directory, runs, metric, self._mode, self._metric is not None, problems)
 
@@ -123,37 +133,84 @@ class Runs(Container):
         return RunsPlots(self.overview)
 
     def _names(self) -> Sequence[str]:
+        return self._search().found
+
+    def _search(self) -> _Search:
         with scan.access(self._store):
-            return sorted(_directories(self._store))
+            return _searched(self._store)
 
     def _rows(self) -> RunsOverview:
         return self.overview()
 
 
-def _directories(store: Store) -> Iterator[str]:
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The names of the checkpoint directories that a search has found; and, in words, what it left out."""
+
+    found: Sequence[str]
+    left_out: str = ""
+
+
+def _searched(store: Store) -> _Search:
     """The checkpoint directories below a folder, which is none itself; nothing is searched for inside of one."""
-    level, searched = [""], 0
-    for _ in range(_DEPTH):
-        below: list[str] = []
-        for folder in level:
-            for name, is_folder in leftovers.names(store, folder):
-                path = f"{folder}/{name}".lstrip("/")
-                if not is_folder or name.startswith(".") or searched >= _SEARCHED:
-                    continue
-                searched += 1
-                if suggest.holds_epochs(store, path):
-                    yield path
-                else:
-                    below.append(path)
-        level = below
+    walk = _walk(store, "", _DEPTH)
+    seen = list(itertools.islice(walk, _SEARCHED))
+    found = sorted(path for path, is_run in seen if is_run)
+    if next(walk, None) is None:
+        return _Search(found)
+    ((most, count),) = collections.Counter(os.path.dirname(path) for path, _ in seen).most_common(1)
+    return _Search(
+        found,
+        f"only {_SEARCHED} folders were searched for runs, and there are more; {count} of them lie in {most or '.'}. "
+        "Name a folder further down to see what else is there",
+    )
 
 
-def _row(name: str, seen: Overview) -> DirectoryRow:
+def _walk(store: Store, folder: str, depth: int) -> Iterator[tuple[str, bool]]:
+    """The folders below a folder, and whether each is a run; from each folder in it in turns, so none delays others."""
+    turns = collections.deque(_visit(store, path, depth) for path in _folders(store, folder))
+    while turns:
+        visit = turns.popleft()
+        for seen in itertools.islice(visit, 1):
+            yield seen
+            turns.append(visit)
+
+
+def _visit(store: Store, path: str, depth: int) -> Iterator[tuple[str, bool]]:
+    """A folder, and then those below it, unless it is a run."""
+    is_run = suggest.holds_epochs(store, path)
+    yield path, is_run
+    if not is_run and depth > 1:
+        yield from _walk(store, path, depth - 1)
+
+
+def _folders(store: Store, folder: str) -> list[str]:
+    """The folders in a folder that may be runs, or have runs in them."""
+    entries = leftovers.names(store, folder)
+    return [f"{folder}/{name}".lstrip("/") for name, is_folder in entries if is_folder and not name.startswith(".")]
+
+
+class Owners(enum.Enum):
+    """What is known of the runs that have claimed a directory."""
+
+    NONE = "every run has closed it"
+    ENDED = "a run's process has ended without closing it"
+    ALIVE = "a run may be alive"
+
+
+def _owners(commits: Commits) -> Owners:
+    processes = [claiming.Process.parse(owner) for owner in commits.owners()]
+    if not processes:
+        return Owners.NONE
+    return Owners.ENDED if all(process.has_ended for process in processes) else Owners.ALIVE
+
+
+def _row(name: str, seen: Overview, owners: Owners) -> DirectoryRow:
     whole = [row for row in seen.epochs if row.state == COMMITTED]
     latest = next((row for row in seen.epochs if row.latest), None)
     best = next((row for row in whole if row.best), None)
     epochs = [row for row in seen.epochs if row.state in (COMMITTED, DAMAGED, NEWER)]
-    state, detail = state_of(seen)
+    state, detail = state_of(seen, owners)
     points = seen.history.get(seen.metric, ())
     return DirectoryRow(
         name,
@@ -168,11 +225,13 @@ def _row(name: str, seen: Overview) -> DirectoryRow:
         better=seen.better,
         unit=seen.unit,
         history=seen.history,
+        metrics={} if latest is None else numbers(latest.metrics),
+        damaged=tuple(row.epoch for row in epochs if row.state == DAMAGED),
     )
 
 
-def state_of(seen: Overview) -> tuple[str, str]:
-    """What goes on in a run, and why."""
+def state_of(seen: Overview, owners: Owners = Owners.ALIVE) -> tuple[str, str]:
+    """What goes on in a run, and why. Stock Orbax does not say whether a run of its own is alive."""
     whole = [row for row in seen.epochs if row.state == COMMITTED]
     latest = next((row for row in seen.epochs if row.latest), None)
     damaged = [row.epoch for row in seen.epochs if row.state == DAMAGED]
@@ -185,6 +244,8 @@ def state_of(seen: Overview) -> tuple[str, str]:
     times = [row.committed_ns for row in whole if row.committed_ns is not None]
     if not times:
         return "empty", ""
+    if latest is not None and latest.writer == "epochckpt" and owners is not Owners.ALIVE:
+        return ("closed", "") if owners is Owners.NONE else ("ended", owners.value)
     spans = [(after - before) / 1e9 for before, after in itertools.pairwise(times) if after > before]
     usual = statistics.median(spans) if spans else 0.0
     late = (time.time_ns() - max(times)) / 1e9 > max(_LATE * usual, _LATE_SECS)

@@ -1,5 +1,7 @@
 """A directory of checkpoints as rows: its epochs, the attempts at saving one, and what else lies there. Only reads."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -7,16 +9,15 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _text, errors
+from epochckpt._lazy import ocp
 from epochckpt.commit import Commits, attached_metrics, commits_of
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
-from epochckpt.commit.metrics_log import Line
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.inspection import leftovers, objects, suggest, tiers, whole_run
 from epochckpt.inspection.rows import (
@@ -31,9 +32,12 @@ from epochckpt.inspection.rows import (
     Overview,
     number_in,
 )
-from epochckpt.jobs.backends import base
+from epochckpt.jobs.notes import NOTES
 from epochckpt.orbax import StepNames, step_names, steps
 from epochckpt.storage import Store, open_file, open_store
+
+if TYPE_CHECKING:
+    from epochckpt.commit.metrics_log import Line
 
 CHECKED_FILES = 2000
 """About how many files a look checks; the newest epochs come first."""
@@ -73,7 +77,7 @@ def open_commits(
 ) -> Commits:
     """The epochs of a directory, for reading. With `single` the directory may be the folder of one epoch itself."""
     store = open_store(directory)
-    commits = commits_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
+    commits = commits_of(store, StepNames.of(options))
     with access(store):
         if store.renames:
             with contextlib.suppress(FileNotFoundError):  # `isdir` says no where this user may not look
@@ -246,10 +250,10 @@ def _with_sources(row: EpochRow, sources: Mapping[str, Mapping[str, Any]]) -> Ep
 def _of_record(record: EpochRecord, folder: str) -> EpochRow:
     """The row of an epoch with a usable record."""
     metrics = record.metrics
-    notes = record.custom_metadata.get(base.NOTES)
+    notes = record.custom_metadata.get(NOTES)
     custom = dict(record.custom_metadata)
     if isinstance(notes, Mapping):
-        del custom[base.NOTES]
+        del custom[NOTES]
     return EpochRow(
         record.epoch,
         COMMITTED,

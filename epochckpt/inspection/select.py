@@ -1,13 +1,18 @@
 """Which items, nodes and leaves are meant: by name, by part of the tree, by shell pattern."""
 
+from __future__ import annotations
+
 import fnmatch
 import glob
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from epochckpt import _text
 from epochckpt.errors import UnknownNameError
-from epochckpt.inspection.rows import EpochDetail, ItemRow
+
+if TYPE_CHECKING:
+    from epochckpt.inspection.rows import EpochDetail, ItemRow
 
 
 def narrowed(

@@ -1,5 +1,7 @@
 """The signs and words that all views share: what a state looks like, figures, the bars of nodes."""
 
+from __future__ import annotations
+
 import math
 import numbers
 import reprlib

@@ -4,6 +4,8 @@ Everything is added up in float64, so that norm and deviation are infinite for v
 deviations of chunks are merged as in Chan, Golub, LeVeque, "Algorithms for computing the sample variance" (1983).
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -1,14 +1,19 @@
 """What a path is that was given for a checkpoint directory and is none: for the error that says so."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from epochckpt import _text
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers
 from epochckpt.orbax import step_names, steps
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.storage import Store
 
 _LOOKED_INTO = 50  # folders, in search of checkpoint directories
 _STEPS = 6  # looked into in each of them

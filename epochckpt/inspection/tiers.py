@@ -1,15 +1,20 @@
 """Where the epochs of a directory are: in the directory, its mirror, or both; and whether it is on one host's disk."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from epochckpt import errors
-from epochckpt.commit import Commits
 from epochckpt.commit.host_record import HostRecord, read_host_record
 from epochckpt.format import paths
 from epochckpt.inspection import whole_run
 from epochckpt.inspection.rows import BOTH, COMMITTED, DAMAGED, LOCAL, MIRROR, NEWER, EpochRow, Overview
-from epochckpt.tiers import Ledger, read_ledger, viewed
+from epochckpt.tiers import Ledger, read_ledger
+
+if TYPE_CHECKING:
+    from epochckpt.commit import Commits
 
 
 def host_of(commits: Commits) -> HostRecord | None:
@@ -63,6 +68,8 @@ def _with_mirror(
 ) -> Overview:
     """The overview with what the mirror has, which is looked at."""
     there: dict[int, EpochRow] = {}
+    from epochckpt.tiers import viewed  # with jax and Orbax, which a directory without a mirror needs not
+
     mirror = viewed(url, commits)
     epochs = set(mirror.readable())
     shown = {row.epoch: row for row in found.epochs if row.state in (COMMITTED, DAMAGED, NEWER)}

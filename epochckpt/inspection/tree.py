@@ -7,10 +7,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from epochckpt import _text, _units
-from epochckpt.inspection.rows import LeafRow
+
+if TYPE_CHECKING:
+    from epochckpt.inspection.rows import LeafRow
 
 SCREEN = 60  # rows of all trees of a view, unless a depth is asked for
 _MAX_DEPTH = 24

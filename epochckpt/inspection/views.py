@@ -4,6 +4,8 @@ Notebooks and terminals draw the same blocks. Every decision about a view is mad
 `leaf_views`: which facts and columns it has, in which order, how much of a long list, and in which words.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -6,17 +6,22 @@ those of the newest epoch and of damaged ones are read at every look, because an
 now. What comes and goes between two looks is not seen.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import threading
 import time
 from collections.abc import Collection, Generator
+from typing import TYPE_CHECKING
 
 from epochckpt._threads import Deadline
-from epochckpt.commit import Commits
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import leftovers, objects, scan
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow, LeftoverRow
+
+if TYPE_CHECKING:
+    from epochckpt.commit import Commits
 
 PRESENT = "present"  # an epoch that was there before the first look
 SAVED = "committed"

@@ -1,11 +1,16 @@
 """The metrics of a run over all its epochs: those that are there, and those that were deleted."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from epochckpt.commit.metrics_log import Line
-from epochckpt.commit.retention import best_of, rank
+from epochckpt.commit.ranking import best_of, rank
 from epochckpt.inspection.rows import COMMITTED, EpochRow, MetricsRow, Overview, history, number_in
+
+if TYPE_CHECKING:
+    from epochckpt.commit.metrics_log import Line
 
 
 def completed(

@@ -4,12 +4,37 @@ Promises: a run ends with all that it trained on storage, or its `RunResult` and
 is started again goes on after the newest epoch that all nodes can read.
 """
 
-from epochckpt.jobs.job import Cluster, Job, Node, Task, TaskGroup, epoch_limiter
-from epochckpt.jobs.result import RunResult
-from epochckpt.jobs.runner import JobRunner, UploadTaskGroupBuilder
-from epochckpt.jobs.session import DistributedSession, LocalHostScheduler, LocalSession
-from epochckpt.jobs.upload import CopyUpload
-from epochckpt.jobs.workspace import Workspace
+from typing import TYPE_CHECKING
+
+from epochckpt._lazy import names_of
+
+if TYPE_CHECKING:
+    from epochckpt.jobs.job import Cluster, Job, Node, Task, TaskGroup, epoch_limiter
+    from epochckpt.jobs.result import RunResult
+    from epochckpt.jobs.runner import JobRunner, UploadTaskGroupBuilder
+    from epochckpt.jobs.session import DistributedSession, LocalHostScheduler, LocalSession
+    from epochckpt.jobs.upload import CopyUpload
+    from epochckpt.jobs.workspace import Workspace
+else:
+    __getattr__ = names_of(
+        __name__,
+        {
+            "Cluster": "job",
+            "Job": "job",
+            "Node": "job",
+            "Task": "job",
+            "TaskGroup": "job",
+            "epoch_limiter": "job",
+            "RunResult": "result",
+            "JobRunner": "runner",
+            "UploadTaskGroupBuilder": "runner",
+            "DistributedSession": "session",
+            "LocalHostScheduler": "session",
+            "LocalSession": "session",
+            "CopyUpload": "upload",
+            "Workspace": "workspace",
+        },
+    )
 
 __all__ = [
     "Cluster",

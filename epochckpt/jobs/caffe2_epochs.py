@@ -47,7 +47,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import EpochRecord, Nodes, parsing, paths
 from epochckpt.manager import CheckpointReader, Readers
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames
 from epochckpt.orbax import options as checks

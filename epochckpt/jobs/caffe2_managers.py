@@ -22,7 +22,7 @@ from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointReader
 from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, answered_epoch, check_handler
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.storage import expanded
 
 DB_TYPE = "epochckpt"

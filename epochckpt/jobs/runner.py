@@ -20,7 +20,7 @@ from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings,
 from epochckpt.jobs.session import DistributedSession, Session, default_session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, metadata_handlers
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 
 _RESUME, _UNSAVED = (AUTO, NEVER, MUST), (WARN, ERROR, IGNORE)
 _ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")

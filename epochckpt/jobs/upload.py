@@ -27,7 +27,7 @@ from epochckpt.jobs.job import Task, TaskGroup
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.storage import open_store, plain
 from epochckpt.tiers import EpochCopy, check_place
 

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from epochckpt._threads import Deadline
 from epochckpt.commit import Commits, attached_metrics, commits_of
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
 

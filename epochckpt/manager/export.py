@@ -23,7 +23,9 @@ from epochckpt.commit import Coordinator, commits_of, restore_vote
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.manager import export_formats
-from epochckpt.manager.reader import CheckpointReader, epoch_number
+from epochckpt.manager.formats import EXPORTED
+from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.reader import CheckpointReader
 from epochckpt.manager.readers import Readers
 from epochckpt.manager.selection import Patterns, Rename, SelectedArrays, Selection, say_cast
 from epochckpt.options import StorageOptions
@@ -31,8 +33,6 @@ from epochckpt.orbax import StepNames, view
 from epochckpt.storage import PosixStore, Store, expanded, open_store, path_text, plain
 from epochckpt.storage.posix import PosixWriter
 from epochckpt.tiers import viewed
-
-FORMATS = ("orbax", "safetensors", "huggingface")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +125,8 @@ def export(
         4
     """
     began, progress = time.monotonic(), progress or _progress.counting()
-    if format not in FORMATS:
-        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, FORMATS))}")
+    if format not in EXPORTED:
+        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, EXPORTED))}")
     if not isinstance(separator, str) or not separator:
         raise InvalidArgumentError(f"separator must be a text of at least one character, got {separator!r}")
     for name, value in (("max_file_bytes", max_file_bytes), ("max_buffer_bytes", max_buffer_bytes)):

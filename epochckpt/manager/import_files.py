@@ -22,15 +22,15 @@ from epochckpt.commit import commits_of
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import flax_msgpack, grid, paths, safetensors, torch_dcp
 from epochckpt.format import tree as tree_lib
+from epochckpt.manager.formats import IMPORTED
 from epochckpt.manager.manager import CheckpointManager
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.selection import Patterns, Rename, Selection
 from epochckpt.manager.status import EpochStatus
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.storage import expanded, mmap, open_store, path_text, plain
 
-FORMATS = ("msgpack", "safetensors", "dcp")
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 * 2**20
 
@@ -259,8 +259,8 @@ def _check(pairs: Sequence[tuple[tree_lib.KeyPath, Any]], source: str) -> None:
 
 def _read(path: str, format: str | None, separator: str | None) -> tuple[Any, Callable[[], None]]:
     """The tree of a file or folder, and what compares its bytes with their checksums, if it has some."""
-    if format not in (None, *FORMATS):
-        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, FORMATS))}")
+    if format not in (None, *IMPORTED):
+        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, IMPORTED))}")
     if format == "dcp" or (format is None and os.path.exists(os.path.join(path, torch_dcp.METADATA))):
         loaded = torch_dcp.load(path)
         named = ((safetensors.split_name(name, separator), value) for name, value in loaded.entries.items())

@@ -36,7 +36,8 @@ from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
 from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.notifier import HandlerNotifier
-from epochckpt.manager.reader import CheckpointReader, epoch_number, shown_path
+from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.reader import CheckpointReader, shown_path
 from epochckpt.manager.readers import Readers, apart, together
 from epochckpt.manager.restoring import Asked, Response, Restores
 from epochckpt.options import StorageOptions
@@ -45,6 +46,8 @@ from epochckpt.orbax.options import check_args, check_options, storage_options
 from epochckpt.tiers import LedgerFile, Mirror
 
 T = TypeVar("T")
+
+errors.join_orbax()
 
 _QUIET_SECS = 10.0  # an exit that takes longer says why
 
@@ -59,8 +62,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     A failed save never harms an earlier epoch and never stops training: it is logged, and raised by
     `wait_until_finished`, `check_for_errors` or `close`.
 
-    In a job of several processes all must call `reload`, `restore(None)`, `restore_newest` and the methods that change
-    the directory. Methods that read, replace or delete an epoch raise EpochNotFoundError if it does not exist.
+    In a job of several processes all must call `reload`, `restore`, `restore_newest` and the methods that change the
+    directory. Methods that read, replace or delete an epoch raise EpochNotFoundError if it does not exist.
 
     Example:
         >>> import jax.numpy as jnp
@@ -250,7 +253,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return [info.step for info in self._history.committed()]
 
     def latest_step(self) -> int | None:
-        """The greatest committed epoch, or None. Saves in flight are not in it."""
+        """The greatest committed epoch that is not known to be damaged, or None. Saves in flight are not in it.
+
+        Its records have been read, its arrays have not: `restore` may find damage there, and from then on this is an
+        older epoch.
+        """
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
@@ -277,7 +284,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._history.reset(survey, known)
 
     def damaged_epochs(self) -> list[int]:
-        """Epochs on storage that this manager has found to be damaged; they are not in `all_steps`."""
+        """Epochs on storage that this manager has found to be damaged; they are not in `all_steps`.
+
+        It learns that when it looks at the records (at construction and in `reload`), and from a restore that fails.
+        """
         return sorted(self._history.damaged)
 
     def foreign_folders(self) -> dict[int, str]:
@@ -544,6 +554,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     ) -> Any:
         """Restores an epoch, on any number of processes and any sharding; every byte is verified first.
 
+        In a job of several processes all call it alike, and either all of them get the epoch or all raise. A process
+        that restores by itself opens the directory with `read_only=True`. An epoch that turns out to be damaged is then
+        in `damaged_epochs()`, and `latest_step()` names an older one: a loop around `restore(latest_step())` ends.
+
         Args:
             step: its number, or None for the newest that every process can read (agreed by vote).
             items: Orbax's legacy form of args, for managers that were given handlers.
@@ -571,8 +585,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     ) -> Response[Any]:
         """Like `restore`, in the background: returns a response, whose `result()` gives or raises what `restore` does.
 
-        In a job of several processes that of None is a common call: the newest epoch that this process knows is read
-        ahead, and `result()` votes. Where processes share what they read, `result()` does it all.
+        In a job of several processes the epoch, or the newest one that this process knows, is read ahead, and all call
+        `result()`, which votes. Where processes share what they read, `result()` does it all.
         """
         return self._restores.begin(step, self._asked(items, restore_kwargs, directory, args))
 

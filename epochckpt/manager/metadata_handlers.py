@@ -13,7 +13,7 @@ from absl import logging
 
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError, InvalidArgumentError, say, unreadable
 from epochckpt.format import checksums, paths
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.storage import Store, expanded, open_file, open_store, path_text, plain, read_json
 
 T = TypeVar("T")

@@ -52,6 +52,13 @@ class OrbaxReader(CheckpointReader):
         return dict(self.record.handlers)
 
     def restore_item(self, name: str, args: Any) -> Any:
+        def anew() -> Any:
+            self.item = functools.cache(self._item)  # what is kept of an item may be the damaged answer
+            return self._restore_item(name, args)
+
+        return self.store.confirming_damage(anew)
+
+    def _restore_item(self, name: str, args: Any) -> Any:
         recorded = self.record.handlers.get(name, "")
         kind = self._kind(name)
         if kind == "arrays":

@@ -4,7 +4,6 @@
 """
 
 import abc
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.core import Tracer
 
 from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, items
 from epochckpt.arrays.items import Nothing, RestoreContext
@@ -264,23 +262,3 @@ class NativeReader(CheckpointReader):
 def shown_path(root: str) -> epath.Path:
     """A store's root as a path. `memory://`, which etils does not know, loses a slash: it can only be shown."""
     return epath.Path(root.replace("memory://", "memory:/"))
-
-
-def epoch_number(step: Any, where: str = "") -> int:
-    """An epoch's number as an int; raises InvalidArgumentError, which begins with `where`, if it is none."""
-    if isinstance(step, Tracer):
-        raise InvalidArgumentError(
-            "the epoch (step) is a tracer: this was called inside a function that jax transforms (jit, grad, vmap, "
-            "scan, …), where there are no values yet. Save, and restore, outside of it"
-        )
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if isinstance(step, bool) or not 0 <= number <= paths.MAX_EPOCH:
-        long = number.bit_length() > 256  # Python refuses to write a very long number
-        shown = f"a number of {number.bit_length()} bits" if long else str(step)[:80]
-        found = f"{shown} ({type(step).__name__})"
-        expected = "an integer of at least 0" + ", below 2**63" * (number > 0)
-        raise InvalidArgumentError(f"{where}the epoch (step) is {found}; expected {expected}")
-    return number

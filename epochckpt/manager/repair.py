@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 from epochckpt.commit import Commits, commits_of, rebuild
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames, linked_view, object_view
 from epochckpt.storage import open_store
 

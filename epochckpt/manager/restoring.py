@@ -15,8 +15,9 @@ from epochckpt import _monitoring, _progress, _threads, errors
 from epochckpt._threads import Deadline, Future
 from epochckpt.commit import Attempts, Calls, Commits, Coordinator, History
 from epochckpt.commit.protocol import ReplaceCondition
-from epochckpt.commit.restore_vote import Look, newest_readable, patience
-from epochckpt.manager.reader import CheckpointReader, epoch_number
+from epochckpt.commit.restore_vote import Look, newest_readable, patience, try_together
+from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.reader import CheckpointReader
 from epochckpt.manager.readers import Readers, apart
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import step_log
@@ -26,6 +27,8 @@ T = TypeVar("T")
 S = TypeVar("S")
 Asked = tuple[Readers, Callable[[CheckpointReader], T]]
 """What is to be restored: readers of a directory, and what makes the result of the reader of an epoch."""
+
+_voting = contextvars.ContextVar("_voting", default=False)  # a restore inside a vote: that vote decides on its epoch
 
 
 class Response(Generic[T]):
@@ -106,6 +109,8 @@ def finished_by_caller(finish: Callable[[], T], after: Future[T] | None) -> Resp
 class Restores:
     """The restores of one manager. `look` looks at storage again, for all processes, and adopts what is there."""
 
+    newest_call = "restore(None)"  # how users of the manager restore the newest epoch; for messages
+
     def __init__(
         self,
         commits: Commits,
@@ -146,13 +151,15 @@ class Restores:
         _threads.drain_at_exit(self)
         readers, use = asked
         step = None if step is None else epoch_number(step)
-        if self._coordinator.processes == 1 or (step is not None and readers.begin is apart):
+        if self._coordinator.processes == 1:
             whole = in_background(lambda: self.run(step, asked))
             self._reading.add(whole)
             return Response(whole.result)
-        ahead, known = None, self._history.committed()
-        if readers.commits is self._commits and readers.begin is apart and known:
-            ahead = ReadAhead(lambda epoch: readers.restore(epoch, use), known[-1].step)
+        ahead, first = None, step
+        if step is None and readers.commits is self._commits and (known := self._history.committed()):
+            first = known[-1].step
+        if first is not None and readers.begin is apart:
+            ahead = ReadAhead(lambda epoch: readers.restore(epoch, use), first)
             self._reading.add(ahead.future)
         return finished_by_caller(lambda: self.run(step, asked, ahead), ahead and ahead.future)
 
@@ -171,7 +178,7 @@ class Restores:
         self._step_log.restoring()
         restore = ahead or (lambda epoch: readers.restore(epoch, use))
         if step is not None:
-            value = restore(step)
+            value = self._named(readers.commits, step, lambda: restore(step))
         elif readers.commits is self._commits:
             step, value = self._newest(self._commits, self._history, restore)
         else:  # another directory, of which nothing is remembered
@@ -181,6 +188,39 @@ class Restores:
         self._history.run.restored(began)
         self._step_log.restored(step, readers.commits.store.root, began, read, value, notes)
         return value
+
+    def _named(self, commits: Commits, epoch: int, restore: Callable[[], T]) -> T:
+        """Restores an epoch if every process can: else all of them raise, and know that it is damaged, or gone."""
+        if _voting.get():
+            return restore()
+        own = commits is self._commits  # of another directory nothing is remembered
+        wait = self._storage.restore_timeout_secs
+        attempt: str | None = None
+
+        def restore_one() -> T:
+            nonlocal attempt
+            if own and self._coordinator.primary:  # the verdict is about this attempt: another one is another epoch
+                attempt = commits.seen_attempt(epoch)
+            return restore()
+
+        known = [info.step for info in self._history.committed() if own and info.step == epoch]
+        with self._calls.vote(f"restore({epoch})", known, patience(wait)) as (listed, prefix):
+            value, error = try_together(restore_one, self._coordinator, f"{prefix}/1", wait)
+        if error is None:
+            return value[0]
+        if own and isinstance(error, errors.EpochNotFoundError):
+            if listed:
+                self._look()
+        elif own:
+            self._history.reject({epoch: ReplaceCondition(attempt, errors.say(error))})
+            left = self._history.committed()
+            now = f"latest_step() is {left[-1].step} now" if left else "no other is listed"
+            errors.advise(
+                error,
+                f"Checkpoint {epoch} is not listed any more: {now}. {self.newest_call} takes the newest epoch that "
+                "every process can read",
+            )
+        raise error
 
     def newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Restores the newest epoch that every process can read, see `CheckpointManager.restore_newest`."""
@@ -205,8 +245,7 @@ class Restores:
             return restore(epoch)
 
         def reject(rejected: Mapping[int, Exception]) -> None:
-            history.damaged |= {e: ReplaceCondition(attempts.get(e), errors.say(why)) for e, why in rejected.items()}
-            history.drop(rejected)
+            history.reject({e: ReplaceCondition(attempts.get(e), errors.say(why)) for e, why in rejected.items()})
 
         def look_again(rejected: Mapping[int, Exception]) -> Look:
             reject(rejected)
@@ -217,9 +256,13 @@ class Restores:
             return allowed(), {e: c.damage for e, c in history.damaged.items() if among is None or e in among}
 
         candidates, wait = allowed() if among is None else list(among), self._storage.restore_timeout_secs
-        with self._calls.vote(candidates, patience(wait)) as (found, prefix):
-            epoch, value, rejected = newest_readable(
-                found, restore_one, look_again, self._coordinator, prefix, wait, commits.store.root
-            )
+        within = _voting.set(True)
+        try:
+            with self._calls.vote("restore(None)", candidates, patience(wait)) as (found, prefix):
+                epoch, value, rejected = newest_readable(
+                    found, restore_one, look_again, self._coordinator, prefix, wait, commits.store.root
+                )
+        finally:
+            _voting.reset(within)
         reject(rejected)
         return epoch, value

@@ -27,7 +27,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import paths
 from epochckpt.manager.metadata_handlers import CheckedHandler
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.storage import Store, expanded, path_text, plain
 
 APPLICATION_ID = 0x45504348  # "EPCH"

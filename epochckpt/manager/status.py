@@ -1,11 +1,12 @@
 """The answers of `status`, `verify` and the metadata calls: plain values, read from records."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import orbax.checkpoint as ocp
-
+from epochckpt._lazy import ocp
 from epochckpt.errors import DamagedError, EpochCheckpointError, kept
 from epochckpt.format import checksums, paths
 from epochckpt.storage import Store, read_json

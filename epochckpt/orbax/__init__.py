@@ -4,9 +4,25 @@ Promises: no other package knows the names of Orbax's files. What an option of O
 name; the view that is written beside an epoch lets stock Orbax read the epoch without epochckpt.
 """
 
-from epochckpt.orbax.handlers import Handlers, HandlerSave
-from epochckpt.orbax.step_names import StepNames
-from epochckpt.orbax.steps import OrbaxRecord
-from epochckpt.orbax.view import Views
+from typing import TYPE_CHECKING
+
+from epochckpt._lazy import names_of
+
+if TYPE_CHECKING:
+    from epochckpt.orbax.handlers import Handlers, HandlerSave
+    from epochckpt.orbax.step_names import StepNames
+    from epochckpt.orbax.steps import OrbaxRecord
+    from epochckpt.orbax.view import Views
+else:
+    __getattr__ = names_of(
+        __name__,
+        {
+            "Handlers": "handlers",
+            "HandlerSave": "handlers",
+            "StepNames": "step_names",
+            "OrbaxRecord": "steps",
+            "Views": "view",
+        },
+    )
 
 __all__ = ["HandlerSave", "Handlers", "OrbaxRecord", "StepNames", "Views"]

@@ -4,21 +4,24 @@ Also folders of epochs that are not where, or not called as, a reader expects th
 Those are known by their content: a name alone proves nothing.
 """
 
+from __future__ import annotations
+
 import os
 import pathlib
 import re
 import tempfile
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import orbax.checkpoint as ocp
 from absl import logging
-from etils import epath
 
+from epochckpt._lazy import ocp
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import parsing, paths
 from epochckpt.orbax import steps
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.storage import Store
 
 RECORDS = (paths.EPOCH_RECORD, steps.STEP_RECORD)
 _LOOKED_INTO = 50
@@ -29,6 +32,18 @@ _SHOWN = 6
 _NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
 _ENDING = re.compile(r"(\d+)\Z")
 _NUMBERED = re.compile(r"[/._-](\d{1,18})\Z")
+
+
+class _Plain:
+    """Orbax's default NameFormat without Orbax, which takes long to import."""
+
+    def build_name(self, step: int) -> str:
+        return str(step)
+
+
+def _is_orbax(name_format: Any) -> bool:
+    """Whether the format is one of Orbax's own, whose names end in the step's number."""
+    return isinstance(name_format, _Plain) or type(name_format).__module__.startswith("orbax.")
 
 
 class StepNames:
@@ -43,7 +58,7 @@ class StepNames:
     def __init__(self, name_format: Any):
         self._format = name_format
         self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)
-        self._foreign = tuple(known for known in self._readable if not type(known).__module__.startswith("orbax."))
+        self._foreign = tuple(known for known in self._readable if not _is_orbax(known))
         self._numbers: dict[str, int | None] = {}  # what names of foreign formats stand for, as far as it was asked
         self._built: dict[int, str] = {}  # such a format may build another name tomorrow
         for known in (name_format, *self._readable):
@@ -66,8 +81,10 @@ class StepNames:
             )
 
     @classmethod
-    def of(cls, options: ocp.CheckpointManagerOptions) -> Self:
-        """The names that a manager's options ask for."""
+    def of(cls, options: ocp.CheckpointManagerOptions | None) -> Self:
+        """The names that a manager's options ask for; None: the default, plain numbers."""
+        if options is None:
+            return cls(_Plain())
         if options.step_name_format is not None:
             return cls(options.step_name_format)
         length = options.step_format_fixed_length
@@ -140,6 +157,8 @@ def _ask(name_format: Any, names: Iterable[str]) -> dict[str, int]:
 
     They look like steps of stock Orbax that are finished: a format may look for that.
     """
+    from etils import epath  # it takes long to import, and few directories need it
+
     with tempfile.TemporaryDirectory(prefix="epochckpt-") as made:
         for name in names:
             folder = pathlib.Path(made, name)

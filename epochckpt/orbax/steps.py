@@ -16,6 +16,8 @@ Orbax renames a finished step into place, so its folder under its final name is 
 `gs://` it writes it in place, and `commit_success.txt` last: without that file the folder is foreign.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import errno
 import functools

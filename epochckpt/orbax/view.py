@@ -16,6 +16,8 @@ data files lie below their item there.
 What Orbax cannot express is left out, never wrong, and named in `View.unsupported`; in a sequence a None replaces it.
 """
 
+from __future__ import annotations
+
 import base64
 import collections
 import contextlib
@@ -27,12 +29,10 @@ import struct
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from absl import logging
-from jax.sharding import AxisType
 
+from epochckpt._lazy import jax, ocp
 from epochckpt._text import readable
 from epochckpt._units import several
 from epochckpt.errors import say
@@ -42,13 +42,6 @@ from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import ocdbt
 from epochckpt.orbax.steps import COMMIT
 
-JSON_HANDLER = ocp.handlers.JsonCheckpointHandler.typestr()
-ARRAY_HANDLER = ocp.handlers.ArrayCheckpointHandler.typestr()
-_KEY_HANDLERS = {
-    ocp.handlers.JaxRandomKeyCheckpointHandler.typestr(): "jax_random_key",
-    ocp.handlers.NumpyRandomKeyCheckpointHandler.typestr(): "np_random_key",
-}
-"""Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
 _TEXT = "string"
 _BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax calls an array that is not in a tree
 
@@ -69,6 +62,25 @@ _ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
     + ["float16", "float32", "float64", "complex64", "complex128"]
     + [f"float8_{kind}" for kind in ("e3m4", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 )
+
+
+@functools.cache
+def _json_handler() -> str:
+    return ocp.handlers.JsonCheckpointHandler.typestr()
+
+
+@functools.cache
+def _array_handler() -> str:
+    return ocp.handlers.ArrayCheckpointHandler.typestr()
+
+
+@functools.cache
+def _key_handlers() -> Mapping[str, str]:
+    """Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
+    return {
+        ocp.handlers.JaxRandomKeyCheckpointHandler.typestr(): "jax_random_key",
+        ocp.handlers.NumpyRandomKeyCheckpointHandler.typestr(): "np_random_key",
+    }
 
 
 Run = Callable[[list[Callable[[], None]]], None]  # runs calls, in parallel if it likes; raises the first error
@@ -96,24 +108,33 @@ class Views:
 
     def __init__(self, max_entries: int | None = None) -> None:
         self._known: dict[str, _ItemView] = {}
+        self._said: set[tuple[str, str]] = set()  # items, and what was logged of them
         self._max_entries = max_entries
 
     def note(self, record: EpochRecord) -> tuple[View | None, EpochRecord]:
         """The view of an epoch that is about to be committed, or None, and the record with the note of it.
 
-        What stock Orbax will not see is logged.
+        What stock Orbax will not see is logged, for the first such epoch.
         """
         try:
             view = self.build(record)
         except Exception as error:  # Orbax's form cannot take it: the epoch itself is not in danger
-            logging.exception("checkpoint %d: stock Orbax will not be able to read it", record.epoch)
+            if self._is_new("*", say(error)):
+                logging.exception("checkpoint %d: stock Orbax will not be able to read it", record.epoch)
             return None, dataclasses.replace(record, orbax_unsupported={"*": {"*": say(error)}}, orbax_view=None)
         for item, leaves in view.unsupported.items():
             text = "item %s: stock Orbax will not see %d of its leaves: %s"
             level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying
-            logging.log_first_n(level, text, 3, item, len(leaves), few(leaves))
+            if self._is_new(item, few(leaves)):
+                logging.log(level, text, item, len(leaves), few(leaves))
         files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
         return view, dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
+
+    def _is_new(self, item: str, what: str) -> bool:
+        """Whether this has not been logged yet; a long run would repeat it with every commit."""
+        known = (item, what) in self._said
+        self._said.add((item, what))
+        return not known
 
     def build(self, record: EpochRecord, *, beside_nodes: bool = True) -> View:
         """The view of an epoch, `beside_nodes`: beside the nodes' folders.
@@ -126,10 +147,10 @@ class Views:
         for number, node in enumerate(record.nodes if beside_nodes else ()):
             at = f"{node.folder}/{layout.JSON_FILE}"
             if record.objects:
-                handlers[node.folder] = JSON_HANDLER
+                handlers[node.folder] = _json_handler()
                 view.files[at] = _stand_in({"node": node.name, "see": record.path(number)})
             elif not any(f.name and f.item == layout.JSON_FILE for f in node.files):  # that link's name is taken
-                handlers[node.folder] = JSON_HANDLER
+                handlers[node.folder] = _json_handler()
                 view.node_links[at] = layout.NODE_RECORD
         for name, item in record.items.items():
             handler, lost = item.handler, ""
@@ -139,12 +160,12 @@ class Views:
                 lost = "it differs per node, which Orbax has no form for"
             else:
                 lost = self._add_arrays(view, record, name, item, item.arrays)
-                if item.arrays.is_bare and handler not in _KEY_HANDLERS:
-                    handler = ARRAY_HANDLER
+                if item.arrays.is_bare and handler not in _key_handlers():
+                    handler = _array_handler()
             if lost:
                 view.unsupported[name] = {"*": lost}
                 if record.objects and item.kind != "files":  # its data files are in a folder that Orbax sees
-                    handlers[name] = JSON_HANDLER
+                    handlers[name] = _json_handler()
                     view.files[f"{name}/{layout.JSON_FILE}"] = _stand_in({"item": name, "not for Orbax": lost})
             else:
                 handlers[name] = handler
@@ -153,7 +174,7 @@ class Views:
         if record.metrics is not None:
             view.folders.append("metrics")
             view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
-            handlers["metrics"] = JSON_HANDLER
+            handlers["metrics"] = _json_handler()
         step = {
             "item_handlers": handlers,
             "metrics": record.metrics or {},
@@ -193,7 +214,7 @@ class Views:
             files["_strings.json"] = _json(strings)
         base = _base(name, item)
         view.folders.append(name)
-        if item.handler in _KEY_HANDLERS:
+        if item.handler in _key_handlers():
             view.folders += [base, f"{base}_metadata"]
             view.files[f"{base}_metadata/{layout.JSON_FILE}"] = _json(_key_metadata(arrays, item.handler))
         view.folders.append(f"{base}/array_metadatas")
@@ -212,7 +233,7 @@ class Views:
 
 def _base(name: str, item: ItemRecord) -> str:
     """The folder of an item's database."""
-    return f"{name}/{_KEY_HANDLERS[item.handler]}" if item.handler in _KEY_HANDLERS else name
+    return f"{name}/{_key_handlers()[item.handler]}" if item.handler in _key_handlers() else name
 
 
 def bases(items: Mapping[str, ItemRecord], files: Iterable[DataFile]) -> list[str]:
@@ -244,7 +265,7 @@ def _add_aliases(view: View, handlers: dict[str, str], nodes: Container[str]) ->
     item = layout.DEFAULT_ITEM
     if ALIAS_FILE not in view.links and f"{item}/_METADATA" in view.files:
         view.aliases = {name: item for name in layout.UNNAMED if name != item and name not in nodes}
-        handlers.update(dict.fromkeys(view.aliases, JSON_HANDLER))
+        handlers.update(dict.fromkeys(view.aliases, _json_handler()))
         view.files[ALIAS_FILE] = _stand_in({"item": item, "also called": ", ".join(view.aliases)})
 
 
@@ -259,8 +280,8 @@ def copies(record: EpochRecord) -> dict[str, str]:
             item, original = record.items[file.item], record.path(number, file)
             if item.kind == "files":
                 found[file.path] = original
-            elif item.kind == "arrays" and item.handler in _KEY_HANDLERS:
-                found[original.replace("/", f"/{_KEY_HANDLERS[item.handler]}/", 1)] = original
+            elif item.kind == "arrays" and item.handler in _key_handlers():
+                found[original.replace("/", f"/{_key_handlers()[item.handler]}/", 1)] = original
     return found
 
 
@@ -306,7 +327,7 @@ class _ItemView:
         self, key: Any, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem, scalars: _Scalars
     ):
         self.key, self.arrays = key, arrays
-        self.typed = item.handler not in _KEY_HANDLERS  # PRNG keys come back as such, else as their data
+        self.typed = item.handler not in _key_handlers()  # PRNG keys come back as such, else as their data
         self.unsupported: dict[str, str] = {}
         self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
         self.tree: dict[str, Any] = {}
@@ -459,7 +480,7 @@ def sharding_text(arrays: ArrayItem, row: Any, devices: bool = True) -> str | No
         "sharding_type": "NamedSharding",
         "shape": mesh["shape"],
         "axis_names": mesh["axes"],
-        "axis_types": [str(AxisType[t]) for t in mesh["axis_types"]],
+        "axis_types": [str(jax.sharding.AxisType[t]) for t in mesh["axis_types"]],
         "partition_spec": row["spec"],
     }
     if devices:

@@ -22,7 +22,7 @@ import numpy as np
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.errors import AccessError, StorageError, say
+from epochckpt.errors import AccessError, InvalidArgumentError, MismatchError, StorageError, say
 from epochckpt.storage.object_client import CHUNK_BYTES, Client, chunk_bytes, existing, missing
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
 
@@ -183,6 +183,8 @@ class ObjectStore(Store):
         """One more request where the first answer is damaged."""
         try:
             return read()
+        except (InvalidArgumentError, MismatchError):  # what was asked for is wrong, not the answer
+            raise
         except (ValueError, EOFError) as error:
             logging.warning("%s: %s; it is read once more: an answer may be damaged on its way", self.root, say(error))
         return read()

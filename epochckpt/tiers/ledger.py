@@ -14,16 +14,18 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError
 from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import Codec, Fields, stored
-from epochckpt.storage import Store
+
+if TYPE_CHECKING:
+    from epochckpt.commit import Commits
+    from epochckpt.storage import Store
 
 _FIRST_FREE_INODE = 1024  # roots of file systems have small numbers, and the same ones
 _MAX_CLAIMS = 256

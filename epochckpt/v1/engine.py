@@ -16,7 +16,7 @@ from epochckpt.commit import Attempt, EpochInfo
 from epochckpt.commit.coordination import RecentKeys
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
 from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
@@ -74,6 +74,7 @@ class Engine(CheckpointManager):
         registry = bridge.Registry()
         super().__init__(directory, None, options, metadata, None, None, logger, registry, storage=storage, node=node)
         self._listener.heard = self._hear
+        self._restores.newest_call = "load()"
 
     # -- saving --------------------------------------------------------------------------------------------------
 

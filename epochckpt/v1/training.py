@@ -21,7 +21,7 @@ from epochckpt.arrays import TreeMetadata
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.manager import CheckpointManager, CheckpointReader, Response
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.v1 import bridge
 from epochckpt.v1 import context as contexts

@@ -233,7 +233,7 @@ def test_three_hosted_nodes_go_on_in_three_processes_and_back(tmp_path: pathlib.
         assert found["state"], f"process {number}"
         value = {"found": NAMES[1]}
         assert found["rare"] == ([{NAMES[1]: value}, value] if has else [{}, None])
-        assert ("saved none" in found["refused"]) != has
+        assert "saved none" in found["refused"], f"process {number}: it restores what all of them can, or nothing"
     assert run_worker("tests.support.node_jobs:save", {"directory": str(three)}, 3) == [list(NAMES)] * 3
     with hosting(three) as manager:
         assert manager.verify(3).ok

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import pickle
 from typing import Any
 
 import jax
@@ -172,6 +173,106 @@ def test_a_reader_lists_the_good_epoch_that_replaced_a_damaged_one(run: pathlib.
         assert value(reader.restore(None)) == 3
 
 
+def by_the_usual_loop(manager: ec.CheckpointManager) -> tuple[list[str], int | None]:
+    """The errors of `restore(latest_step())`, and what it gives in the end."""
+    raised: list[str] = []
+    while (epoch := manager.latest_step()) is not None:
+        assert len(raised) < 4, raised
+        try:
+            return raised, value(manager.restore(epoch))
+        except (DamagedError, EpochNotFoundError) as error:
+            raised.append(str(error))
+    return raised, None
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_the_usual_loop_around_restore_gets_past_damaged_epochs(run: pathlib.Path, read_only: bool) -> None:
+    """Once `restore` has failed, the manager knows of the damage; the error says so, and names `restore(None)`."""
+    flip(run, 3)
+    flip(run, 2)
+    with ec.CheckpointManager(run, options=Options(read_only=read_only)) as manager:
+        assert manager.latest_step() == 3
+        raised, found = by_the_usual_loop(manager)
+        assert (found, manager.all_steps(), manager.damaged_epochs()) == (1, [1], [2, 3])
+        assert "Checkpoint 3 is not listed any more: latest_step() is 2 now. restore(None) takes" in raised[0]
+        manager.reload()
+        assert (manager.all_steps(), manager.damaged_epochs()) == ([1], [2, 3])
+        with pytest.raises(DamagedError, match="3/process_0/default"):
+            manager.restore(3)
+        if not read_only:
+            save_epochs(manager, 3)
+            assert (manager.latest_step(), by_the_usual_loop(manager)) == (3, ([], 3))
+
+
+def test_the_usual_loop_ends_where_every_epoch_is_damaged(run: pathlib.Path) -> None:
+    """Nothing is listed any more."""
+    for epoch in (1, 2, 3):
+        flip(run, epoch)
+    with ec.CheckpointManager(run) as manager:
+        raised, found = by_the_usual_loop(manager)
+        assert (len(raised), found, manager.damaged_epochs()) == (3, None, [1, 2, 3])
+        assert "Checkpoint 1 is not listed any more: no other is listed." in raised[-1]
+
+
+def test_the_usual_loop_gets_past_epochs_that_another_run_has_deleted(run: pathlib.Path) -> None:
+    """The list is old: it is looked at again, as by `restore(None)`; an epoch that never was changes nothing."""
+    with reader_of(run) as reader, ec.CheckpointManager(run) as trainer:
+        trainer.delete(3)
+        trainer.wait_until_finished()
+        raised, found = by_the_usual_loop(reader)
+        assert (len(raised), found, reader.all_steps(), reader.damaged_epochs()) == (1, 2, [1, 2], [])
+        with pytest.raises(EpochNotFoundError, match="no checkpoint 9"):
+            reader.restore(9)
+
+
+def test_restore_in_the_background_tells_of_damage_too(run: pathlib.Path) -> None:
+    """And in Orbax's v1 style, whose error names its own call."""
+    flip(run, 3)
+    with ec.CheckpointManager(run) as manager:
+        with pytest.raises(DamagedError, match=r"restore\(None\) takes"):
+            manager.restore_async(3).result()
+        assert (manager.latest_step(), manager.damaged_epochs()) == (2, [3])
+    with ec.training.Checkpointer(run) as checkpointer:
+        with pytest.raises(DamagedError, match=r"load\(\) takes the newest"):
+            checkpointer.load(3)
+        assert checkpointer.latest is not None
+        assert checkpointer.latest.step == 2
+
+
+def loop(directory: str) -> list[Any]:
+    """Process 1 cannot read epoch 3: what the loop, and a restore in the background, give this process."""
+    me = jax.process_index()
+    with ec.CheckpointManager(directory) as manager:
+        original = manager._commits.read_record
+
+        def read_record(epoch: int) -> Any:
+            if epoch == 3 and me == 1:
+                raise DamagedError("3/epoch.json", "is torn")
+            return original(epoch)
+
+        manager._commits.read_record = read_record  # type: ignore[method-assign]
+        raised, found = by_the_usual_loop(manager)
+        before = [raised, found, list(manager.all_steps()), manager.damaged_epochs()]
+        background = value(manager.restore_async(1).result())
+        if me == 0:
+            os.rename(f"{directory}/2", f"{directory}/away")
+        gone, left = by_the_usual_loop(manager)
+        if me == 1:  # alone, without a word to the other process
+            with reader_of(pathlib.Path(directory)) as reader:
+                background += value(reader.restore(1))
+        return [*before, background - me, len(gone), left, list(manager.all_steps())]
+
+
+def test_processes_get_past_a_damaged_epoch_together(tmp_path: pathlib.Path) -> None:
+    """What one of them cannot read none of them gets, and `latest_step()` stays the same on all."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        save_epochs(manager, 1, 2, 3)
+    for (error, *more), *rest in run_worker("tests.commit.test_newest:loop", {"directory": str(tmp_path)}, 2):
+        assert not more
+        assert error.startswith("3/epoch.json: is torn. Checkpoint 3 is not listed any more: latest_step() is 2 now.")
+        assert rest == [2, [1, 2], [3], 1, 1, 1, [1]]
+
+
 def test_a_reader_restores_the_newest_of_a_run_that_has_deleted_all_that_it_lists(run: pathlib.Path) -> None:
     """Its list is old, nothing is damaged: it looks again, and lists what it found."""
     with reader_of(run) as reader, ec.CheckpointManager(run, options=Options(max_to_keep=2)) as trainer:
@@ -274,3 +375,21 @@ def test_item_kinds_of_stock_orbax(tmp_path: pathlib.Path) -> None:
         assert manager.item_kinds(0) == {"a": "arrays", "b": "files"}
     with ec.CheckpointManager(tmp_path / "one") as manager:
         assert manager.item_kinds(0) == {"default": "arrays"}
+
+
+def test_damage_of_a_block_that_many_leaves_share_is_blamed_on_none_of_them(tmp_path: pathlib.Path) -> None:
+    """A single bit of the last leaf: any of them may be the one. A leaf with a block of its own is named."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=Save({f"leaf{n:02}": np.full(5, n) for n in range(30)} | {"empty": np.zeros(0)}))
+        manager.save(2, args=Save({"x": np.ones(5)}))
+        manager.wait_until_finished()
+        flip(tmp_path, 1)
+        flip(tmp_path, 2)
+        with pytest.raises(DamagedError, match=r"default\.safetensors, leaf 'x': bytes") as one:
+            manager.restore(2)
+        with pytest.raises(
+            DamagedError, match=r"default\.safetensors, one of 30 leaves from 'leaf00' on: bytes"
+        ) as many:
+            manager.restore(1)
+    assert (one.value.leaf, one.value.leaves) == ("x", 1)
+    assert pickle.loads(pickle.dumps(many.value)).leaves == 30

@@ -118,6 +118,12 @@ def test_a_bucket_that_was_not_named_fails_at_once() -> None:
     assert load("tpu_pod.flags").settings().directory == "gs://YOUR-BUCKET/YOUR-RUN"
 
 
+@pytest.mark.parametrize("name", FLAGFILES)
+def test_stock_orbax_can_read_what_they_save(name: str) -> None:
+    """On gs://, too: an epoch in a bucket has a view."""
+    assert load(name, "--ckpt_directory=run").settings().orbax_view
+
+
 CONFIG_MAIN = """
 import json, sys
 from absl import app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 import time
@@ -39,13 +40,13 @@ def test_runs_are_found_below_a_folder(folder: pathlib.Path) -> None:
     runs = ec.inspect_runs(folder, metric="loss", mode="min")
     assert list(runs) == ["a", "deep/b"]
     a, b = runs.rows()
-    assert (a.state, a.epochs, a.latest, a.best, a.best_value) == ("training", 3, 2, 1, 1.0)
+    assert (a.state, a.epochs, a.latest, a.best, a.best_value) == ("closed", 3, 2, 1, 1.0)
     assert a.history == {"loss": ((0, 3.0), (1, 1.0), (2, 2.0)), "lr": ((0, 0.1), (1, 0.1), (2, 0.1))}
     assert (b.best, b.best_value) == (0, 0.5)
     assert a.nbytes > 2 * b.nbytes > 0
     assert list(runs["deep/b"]) == [0]
     text = runs.to_text(100)
-    assert "2 runs · 2 training" in text
+    assert "2 runs · 2 closed" in text
     assert "★ best deep/b by min loss: 0.5" in text
     assert "█▁▅" in text
     ax = runs.plots.metric("loss")
@@ -82,7 +83,7 @@ def test_one_that_cannot_be_read_hides_no_other(folder: pathlib.Path, tmp_path: 
     head.chmod(0o644)
     head.write_bytes(b"{}")
     seen = ec.inspect_runs(tmp_path).overview()
-    assert [(row.name, row.state) for row in seen.runs] == [("a", "training"), ("b", DAMAGED)]
+    assert [(row.name, row.state) for row in seen.runs] == [("a", "closed"), ("b", DAMAGED)]
 
 
 def test_runs_in_a_bucket_are_reached_by_its_settings() -> None:
@@ -110,7 +111,61 @@ def test_a_run_is_stale_when_its_next_epoch_is_long_overdue() -> None:
         "training",
         "stale",
     ]
+    closed = {
+        owners: looking.state_of(Overview("/run", (EpochRow(1, COMMITTED, committed_ns=now, latest=True),)), owners)[0]
+        for owners in looking.Owners
+    }
+    assert list(closed.values()) == ["closed", "ended", "training"]
     assert state(9e9, notes={"finished": ["target"]}) == "finished"
     seen = Overview("/run", (EpochRow(3, IN_PROGRESS),))
     assert looking.state_of(seen) == ("saving", "")
     assert looking.state_of(Overview("/run", ())) == ("empty", "")
+
+
+def test_a_run_is_closed_when_its_manager_is(tmp_path: pathlib.Path) -> None:
+    """And not "training" until its next epoch is overdue."""
+    with ec.CheckpointManager(tmp_path / "a") as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+        manager.wait_until_finished()
+        assert [row.state for row in ec.inspect_runs(tmp_path).rows()] == ["training"]
+    assert [row.state for row in ec.inspect_runs(tmp_path).rows()] == ["closed"]
+
+
+def test_a_loss_of_nan_is_shown_as_the_latest(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where no epoch has another value; in JSON, which has no NaN, as text."""
+    save(tmp_path / "a", [3.0, float("nan")])
+    save(tmp_path / "b", [float("inf")])
+    assert main.main(["ls", str(tmp_path), "--json"]) == 0
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    rows = json.loads(capsys.readouterr().out, parse_constant=refuse)["runs"]
+    assert [row["metrics"]["loss"] for row in rows] == ["NaN", "Infinity"]
+    text = ec.inspect_runs(tmp_path, metric="loss").to_text(100)
+    assert "NaN" in text
+    assert "∞" in text
+
+
+def test_a_run_with_damaged_epochs_is_marked(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Also where its newest epoch is whole."""
+    shutil.copytree(folder / "a", tmp_path / "a", symlinks=True)
+    record = tmp_path / "a" / "1" / "epoch.json"
+    record.chmod(0o644)
+    record.write_bytes(b"{}")
+    runs = ec.inspect_runs(tmp_path)
+    assert [(row.state, row.latest, row.damaged) for row in runs.rows()] == [("closed", 2, (1,))]
+    assert "1 damaged" in runs.to_text(100)
+
+
+def test_a_search_that_ends_says_so_and_is_fair(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A subtree with thousands of folders does not hide the runs in another one."""
+    shutil.copytree(folder / "a", tmp_path / "z" / "runs" / "a", symlinks=True)
+    for number in range(looking._SEARCHED + 10):
+        (tmp_path / "data" / str(number)).mkdir(parents=True)
+    runs = ec.inspect_runs(tmp_path)
+    seen = runs.overview()
+    assert [row.name for row in seen.runs] == ["z/runs/a"]
+    assert "only 2000 folders were searched for runs" in seen.problems[runs.directory]
+    assert "of them lie in data" in seen.problems[runs.directory]
+    assert "only 2000 folders" in runs.to_text(100)

@@ -1,5 +1,6 @@
 """What is damaged on its way is read once more; what is stored damaged is damage."""
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.errors import DamagedError
+from epochckpt.orbax import steps
 from epochckpt.storage.object_client import Client
+from tests.support import stock_steps
 from tests.support.object_servers import Bucket, Fault, Request
 
 Options, Composite = ocp.CheckpointManagerOptions, ocp.args.Composite
@@ -85,6 +88,27 @@ def test_one_damaged_answer_costs_no_epoch(name: str, cloud: Bucket, url: str) -
     assert number >= 6
 
 
+@pytest.mark.parametrize("written_by", ["epochckpt", "stock Orbax"])
+def test_one_damaged_answer_of_a_named_epoch_is_no_damage(
+    written_by: str, cloud: Bucket, url: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer in turn: the manager does not take the epoch for damaged, and goes on listing it."""
+    if written_by == "stock Orbax":
+        monkeypatch.setattr(steps, "saves_to", lambda store: True)
+        url = cloud.new_url()
+        stock_steps.simple(tmp_path, 1, 2)
+        stock_steps.upload(tmp_path, url, 1, 2)
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        expected, number, met = dict(manager.restore(2)), 0, list[Request]()
+        while number == 0 or met:
+            met = []
+            cloud.proxy.decide = nth_answer(number, Fault(flipped=10**9), met)
+            jax.tree.map(np.testing.assert_array_equal, dict(manager.restore(2)), expected)
+            assert (manager.latest_step(), manager.damaged_epochs()) == (2, [])
+            number += 1
+    assert number >= 3
+
+
 def test_part_of_an_array_survives_a_damaged_answer(cloud: Bucket, url: str) -> None:
     """Single leaves, and what `verify` looks at, go other ways."""
     with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
@@ -106,8 +130,9 @@ def test_bytes_that_are_stored_damaged_stay_damage(cloud: Bucket, url: str) -> N
     content[-1] ^= 1
     obstore.put(client.kv, key, bytes(content))
     with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
-        with pytest.raises(DamagedError, match="differ from what was written"):
+        with pytest.raises(DamagedError, match=r"differ from what was written.*latest_step\(\) is 1 now"):
             manager.restore(2)
+        assert manager.damaged_epochs() == [2]
         assert manager.restore(None)["config"] == {"epoch": 1}
 
 

@@ -527,3 +527,14 @@ def test_the_shardings_of_a_large_job_name_no_devices(tmp_path: pathlib.Path, mo
         found = stock.restore(tmp_path / "5" / "default")
     assert found["a"].sharding == tree["a"].sharding
     assert np.array_equal(found["a"], tree["a"])
+
+
+def test_what_stock_orbax_will_not_see_is_logged_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """For each item, and not with every commit again."""
+    dates = np.array(["2020-01-01"], "M8[D]")
+    items = {name: ocp.args.StandardSave({"t": dates, "w": np.ones(2)}) for name in "abcd"}
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch in range(3):
+            manager.save(epoch, args=ocp.args.Composite(**items))
+    said = [record.getMessage() for record in caplog.records if "stock Orbax will not see" in record.getMessage()]
+    assert sorted(line.split(":")[0] for line in said) == [f"item {name}" for name in "abcd"]

@@ -13,11 +13,11 @@ from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, Form
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.notes import NOTES
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
-NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
 BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
 WENT_BACK_TO = "went_back_to"  # in the notes: the epoch that the user has named for the run to go back to
 
@@ -257,6 +257,10 @@ class ItemBackend(CheckpointBackend):
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         """The notes of an epoch, and its blobs; `only`: just these blobs, which go to these nodes."""
 
+    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[Mapping[str, Any], Values]:
+        """What `_read` gives, on all processes or on none; each may want other blobs."""
+        return self._read(epoch, only)
+
     @staticmethod
     def _blobs_of(
         items: Iterable[str], notes: Mapping[str, Any], only: Collection[str] | None = None
@@ -307,7 +311,7 @@ class ItemBackend(CheckpointBackend):
                     wanted.setdefault(name, set()).update(nodes)
                 elif blob in available and node in nodes:
                     wanted.setdefault(blob, set()).add(node)
-            notes, values = self._read(epoch, wanted)
+            notes, values = self._read_named(epoch, wanted)
         except EpochNotFoundError:  # deleted just now
             return False
         self._put_back(epoch, notes, {b: {n: v for n, v in got.items() if n in wanted[b]} for b, got in values.items()})

@@ -73,6 +73,9 @@ class NativeBackend(ItemBackend):
     def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[Mapping[str, Any], Values]]:
         return self._manager.restore_newest(self._read, epochs)
 
+    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[Mapping[str, Any], Values]:
+        return self._manager.restore_newest(lambda named: self._read(named, only), [epoch])[1]
+
     def _item_names(self, epoch: int) -> Sequence[str]:
         return _blob_items(self._manager.item_kinds(epoch))
 
