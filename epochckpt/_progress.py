@@ -12,23 +12,28 @@ import collections
 import contextlib
 import contextvars
 import functools
+import importlib
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from epochckpt import _threads
 from epochckpt._lazy import jax
 from epochckpt._text import shown
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 DELAY_SECS = 2.0  # work that ends within this time shows nothing
 _EVERY_SECS = 0.1  # how often a bar is drawn
+_CELL_COLUMNS = 80  # of a bar below a notebook's cell
 LAST_SECS = 5.0  # how long the end of work waits for its bar to be taken away: a terminal may stand still
 
 
@@ -90,30 +95,59 @@ class Work:
     def _draw(self, began: float, over: _threads.Future[None]) -> None:
         if over.wait(DELAY_SECS) and time.time() - began < DELAY_SECS:
             return
-        from tqdm.auto import tqdm
-
         done, total = self.figures()
-        look = {"unit": "B", "unit_scale": True, "leave": False}
-        with tqdm(total=total, desc=shown(self._what, limit=60), **look, **room()) as bar:
+        with bar(shown(self._what, limit=60), total, "B", unit_scale=True, leave=False) as drawn:
             while True:
                 ended = over.wait(_EVERY_SECS)
                 done, total = self.figures()
-                if total != bar.total:
-                    bar.reset(total)
-                bar.start_t, bar.n = began, done
-                bar.refresh()
+                if total != drawn.total:
+                    drawn.reset(total)
+                drawn.start_t, drawn.n = began, done
+                drawn.refresh()
                 if ended:
                     return
 
 
-def room() -> dict[str, Any]:
-    """The arguments of a tqdm that say where it is drawn: as wide as the terminal, or as one that does not tell."""
-    drawn: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook
-        if not os.get_terminal_size(sys.stderr.fileno()).columns:
-            columns, rows = shutil.get_terminal_size()
-            drawn |= {"dynamic_ncols": False, "ncols": columns, "nrows": rows}
-    return drawn
+class _CellOutput:
+    """A file whose last line is shown below the cell of a notebook that runs, in place of the line before.
+
+    What goes to a notebook's stderr is red, and many front ends stack the states of a bar that is drawn there.
+    """
+
+    encoding = "utf-8"  # tqdm asks whether it can draw blocks
+
+    def __init__(self):
+        self._display = importlib.import_module("IPython.display").display
+        self._handle: Any = None
+
+    def write(self, text: str) -> None:
+        """Shows a state of the bar; tqdm begins each with a carriage return. An empty one takes the bar away."""
+        _, carriage_return, line = text.rpartition("\r")
+        if not carriage_return:
+            return
+        shown = {"text/plain": line.rstrip()}
+        if self._handle is not None:
+            self._handle.update(shown, raw=True)
+        elif line.strip():
+            self._handle = self._display(shown, raw=True, display_id=True)
+
+    def flush(self) -> None:
+        """Nothing waits to be shown."""
+
+
+def bar(what: str, total: float | None, unit: str, **look: Any) -> tqdm[Any]:
+    """A bar of tqdm: below the notebook's cell, or on the terminal, as wide as that, or as one that does not tell."""
+    from tqdm import tqdm
+
+    place: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
+    if _in_notebook():
+        place = {"file": _CellOutput(), "ncols": _CELL_COLUMNS}
+    else:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is no terminal
+            if not os.get_terminal_size(sys.stderr.fileno()).columns:
+                columns, rows = shutil.get_terminal_size()
+                place |= {"dynamic_ncols": False, "ncols": columns, "nrows": rows}
+    return tqdm(desc=what, total=total, unit=unit, **look, **place)
 
 
 _current: contextvars.ContextVar[Work | None] = contextvars.ContextVar("epochckpt.work", default=None)
@@ -168,11 +202,14 @@ def is_shown() -> bool:
     """Whether this process draws bars: it is the primary, and its stderr is a terminal, or it is a notebook's."""
     if jax.distributed.is_initialized() and jax.process_index():
         return False
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if hasattr(shell, "kernel"):
+    if _in_notebook():
         return True
     try:
         return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):  # there is none, or it is closed
         return False
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

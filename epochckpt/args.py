@@ -36,12 +36,13 @@ class NodeSave(ocp.args.CheckpointArgs):
 
     Every node saves its own pytree; the trees need not be alike. Arrays must be addressable by the process.
 
-    >>> with ec.CheckpointManager("run") as manager:
-    ...     params, position = ocp.args.StandardSave({"w": jnp.ones(3)}), ec.args.NodeSave({"batches_read": 128})
-    ...     _ = manager.save(0, args=ocp.args.Composite(params=params, data=position))
-    ...     manager.wait_until_finished()
-    ...     manager.restore(0, args=ocp.args.Composite(data=ec.args.NodeRestore())).data
-    {'batches_read': 128}
+    Examples:
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     params, position = ocp.args.StandardSave({"w": jnp.ones(3)}), ec.args.NodeSave({"batches_read": 128})
+        ...     _ = manager.save(0, args=ocp.args.Composite(params=params, data=position))
+        ...     manager.wait_until_finished()
+        ...     manager.restore(0, args=ocp.args.Composite(data=ec.args.NodeRestore())).data
+        {'batches_read': 128}
 
     Attributes:
         item: this node's pytree of arrays and Python values; with `by_node`, such pytrees by node name.

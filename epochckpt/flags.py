@@ -107,12 +107,13 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     notebook's cell that runs again, defines nothing and returns an equal object. Prefixes may stand side by side. A
     program's `--help` shows its own flags, `--helpfull` these, too.
 
-    >>> from absl import flags
-    >>> program = flags.FlagValues()  # a program leaves this out, and has absl.flags.FLAGS
-    >>> checkpoints = ec.flags.define("ckpt", program, max_to_keep=3)
-    >>> _ = program(["train.py", "--ckpt_directory=/runs/1", "--ckpt_save_timeout_secs=15min"])
-    >>> checkpoints.options().max_to_keep, checkpoints.storage().save_timeout_secs
-    (3, 900.0)
+    Examples:
+        >>> from absl import flags
+        >>> program = flags.FlagValues()  # a program leaves this out, and has absl.flags.FLAGS
+        >>> checkpoints = ec.flags.define("ckpt", program, max_to_keep=3)
+        >>> _ = program(["train.py", "--ckpt_directory=/runs/1", "--ckpt_save_timeout_secs=15min"])
+        >>> checkpoints.options().max_to_keep, checkpoints.storage().save_timeout_secs
+        (3, 900.0)
 
     Raises:
         InvalidArgumentError: an unusable prefix, wrong defaults, or flags of these names that are defined already

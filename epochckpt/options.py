@@ -184,10 +184,11 @@ class StorageOptions:
 
     What is saved, when, and what is kept is decided by `orbax.checkpoint.CheckpointManagerOptions`.
 
-    >>> storage = ec.StorageOptions(io_threads=4, save_timeout_secs=1800)
-    >>> with ec.CheckpointManager("run", storage=storage) as manager:
-    ...     manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
-    True
+    Examples:
+        >>> storage = ec.StorageOptions(io_threads=4, save_timeout_secs=1800)
+        >>> with ec.CheckpointManager("run", storage=storage) as manager:
+        ...     manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+        True
 
     Attributes:
         io_threads: threads that write or read one node's files; in a bucket there are as many as its `concurrency`,

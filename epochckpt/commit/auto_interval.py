@@ -190,7 +190,7 @@ def auto_interval(*, target_overhead: float | None = None, mtbf: float | str | N
     Raises:
         InvalidArgumentError: a share that is not between 0 and 1, or a time that is none.
 
-    Example:
+    Examples:
         >>> options = ocp.CheckpointManagerOptions(save_decision_policy=ec.policy.auto_interval(mtbf="6h"))
         >>> with ec.CheckpointManager("run", options=options) as manager:
         ...     saved = [manager.save(step, args=ocp.args.StandardSave({"step": step})) for step in range(100)]

@@ -45,21 +45,23 @@ def inspect(
     The folder of a single epoch will do, too: one of ours, a step of stock Orbax, or what a plain Orbax checkpointer
     saved. It is the only epoch then, `.latest`.
 
-    In a notebook the result draws itself, and so does everything that it gives:
+    In a notebook the result draws itself, and so does everything that it gives.
 
-    >>> import epochckpt as ec, jax.numpy as jnp, orbax.checkpoint as ocp
-    >>> with ec.CheckpointManager("run") as manager:
-    ...     for epoch in range(2):
-    ...         _ = manager.save(epoch, args=ocp.args.StandardSave({"w": jnp.full(3, epoch)}), metrics={"loss": 1.0})
-    >>> run = ec.inspect("run", metric="loss", mode="min")
-    >>> list(run), run.latest.epoch
-    ([0, 1], 1)
-    >>> run[0]["default"]["w"]
-    array([0, 0, 0], dtype=int32)
-    >>> [(leaf.item, leaf.leaf.name, leaf.mean) for leaf in run[1].stats("w")]
-    [('default', 'w', 1.0)]
-    >>> [(leaf.name, leaf.change, leaf.elements) for leaf in run.diff(0, 1)]
-    [('w', 'changed', 3)]
+    Examples:
+        >>> import epochckpt as ec, jax.numpy as jnp, orbax.checkpoint as ocp
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     for epoch in range(2):
+        ...         state = ocp.args.StandardSave({"w": jnp.full(3, epoch)})
+        ...         _ = manager.save(epoch, args=state, metrics={"loss": 1.0})
+        >>> run = ec.inspect("run", metric="loss", mode="min")
+        >>> list(run), run.latest.epoch
+        ([0, 1], 1)
+        >>> run[0]["default"]["w"]
+        array([0, 0, 0], dtype=int32)
+        >>> [(leaf.item, leaf.leaf.name, leaf.mean) for leaf in run[1].stats("w")]
+        [('default', 'w', 1.0)]
+        >>> [(leaf.name, leaf.change, leaf.elements) for leaf in run.diff(0, 1)]
+        [('w', 'changed', 3)]
 
     Args:
         directory: a path or a URL.

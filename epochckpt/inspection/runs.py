@@ -42,15 +42,16 @@ def inspect_runs(
 ) -> Runs:
     """Opens a folder of runs to look at them side by side: the checkpoint directories in it, up to four levels below.
 
-    >>> import epochckpt as ec, jax.numpy as jnp, orbax.checkpoint as ocp
-    >>> for name, loss in (("a", 2.0), ("b", 1.0)):
-    ...     with ec.CheckpointManager(f"runs/{name}") as manager:
-    ...         _ = manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}), metrics={"loss": loss})
-    >>> runs = ec.inspect_runs("runs", metric="loss", mode="min")
-    >>> [(row.name, row.latest, row.best_value) for row in runs.rows()]
-    [('a', 0, 2.0), ('b', 0, 1.0)]
-    >>> runs["b"].latest.epoch
-    0
+    Examples:
+        >>> import epochckpt as ec, jax.numpy as jnp, orbax.checkpoint as ocp
+        >>> for name, loss in (("a", 2.0), ("b", 1.0)):
+        ...     with ec.CheckpointManager(f"runs/{name}") as manager:
+        ...         _ = manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}), metrics={"loss": loss})
+        >>> runs = ec.inspect_runs("runs", metric="loss", mode="min")
+        >>> [(row.name, row.latest, row.best_value) for row in runs.rows()]
+        [('a', 0, 2.0), ('b', 0, 1.0)]
+        >>> runs["b"].latest.epoch
+        0
 
     Args:
         directory: a path or a URL.

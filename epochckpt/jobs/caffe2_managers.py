@@ -371,20 +371,21 @@ def _foreign(reader: CheckpointReader, problem: str) -> FormatError:
 class MultiNodeCheckpointManager(Manager):
     """Saves and loads the workspaces of many nodes, each into its own folder of the epoch.
 
-    >>> import pathlib
-    >>> pathlib.Path("run").mkdir()
-    >>> session = ec.LocalSession()
-    >>> for node in ("trainer", "reader"):
-    ...     _ = session.run(ec.Task(lambda ws: ws.update(position=7), node=node))
-    >>> manager = ec.caffe2.MultiNodeCheckpointManager("run", "epochckpt")
-    >>> _ = session.run(manager.init(["trainer", "reader"]))
-    >>> _ = session.run(manager.save(0))
-    >>> sorted(path.name for path in pathlib.Path("run/0").iterdir())
-    ['reader', 'trainer']
-    >>> session.workspace("reader")["position"] = 8
-    >>> _ = session.run(manager.load(0))
-    >>> session.workspace("reader")["position"]
-    7
+    Examples:
+        >>> import pathlib
+        >>> pathlib.Path("run").mkdir()
+        >>> session = ec.LocalSession()
+        >>> for node in ("trainer", "reader"):
+        ...     _ = session.run(ec.Task(lambda ws: ws.update(position=7), node=node))
+        >>> manager = ec.caffe2.MultiNodeCheckpointManager("run", "epochckpt")
+        >>> _ = session.run(manager.init(["trainer", "reader"]))
+        >>> _ = session.run(manager.save(0))
+        >>> sorted(path.name for path in pathlib.Path("run/0").iterdir())
+        ['reader', 'trainer']
+        >>> session.workspace("reader")["position"] = 8
+        >>> _ = session.run(manager.load(0))
+        >>> session.workspace("reader")["position"]
+        7
 
     Args:
         db_prefix: the directory; must exist when it is used.

@@ -116,12 +116,13 @@ class TaskOutput:
 class Task:
     """A Python callable that runs on a workspace.
 
-    >>> session = ec.LocalSession()
-    >>> task = ec.Task(lambda ws: ws.update(x=1), outputs="x")
-    >>> session.run(task)
-    {'process_0': [None]}
-    >>> task.outputs()[0].fetch()
-    1
+    Examples:
+        >>> session = ec.LocalSession()
+        >>> task = ec.Task(lambda ws: ws.update(x=1), outputs="x")
+        >>> session.run(task)
+        {'process_0': [None]}
+        >>> task.outputs()[0].fetch()
+        1
 
     Args:
         fn: called as `fn(workspace)`.
@@ -174,10 +175,11 @@ class Task:
 class TaskGroup(_Scope):
     """The tasks of one phase, in the order in which they were added. Inside `with group:` new tasks join the group.
 
-    >>> with ec.TaskGroup("evaluation") as group:  # the name is for messages
-    ...     task = ec.Task(lambda ws: ws["x"] + 1, node="trainer_0")
-    >>> group.used_nodes()
-    ['trainer_0']
+    Examples:
+        >>> with ec.TaskGroup("evaluation") as group:  # the name is for messages
+        ...     task = ec.Task(lambda ws: ws["x"] + 1, node="trainer_0")
+        >>> group.used_nodes()
+        ['trainer_0']
     """
 
     def __init__(self, name: str = "group"):
@@ -248,17 +250,18 @@ class Job(_Scope):
     It is made with decorators for functions of a `Workspace`, and `job.stop_when(condition)`, or in Caffe2's form:
     `with Job() as job:` and tasks in `job.init_group`, `job.epoch_group`, and so on.
 
-    >>> job = ec.Job()
-    >>> @job.init
-    ... def init(ws):
-    ...     ws["total"] = 0
-    >>> @job.epoch
-    ... def train(ws):
-    ...     ws["total"] += ws.epoch
-    ...     return {"total": ws["total"]}
-    >>> _ = job.stop_when(lambda ctx: ctx.metrics["total"] >= 6)
-    >>> ec.JobRunner(job).train(ec.LocalSession())
-    3
+    Examples:
+        >>> job = ec.Job()
+        >>> @job.init
+        ... def init(ws):
+        ...     ws["total"] = 0
+        >>> @job.epoch
+        ... def train(ws):
+        ...     ws["total"] += ws.epoch
+        ...     return {"total": ws["total"]}
+        >>> _ = job.stop_when(lambda ctx: ctx.metrics["total"] >= 6)
+        >>> ec.JobRunner(job).train(ec.LocalSession())
+        3
 
     Args:
         init_group: runs once, only from scratch.
@@ -393,11 +396,12 @@ class Job(_Scope):
     ) -> RunResult:
         """Runs the job with its checkpoints in a directory, and resumes from there: a manager and a runner in one call.
 
-        >>> job = ec.Job(stop_conditions=[ec.stop.max_epochs(3)])
-        >>> _ = job.epoch(lambda ws: {"loss": 1 / ws.epoch})
-        >>> result = job.run("my_run")
-        >>> result.epoch, result.stop_reason
-        (3, 'max_epochs(3)')
+        Examples:
+            >>> job = ec.Job(stop_conditions=[ec.stop.max_epochs(3)])
+            >>> _ = job.epoch(lambda ws: {"loss": 1 / ws.epoch})
+            >>> result = job.run("my_run")
+            >>> result.epoch, result.stop_reason
+            (3, 'max_epochs(3)')
 
         Args:
             directory: of the checkpoints: a path or a URL; None: nothing is saved.
@@ -466,10 +470,11 @@ class Job(_Scope):
 def epoch_limiter(job: Job, num_epochs: int) -> None:
     """Ends a job when `num_epochs` epochs have been done in all. Caffe2's name for `stop.max_epochs`.
 
-    >>> job = ec.Job()
-    >>> ec.epoch_limiter(job, 10)
-    >>> job.stop_conditions
-    [max_epochs(10)]
+    Examples:
+        >>> job = ec.Job()
+        >>> ec.epoch_limiter(job, 10)
+        >>> job.stop_conditions
+        [max_epochs(10)]
     """
     job.add_stop_condition(stop.max_epochs(num_epochs))
 

@@ -115,9 +115,7 @@ def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition],
 
         yield say
         return
-    from tqdm.auto import tqdm
-
-    with tqdm(total=total, unit=unit, desc="training", **_progress.room()) as drawn:
+    with _progress.bar("training", total, unit) as drawn:
 
         def show(epoch: int, metrics: Mapping[str, Any]) -> None:
             drawn.n = epoch

@@ -45,22 +45,23 @@ class JobRunner:
     A save that fails does not stop training, unless many fail in a row; it shows in `result`. SIGTERM, or JAX's
     preemption notice, ends the run after the epoch in which it came (see `deadline_secs`), with that epoch committed.
 
-    >>> def train(epochs):
-    ...     job = ec.Job()
-    ...     job.init(lambda ws: ws.update(total=0))
-    ...     job.epoch(lambda ws: ws.update(total=ws["total"] + ws.epoch))
-    ...     job.stop_when(ec.stop.max_epochs(epochs))
-    ...     with ec.CheckpointManager("runs/one") as manager:
-    ...         runner = ec.JobRunner(job, manager)
-    ...         runner.train()
-    ...     return runner.result.resumed_from, runner.workspace["total"]
-    >>> train(epochs=2)
-    (None, 3)
-    >>> train(epochs=4)
-    (2, 10)
-
     As in Caffe2, the first four arguments are also attributes; what is assigned to them counts from the next call on.
     Nothing else can be assigned.
+
+    Examples:
+        >>> def train(epochs):
+        ...     job = ec.Job()
+        ...     job.init(lambda ws: ws.update(total=0))
+        ...     job.epoch(lambda ws: ws.update(total=ws["total"] + ws.epoch))
+        ...     job.stop_when(ec.stop.max_epochs(epochs))
+        ...     with ec.CheckpointManager("runs/one") as manager:
+        ...         runner = ec.JobRunner(job, manager)
+        ...         runner.train()
+        ...     return runner.result.resumed_from, runner.workspace["total"]
+        >>> train(epochs=2)
+        (None, 3)
+        >>> train(epochs=4)
+        (2, 10)
 
     Args:
         job: what to run.

@@ -90,11 +90,12 @@ class Session(abc.ABC):
 class LocalSession(Session):
     """Runs the tasks of every node in this process, each node with its own workspace.
 
-    >>> session = ec.LocalSession()
-    >>> session.run(ec.Task(lambda ws: ws.update(x=1)))
-    {'process_0': [None]}
-    >>> session.workspace()["x"]
-    1
+    Examples:
+        >>> session = ec.LocalSession()
+        >>> session.run(ec.Task(lambda ws: ws.update(x=1)))
+        {'process_0': [None]}
+        >>> session.workspace()["x"]
+        1
 
     Args:
         workspace: of the only node; with several nodes theirs become its children.

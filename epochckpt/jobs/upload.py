@@ -54,16 +54,17 @@ class CopyUpload(UploadTaskGroupBuilder):
     appears by itself, as `<epoch>/<node>`, and the destination is a `db_prefix` then. A step that stock Orbax wrote is
     refused with UnsupportedError.
 
-    >>> job = ec.Job(stop_conditions=[ec.stop.max_epochs(2)])
-    >>> _ = job.init(lambda ws: ws.update(total=np.zeros(3)))
-    >>> _ = job.epoch(lambda ws: ws.update(total=ws["total"] + 1))
-    >>> with ec.CheckpointManager("run") as manager:
-    ...     runner = ec.JobRunner(job, manager, upload_task_group_builder=ec.CopyUpload("final"))
-    ...     runner.train(ec.LocalSession())
-    2
-    >>> with ec.CheckpointManager("final") as manager:
-    ...     manager.all_steps(), manager.verify(2).ok
-    ([2], True)
+    Examples:
+        >>> job = ec.Job(stop_conditions=[ec.stop.max_epochs(2)])
+        >>> _ = job.init(lambda ws: ws.update(total=np.zeros(3)))
+        >>> _ = job.epoch(lambda ws: ws.update(total=ws["total"] + 1))
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     runner = ec.JobRunner(job, manager, upload_task_group_builder=ec.CopyUpload("final"))
+        ...     runner.train(ec.LocalSession())
+        2
+        >>> with ec.CheckpointManager("final") as manager:
+        ...     manager.all_steps(), manager.verify(2).ok
+        ([2], True)
 
     Args:
         destination: a path, or the URL of an object store; made if missing.

@@ -28,14 +28,15 @@ class Workspace(MutableMapping[str, Any]):
     The blobs that exist when a job's `init_group` has run are checkpointed, later ones are temporary. What is not to
     be checkpointed at all (a mesh, a compiled function) goes into `live`; other attributes cannot be set.
 
-    >>> ws = ec.Workspace()
-    >>> ws["total"] = 0
-    >>> ws.live.names = ["a", "b"]
-    >>> ws
-    Workspace('process_0', blobs: total)
-
     A session with several nodes has a workspace for each, and a parent of them: there `ws["trainer_0/total"]` is a blob
     of one node, and `ws["total"]` works if only one node has it.
+
+    Examples:
+        >>> ws = ec.Workspace()
+        >>> ws["total"] = 0
+        >>> ws.live.names = ["a", "b"]
+        >>> ws
+        Workspace('process_0', blobs: total)
 
     Attributes:
         node: the node's name.

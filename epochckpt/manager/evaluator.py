@@ -46,7 +46,7 @@ def follow(
         InvalidArgumentError: interval_secs is not positive.
         StorageError: storage does not answer, also when asked again; call it anew, with the last epoch as `after`.
 
-    Example:
+    Examples:
         >>> with ec.CheckpointManager("run") as manager:
         ...     for epoch in range(3):
         ...         saved = manager.save(epoch, args=ocp.args.StandardSave({"w": 1.5}))
@@ -121,7 +121,7 @@ def attach_metrics(
         UnsupportedError: stock Orbax wrote the epoch.
         AccessError: no permission to write there.
 
-    Example:
+    Examples:
         >>> with ec.CheckpointManager("run") as manager:
         ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": 1.5}), metrics={"loss": 0.5})
         >>> ec.attach_metrics("run", 0, {"accuracy": 0.75}, source="evaluator")

@@ -118,7 +118,7 @@ def export(
             such item; leaves that would be called alike.
         OSError: the destination cannot be written.
 
-    Example:
+    Examples:
         >>> with ec.CheckpointManager("run") as manager:
         ...     saved = manager.save(4, args=ocp.args.StandardSave({"w": np.zeros(3)}))
         >>> ec.export("run", None, "tensors", "safetensors").epoch

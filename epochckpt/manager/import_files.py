@@ -127,7 +127,7 @@ def import_(
         SaveError: storage refused; the epoch does not exist.
         OSError: the source cannot be read.
 
-    Example:
+    Examples:
         >>> from flax import serialization
         >>> with open("params.msgpack", "wb") as file:
         ...     written = file.write(serialization.to_bytes({"w": np.arange(3)}))

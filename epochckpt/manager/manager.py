@@ -65,7 +65,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     In a job of several processes all must call `reload`, `restore`, `restore_newest` and the methods that change the
     directory. Methods that read, replace or delete an epoch raise EpochNotFoundError if it does not exist.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> import orbax.checkpoint as ocp
         >>> import epochckpt as ec
@@ -627,7 +627,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             UnknownNameError: one of the patterns matches no leaf; names the nearest ones.
 
-        Example:
+        Examples:
             >>> state = {"params": {"w": 1.5, "b": -0.5}, "step": 7}
             >>> with ec.CheckpointManager("run") as manager:
             ...     saved = manager.save(0, args=ocp.args.StandardSave(state))
@@ -659,7 +659,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Damage of the Orbax view is listed apart: see `view_damage`, and `epochckpt.repair_view`. Stock Orbax keeps no
         checksums: its epochs are only checked to be whole and readable; see `note`.
 
-        Example:
+        Examples:
             >>> with ec.CheckpointManager("run") as manager:
             ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(3)}))
             ...     manager.wait_until_finished()
@@ -756,7 +756,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             UnfinishedError: they are not listed any more, but could not be moved, and cannot be saved anew so far.
 
-        Example:
+        Examples:
             >>> with ec.CheckpointManager("run") as manager:
             ...     for epoch in range(3):
             ...         saved = manager.save(epoch, args=ocp.args.StandardSave({"loss": 0.5**epoch}))

@@ -203,7 +203,7 @@ class JsonMetadataHandler(CheckedHandler):
 
     `path` is the file, a local path or a URL; None: `last_epoch-<the first node>.json` in the directory of the epochs.
 
-    Example:
+    Examples:
         >>> import json, pathlib
         >>> handler = ec.metadata.JsonMetadataHandler("last.json")
         >>> with ec.CheckpointManager("run", metadata_handler=handler) as manager:

@@ -34,7 +34,7 @@ def repair_view(
         UnsupportedError: it was saved without a view, or by stock Orbax.
         AccessError: no permission to write there.
 
-    Example:
+    Examples:
         >>> import os
         >>> with ec.CheckpointManager("run") as manager:
         ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(3)}))

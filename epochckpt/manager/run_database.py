@@ -131,7 +131,7 @@ class SqliteMetadataHandler(CheckedHandler):
         run: the run's name; None for its db_prefix, as given.
         timeout_secs: how long a call may wait for a lock that another process holds.
 
-    Example:
+    Examples:
         >>> handler = ec.metadata.SqliteMetadataHandler("runs.db", run="first")
         >>> with ec.CheckpointManager("run", metadata_handler=handler) as manager:
         ...     saved = manager.save(3, args=ocp.args.StandardSave({"w": 1.5}))

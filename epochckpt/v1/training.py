@@ -48,7 +48,7 @@ class Checkpointer:
     A step may be a number, or the CheckpointMetadata of an epoch. Methods raise EpochNotFoundError (which is Orbax's
     StepNotFoundError) if there is no such epoch.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from epochckpt import v1 as ocp
         >>> state = {"params": {"w": jnp.arange(3.0)}, "step": 7}
