@@ -133,7 +133,8 @@ class NodeCommits(RenameCommits):
     def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
         """Takes this job's place in the order of jobs for this node; `begin` then takes over from those before it.
 
-        NotACheckpointDirectoryError: the directory is missing. AccessError: it may not be written.
+        NotACheckpointDirectoryError: the directory is missing. AccessError: it may not be written. UnsupportedError: it
+        is another manager's.
         """
         del epoch
         check()
@@ -145,12 +146,26 @@ class NodeCommits(RenameCommits):
             with self.access():
                 self.store.make_folder(home)
                 # listed after our own was made: of two jobs that join at once, at least one sees the other
-                found = [entry.name for entry in self.store.list("") if entry.name != home]
+                entries = [entry for entry in self.store.list("") if entry.name != home]
+                self._refuse_others(home, [entry.name for entry in entries if entry.is_folder])
+                found = [entry.name for entry in entries]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._missing() from error
         self._root_id = self.store.root_id()
         self.incarnation, self._older = incarnation, [n for n in found if paths.parse_node_staging(n) == self.node]
         self._leave = weakref.finalize(self, _leave, self.store, home, os.getpid())
+
+    def _refuse_others(self, home: str, folders: list[str]) -> None:
+        """Refuses a directory in which all nodes commit an epoch together; removes the own staging folder there."""
+        for name in (name for name in folders if paths.TMP_SUFFIX not in name):
+            for mark in (paths.EPOCH_RECORD, STEP_RECORD):
+                if self.store.exists(paths.join(name, mark)):
+                    self.store.remove_tree(home)
+                    raise UnsupportedError(
+                        f"{self.store.root} is the directory of an epochckpt.CheckpointManager, or of Orbax's: "
+                        f"{name}/{mark} is a checkpoint of all nodes together. Caffe2's managers save each node by "
+                        "itself, and need another directory: take another db_prefix, or epochckpt.CheckpointManager"
+                    )
 
     def begin(self, epoch: int, attempt: str) -> None:
         """See Commits. Fences off the jobs that were there when this one joined, and removes what they left."""

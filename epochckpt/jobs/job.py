@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from absl import logging
 
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
@@ -197,6 +200,18 @@ class TaskGroup(_Scope):
         self._tasks.append(task)
         return task
 
+    def define(self, fn: Callable[[Workspace], Any]) -> None:
+        """Makes a task of a function. One that a notebook's cell defines again takes the place of the older one."""
+        for i, older in enumerate(self._tasks):
+            if _is_defined_again(older.fn, fn):
+                logging.info("%s: %s was defined again; the newer function takes its place", self, older)
+                with TaskGroup():
+                    task = Task(fn, node=older.node)
+                task.group = self
+                self._tasks[i] = task
+                return
+        Task(fn, group=self)
+
     def tasks(self) -> list[Task]:
         """Its tasks."""
         return list(self._tasks)
@@ -230,6 +245,36 @@ class ComputedCondition(stop.Condition):
     def holds(self, ctx: stop.Context) -> bool:
         """False: not known before the tasks have run."""
         return False
+
+
+class StopConditions(MutableSequence[stop.Condition]):
+    """The stop conditions of a job: a list, in which everything that `Job.add_stop_condition` takes may be put."""
+
+    def __init__(self, as_condition: Callable[[Any], stop.Condition]):
+        self._as_condition = as_condition
+        self._conditions: list[stop.Condition] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._conditions[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            self._conditions[index] = [self._as_condition(one) for one in value]
+        else:
+            self._conditions[index] = self._as_condition(value)
+
+    def __delitem__(self, index: Any) -> None:
+        del self._conditions[index]
+
+    def __len__(self) -> int:
+        return len(self._conditions)
+
+    def insert(self, index: int, value: Any) -> None:
+        """See `list.insert`."""
+        self._conditions.insert(index, self._as_condition(value))
+
+    def __repr__(self) -> str:
+        return repr(self._conditions)
 
 
 def _blob_condition(name: str, node: str | None) -> ComputedCondition:
@@ -301,7 +346,7 @@ class Job(_Scope):
         self.exit_group = _group(exit_group, "exit")
         self.resumable = False
         self.session_class: type | None = None
-        self._conditions: list[stop.Condition] = []
+        self._conditions = StopConditions(self._as_condition)
         self._nodes = [str(n) for n in nodes_to_checkpoint or ()] or None
         for condition in stop_conditions or ():
             self.add_stop_condition(condition)
@@ -320,9 +365,14 @@ class Job(_Scope):
         self.epoch_group.__exit__(*exc)
 
     @property
-    def stop_conditions(self) -> list[stop.Condition]:
-        """What ends the job; every condition is evaluated after every epoch."""
-        return list(self._conditions)
+    def stop_conditions(self) -> MutableSequence[stop.Condition]:
+        """What ends the job; every condition is evaluated after every epoch. What is appended is added to the job."""
+        return self._conditions
+
+    @stop_conditions.setter
+    def stop_conditions(self, conditions: Sequence[Any]) -> None:
+        if conditions is not self._conditions:  # as after `+=`
+            self._conditions[:] = list(conditions)
 
     def nodes_to_checkpoint(self) -> list[str]:
         """The nodes that are checkpointed: those given, or those that `init_group` uses; empty: all of the session."""
@@ -363,6 +413,10 @@ class Job(_Scope):
         `with Node(…)`), a condition of `epochckpt.stop`, or any callable of a `stop.Context`. The values of outputs and
         blobs must be booleans; one node where it is true is enough.
         """
+        self._conditions.append(output)
+
+    def _as_condition(self, output: Any) -> stop.Condition:
+        """The stop condition that something stands for, see `add_stop_condition`."""
         if isinstance(output, Task):
             if len(output.outputs()) != 1:
                 raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass the one that is meant")
@@ -377,7 +431,14 @@ class Job(_Scope):
         for part in stop.counts([condition]):
             if part.unit != self.unit:
                 raise InvalidArgumentError(f"{part!r} ends no job that counts {self.unit}s: max_{self.unit}s(n) does")
-        self._conditions.append(condition)
+        own = {id(task.fn): task for task in self._tasks()}
+        for function in stop.functions([condition]):
+            if (task := own.get(id(function))) is not None:  # it would be called with a stop.Context as its workspace
+                raise InvalidArgumentError(
+                    f"{task} of {task.group} is no stop condition: it takes a workspace. To stop when it returns True, "
+                    "make it with task = ec.Task(function) and call job.stop_when(task), by itself, not in a | b"
+                )
+        return condition
 
     def stop_when(self, condition: Any) -> Any:
         """The same as `add_stop_condition`; returns the condition, so that it also decorates functions."""
@@ -436,12 +497,12 @@ class Job(_Scope):
         The function makes the live objects (model, optimizer, mesh, iterator) and declares with `ws.target` how blobs
         come back. A blob that the epoch lacks keeps what setup made.
         """
-        Task(fn, group=self.setup_group)
+        self.setup_group.define(fn)
         return fn
 
     def init(self, fn: F) -> F:
         """Decorator: a task of `init_group`."""
-        Task(fn, group=self.init_group)
+        self.init_group.define(fn)
         return fn
 
     def epoch(self, fn: Callable[[Workspace], Any] | None = None, *, resumable: bool = False) -> Any:
@@ -453,17 +514,17 @@ class Job(_Scope):
         if fn is None:
             return lambda fn: self.epoch(fn, resumable=resumable)
         self.resumable = self.resumable or resumable
-        Task(fn, group=self.epoch_group)
+        self.epoch_group.define(fn)
         return fn
 
     def download(self, fn: F) -> F:
         """Decorator: a task of `download_group`."""
-        Task(fn, group=self.download_group)
+        self.download_group.define(fn)
         return fn
 
     def exit(self, fn: F) -> F:
         """Decorator: a task of `exit_group`."""
-        Task(fn, group=self.exit_group)
+        self.exit_group.define(fn)
         return fn
 
 
@@ -477,6 +538,22 @@ def epoch_limiter(job: Job, num_epochs: int) -> None:
         [max_epochs(10)]
     """
     job.add_stop_condition(stop.max_epochs(num_epochs))
+
+
+def _is_defined_again(older: Any, newer: Any) -> bool:
+    """Whether a cell of a notebook was run again: a function of the same name, from another run of the same source.
+
+    Functions of one name are several tasks in a loop (one code object), in one file (other lines), and in functions.
+    """
+    name = getattr(newer, "__qualname__", "_")
+    if name == "_" or "<" in name or name != getattr(older, "__qualname__", None):
+        return False
+    if older.__module__ != newer.__module__:
+        return False
+    old, new = (getattr(inspect.unwrap(fn), "__code__", None) for fn in (older, newer))
+    if old is None or new is None or old is new:
+        return False
+    return old.co_filename != new.co_filename or old.co_firstlineno == new.co_firstlineno
 
 
 def _positive(steps: Any) -> int:

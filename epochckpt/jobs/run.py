@@ -108,7 +108,10 @@ class TrainingRun:
         # Setup runs at every start: it makes the live objects, and says how blobs come back.
         self.job.reset()
         self.session.unit = self.job.unit
+        spaces = self.session.workspaces()
+        before = {node: dict(ws) for node, ws in spaces.items()}
         self._run_group(self.job.setup_group)
+        from_setup = {n: [b for b in ws if ws[b] is not before[n].get(b)] for n, ws in spaces.items()}
 
         # Either everything comes back from storage, or init makes it and epoch 0 is saved.
         try:
@@ -116,7 +119,7 @@ class TrainingRun:
         except FencedError as error:  # of two runs that start at the same moment one is the newer one
             self._end_fenced_off(0, error.reason)
         else:
-            self._begin(restored)
+            self._begin(restored, from_setup)
         if self.notice.heard and not self._result.finished and not self._result.fenced_off:
             self._set(preempted=True, stop_reason=PREEMPTED)
 
@@ -173,12 +176,15 @@ class TrainingRun:
         logging.info("resumed from %s%s", self._named(epoch), " (partial)" if self._result.partial else "")
         return restored
 
-    def _begin(self, restored: Restored | None) -> None:
+    def _begin(self, restored: Restored | None, from_setup: Names) -> None:
         """Goes on from the restored epoch, unless training was finished with it; without one, from scratch."""
         if restored is None:
             self._initialize()
+            made = {node: list(blobs) for node, blobs in self.session.workspaces().items()}
+            self._explain_left_out(made, from_setup)
             return
-        self._agree_on_names(restored.names)
+        self._agree_on_names(self._with_setup(restored.names, from_setup))
+        self._explain_left_out(restored.names, from_setup)
         if self._is_finished(restored):
             self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
             logging.info("training was finished after %s already: nothing to train", self._named(restored.epoch))
@@ -245,6 +251,41 @@ class TrainingRun:
         if self.backend is not None:
             self.backend.agree_on_names(names)
             self.names = names
+
+    def _with_setup(self, restored: Names, from_setup: Names) -> Names:
+        """The blobs of the epoch, and those that setup has made since: a run from scratch would save them, too."""
+        if self.backend is None or self.backend.per_node:  # in Caffe2 the epoch alone says what is saved
+            return restored
+        made = {node: blobs for node, blobs in from_setup.items() if node in self._kept_nodes()}
+        nodes = [*restored, *(node for node in made if node not in restored)]
+        names = {n: list(dict.fromkeys([*restored.get(n, ()), *made.get(n, ())])) for n in nodes}
+        for node, blobs in names.items():
+            if new := self._chosen(blob for blob in blobs if blob not in restored.get(node, ())):
+                shown = ", ".join(map(repr, new))
+                logging.info("node %s: setup made %s, which the epoch lacks; saved from here on", node, shown)
+        return names
+
+    def _explain_left_out(self, names: Names, from_setup: Names) -> None:
+        """Tells of blobs that `include` and `exclude` leave out and that no resumed run has: setup does not make them.
+
+        A task that misses a blob is told the same.
+        """
+        if self.backend is None:
+            return
+        for node, workspace in self.session.workspaces().items():
+            workspace.set_missing(self._why_missing)
+            lost = [blob for blob in names.get(node, ()) if blob not in from_setup[node] and not self._chosen([blob])]
+            if lost and node in self._kept_nodes():
+                logging.warning(
+                    "node %s: include= and exclude= leave out %s. A resumed run does not run init, and has no such "
+                    "blobs: make them in @job.setup, which runs at every start, or in the epoch's tasks",
+                    *(node, ", ".join(map(repr, lost))),
+                )
+
+    def _why_missing(self, blob: str) -> str:
+        if self._chosen([blob]):
+            return ""
+        return "include= and exclude= leave it out, so no checkpoint has it: make it in @job.setup, not in init"
 
     def _is_finished(self, restored: Restored) -> bool:
         """Whether nothing is left to train: asked only when the run resumes by itself.

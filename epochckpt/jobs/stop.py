@@ -137,25 +137,25 @@ class _Wrapped(Condition):
     """A callable; see `as_condition`."""
 
     def __init__(self, function: Callable[[Context], Any]):
-        self._function = function
+        self.function = function
         self._repr = str(getattr(function, "__qualname__", type(function).__qualname__))
         self._stateful = all(callable(getattr(function, method, None)) for method in ("get_state", "set_state"))
         self._fresh: list[Any] = []  # the state before the first run
 
     def holds(self, ctx: Context) -> bool:
-        return checked(self, self._function(ctx), ctx)
+        return checked(self, self.function(ctx), ctx)
 
     def get_state(self) -> Any:
-        return self._function.get_state() if self._stateful else None
+        return self.function.get_state() if self._stateful else None
 
     def set_state(self, state: Any) -> None:
         if not self._stateful:
             return
         if state is None and not self._fresh:  # the first run begins
             with suppress(Exception):  # raised at the end of the first epoch
-                self._fresh.append(copy.deepcopy(self._function.get_state()))
+                self._fresh.append(copy.deepcopy(self.function.get_state()))
         else:  # a user's object need not know what None stands for
-            self._function.set_state(copy.deepcopy(self._fresh[0]) if state is None else state)
+            self.function.set_state(copy.deepcopy(self._fresh[0]) if state is None else state)
 
 
 class max_epochs(Condition):
@@ -364,7 +364,10 @@ def as_condition(obj: Any) -> Condition:
     if isinstance(obj, type):
         raise InvalidArgumentError(f"the class {obj.__name__} is no stop condition; call it first: {obj.__name__}(…)")
     if not callable(obj):
-        raise InvalidArgumentError(f"{_shown(obj)} is no stop condition; expected one of ec.stop, or a callable")
+        raise InvalidArgumentError(
+            f"{_shown(obj)} is no stop condition here; expected one of ec.stop, or a callable. A task, its output, or "
+            "the name of a blob is one by itself: job.stop_when(…). A job ends when any of its conditions is true"
+        )
     return _Wrapped(obj)
 
 
@@ -398,6 +401,11 @@ def alternatives(condition: Condition) -> list[Condition]:
 def is_foreign(condition: Condition) -> bool:
     """Whether it contains a user's callable, which may change its state whenever it is asked."""
     return any(isinstance(part, _Wrapped) for part in _parts([condition]))
+
+
+def functions(conditions: Sequence[Condition]) -> list[Callable[[Context], Any]]:
+    """The users' callables among the conditions and their parts."""
+    return [part.function for part in _parts(conditions) if isinstance(part, _Wrapped)]
 
 
 def counts(conditions: Sequence[Condition]) -> list[max_epochs]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from epochckpt import _text
 from epochckpt.errors import InvalidArgumentError, WorkspaceAttributeError
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
@@ -57,6 +58,7 @@ class Workspace(MutableMapping[str, Any]):
         self._children: dict[str, Workspace] = {}
         self._stopper: Callable[[], bool] | None = None
         self._init_tracer: Callable[[], Mapping[str, Any]] = dict
+        self._why_missing: Callable[[str], str] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _ATTRIBUTES and not name.startswith("_"):
@@ -101,6 +103,10 @@ class Workspace(MutableMapping[str, Any]):
     def set_init_tracer(self, tracer: Callable[[], Mapping[str, Any]]) -> None:
         """Called by the runner: what answers `made_by_init`."""
         self._init_tracer = tracer
+
+    def set_missing(self, why: Callable[[str], str]) -> None:
+        """Called by the runner: what says why a blob is missing; an empty text if it does not know."""
+        self._why_missing = why
 
     def scratch(self) -> Workspace:
         """A copy for trying something: blobs and live objects may be set there without changing this workspace."""
@@ -169,5 +175,6 @@ class Workspace(MutableMapping[str, Any]):
             forms = ", ".join(f"{owner.node}/{name}" for owner in owners)
             raise InvalidArgumentError(f"blob {name!r} is in the workspaces of several nodes; say which: {forms}")
         if not owners:
-            raise KeyError(f"no blob {name!r}; there are: {', '.join(self) or 'none'}")
+            why = self._why_missing(str(name)) if self._why_missing is not None else ""
+            raise KeyError(f"no blob {name!r}; {why or _text.near(str(name), self)}")
         return owners[0], name

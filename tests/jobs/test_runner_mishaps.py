@@ -119,7 +119,7 @@ def test_a_finished_run_trains_on_when_its_conditions_do_not_say_that_it_is(tmp_
 def test_blobs_that_a_resumed_run_would_lack_are_named_once(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of epoch tasks, and those of setup that the resumed epoch lacks; not those that are left out on purpose."""
+    """Those of epoch tasks; not those of setup, which are saved from then on, and those left out on purpose."""
 
     def said(epochs: int, **how: Any) -> list[str]:
         def epoch(ws: ec.Workspace) -> None:
@@ -137,9 +137,9 @@ def test_blobs_that_a_resumed_run_would_lack_are_named_once(
     assert "'momentum' of node process_0. They" in first
     assert "after epoch 1:" in first
     (resumed,) = said(4)
-    assert "'new', 'momentum', 'cache.a' of node process_0" in resumed
+    assert "epoch 3: 'momentum', 'cache.a' of node process_0" in resumed
     assert said(6, unsaved_blobs="ignore") == []
-    with pytest.raises(errors.InvalidArgumentError, match=r"after epoch 7: 'new', 'momentum' of node"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"after epoch 7: 'momentum' of node"):
         said(9, unsaved_blobs="error", exclude=["cache.*"])
     assert run(job_of(2, lambda ws: ws.update(more=1)), None, unsaved_blobs="error")[0].epoch == 2  # nothing is saved
     with pytest.raises(ValueError, match="unsaved_blobs must be"):

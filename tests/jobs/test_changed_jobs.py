@@ -1,0 +1,124 @@
+"""A job whose functions changed between two starts: which blobs are saved, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+from typing import Any, cast
+
+import pytest
+
+import epochckpt as ec
+from epochckpt.errors import InvalidArgumentError, TaskError, UnsupportedError
+
+
+def counting_job(epochs: int) -> ec.Job:
+    job = ec.Job(stop_conditions=[ec.stop.max_epochs(epochs)])
+    job.init(lambda ws: ws.update(total=0))
+    job.epoch(lambda ws: ws.update(total=ws["total"] + 1))
+    return job
+
+
+def test_a_blob_that_setup_adds_later_is_saved_from_then_on(directory: str) -> None:
+    """As in a run from scratch; blobs that only an epoch's task makes stay temporary."""
+    counting_job(1).run(directory)
+
+    def averaged(epochs: int) -> tuple[ec.Job, ec.LocalSession]:
+        job, session = counting_job(epochs), ec.LocalSession()
+        job.setup(lambda ws: ws.update(average=0))
+        job.epoch(lambda ws: ws.update(average=ws["average"] + 10))
+        return job, session
+
+    for epochs, expected in ((3, 20), (4, 30)):
+        job, session = averaged(epochs)
+        job.run(directory, session=session, unsaved_blobs="error")
+        assert session.workspace()["average"] == expected
+
+
+def test_a_blob_left_out_that_init_makes_is_explained(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+    """When it is left out, and where a resumed run misses it; what setup makes needs no word."""
+
+    def cached(epochs: int) -> ec.Job:
+        job = counting_job(epochs)
+        job.setup(lambda ws: ws.update(mesh=1))
+        job.init(lambda ws: ws.update(cache=[1, 2]))
+        job.epoch(lambda ws: len(ws["cache"]) and None)
+        return job
+
+    with caplog.at_level(logging.WARNING):
+        cached(1).run(directory, exclude=["cache", "mesh"])
+    (said,) = [r.getMessage() for r in caplog.records if "leave out" in r.getMessage()]
+    assert "'cache'" in said
+    assert "'mesh'" not in said
+    assert "@job.setup" in said
+    with pytest.raises(TaskError, match=r"no blob 'cache'; include= and exclude= leave it out.*@job\.setup"):
+        cached(2).run(directory, exclude=["cache", "mesh"])
+
+
+def test_a_misspelt_blob_is_answered_with_the_near_names() -> None:
+    """In a workspace of one node, and in the parent of several."""
+    workspace = ec.Workspace()
+    workspace["learning_rate"] = 1
+    with pytest.raises(KeyError, match="no blob 'learning_rat'; near: 'learning_rate'"):
+        _ = workspace["learning_rat"]
+
+
+def test_what_is_appended_to_stop_conditions_ends_the_job() -> None:
+    """As in Caffe2, where it is a list; it checks what it is given."""
+    job = ec.Job()
+    job.epoch(lambda ws: None)
+    job.stop_conditions.append(ec.stop.max_epochs(5))
+    job.stop_conditions = [*job.stop_conditions, ec.stop.max_epochs(2)]
+    assert repr(job.stop_conditions) == "[max_epochs(5), max_epochs(2)]"
+    assert job.run().epoch == 2
+    with pytest.raises(InvalidArgumentError, match=r"3 \(int\) is no stop condition"):
+        job.stop_conditions[0] = cast(Any, 3)
+    job.stop_conditions.clear()
+    assert not job.stop_conditions
+
+
+def test_a_task_is_no_part_of_a_condition() -> None:
+    """A function that is a task would be called with a `stop.Context` in place of its workspace."""
+    job = ec.Job()
+
+    @job.epoch
+    def finished(ws: ec.Workspace) -> bool:
+        return bool(ws)
+
+    with pytest.raises(InvalidArgumentError, match=r"task 'finished' of group 'epoch' is no stop condition.*ec\.Task"):
+        job.stop_when(ec.stop.max_epochs(5) | finished)
+    task = ec.Task(lambda ws: True, group=job.epoch_group)
+    with pytest.raises(InvalidArgumentError, match=r"is one by itself: job\.stop_when"):
+        job.stop_when(ec.stop.max_epochs(5) | task)  # pyright: ignore[reportOperatorIssue]
+    job.stop_when(task)
+
+
+def test_a_cell_that_runs_again_replaces_its_task() -> None:
+    """In its place; functions of one name that a loop, a file or a function makes are several tasks."""
+    job = ec.Job(stop_conditions=[ec.stop.max_epochs(1)])
+    job.init(lambda ws: ws.update(calls=[]))
+    cell = "@job.epoch\ndef train(ws):\n    ws['calls'] = [*ws['calls'], {!r}]\n"
+    space = {"job": job, "__name__": "__main__"}
+    exec(compile(cell.format("old"), "cell-1", "exec"), space)
+    exec(
+        compile("for i in (1, 2):\n  @job.epoch\n  def more(ws, i=i):\n    ws['calls'] += [i]\n", "cell-2", "exec"),
+        space,
+    )
+    exec(compile(cell.format("new"), "cell-3", "exec"), space)
+    exec(compile(cell.format("newest"), "cell-3", "exec"), space)
+    session = ec.LocalSession()
+    job.run(session=session)
+    assert session.workspace()["calls"] == ["newest", 1, 2]
+
+
+def test_caffe2_managers_refuse_the_directory_of_another_manager(tmp_path: pathlib.Path) -> None:
+    """Before anything is trained or written; each kind needs its own."""
+    counting_job(1).run(tmp_path / "run")
+    before = sorted(os.listdir(tmp_path / "run"))
+    manager = ec.caffe2.MultiNodeCheckpointManager(tmp_path / "run", "epochckpt")
+    with pytest.raises(
+        UnsupportedError, match=r"is the directory of an epochckpt\.CheckpointManager.*take another db_prefix"
+    ):
+        ec.JobRunner(counting_job(2), manager).train()
+    assert sorted(os.listdir(tmp_path / "run")) == before
