@@ -699,7 +699,7 @@ class Visit:
                 self._was_away |= self._is_away()
                 world.note(f"  the mirror is {'away' if self._is_away() else 'back'}")
             elif drawn < 0.62 or not known:
-                self._save(manager, max(known, default=-1) + rng.choice([1, 1, 1, 2]))
+                self._save(manager, max([*known, *self._unread], default=-1) + rng.choice([1, 1, 1, 2]))
             elif drawn < 0.76:
                 self._save(manager, rng.choice(known), replace=True)
             elif drawn < 0.88:
