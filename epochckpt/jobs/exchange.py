@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _runs = itertools.count()  # runs begin in the same order on every process
 _SIGNS = 4  # of life, that a process gives in the time for which it may be silent
+ALIVE = "alive"  # in place of a phase: the signs of life of a run
 _MARGIN_SECS = 5.0  # the other processes wait this much longer than the primary, which names the late ones
 
 
@@ -47,6 +48,7 @@ class Exchange:
         self._coordinator, self._nodes, self._timeout = coordinator, tuple(nodes), timeout_secs
         self._option, self._signs = option, signs
         self._run: int | None = None
+        self._given = itertools.count()  # signs of life
         self._phase = self._broadcasts = 0
 
     @property
@@ -76,20 +78,21 @@ class Exchange:
         `report` returns JSON, and may make exchanges itself; `decide` gets the reports by process and returns JSON.
         What either raises on one process is raised on all.
         """
-        coordinator, key = self._coordinator, self._key(self._phase)
+        coordinator = self._coordinator
         if coordinator.processes == 1:
             return decide([report()])
 
-        def own() -> Any:
+        def own() -> tuple[str, Any]:
             try:
-                return report()
+                mine = report()
+                return self._key(self._phase), mine  # a later phase than before, if it has made exchanges
             except BaseException as error:  # Ctrl-C and sys.exit, too
                 self._abort(what, error)
                 raise
             finally:  # in step with the other processes, should they go on after an error
                 self._phase, self._broadcasts = self._phase + 1, 0
 
-        def conclude(mine: Any) -> T:
+        def conclude(key: str, mine: Any) -> T:
             others = set(range(1, coordinator.processes))
             found, silent = self._reports(key, others)
             errors = [from_wire(found[p]["error"]) for p in sorted(found) if "error" in found[p]]
@@ -100,32 +103,32 @@ class Exchange:
             coordinator.forget(self._key(self._phase - 2))  # all processes are here: none reads it any more
             return decide([mine, *(found[p]["value"] for p in sorted(others))])
 
-        def missing() -> list[int]:
+        def missing(key: str) -> list[int]:
             arrived = {int(p) for p in coordinator.get_all(f"{key}/node")}
             return [p for p in range(coordinator.processes) if p not in arrived] or [0]
 
         if self.primary:
-            with self._alive(key):  # until it has answered: the other processes wait for it
-                mine = own()
-                return coordinator.agree(f"{key}/answer", lambda: conclude(mine), self._timeout)
-        with self._alive(key):
-            mine = own()
+            with self._alive():  # until it has answered: the other processes wait for it
+                key, mine = own()
+                return coordinator.agree(f"{key}/answer", lambda: conclude(key, mine), self._timeout)
+        with self._alive():
+            key, mine = own()
         coordinator.put(f"{key}/node/{coordinator.process}", {"value": mine})
-        return self._answer(what, key, "answer", missing)
+        return self._answer(what, key, "answer", lambda: missing(key))
 
-    def _key(self, phase: int) -> str:
+    def _key(self, phase: int | str) -> str:
         """What the keys of a phase begin with."""
         if self._run is None:
             self._run = next(_runs) if self._coordinator.processes > 1 else 0
         return f"epochckpt/run/{self._run}/{phase}"
 
     @contextlib.contextmanager
-    def _alive(self, phase: str) -> Generator[None]:
+    def _alive(self) -> Generator[None]:
         """This process gives signs of life as long as the context lasts."""
-        over, key = threading.Event(), f"{phase}/alive/{self._coordinator.process}"
+        over, key = threading.Event(), f"{self._key(ALIVE)}/{self._coordinator.process}"
 
         def give() -> None:
-            for number in itertools.count():
+            for number in self._given:
                 if over.wait(self._timeout / _SIGNS):
                     return
                 with contextlib.suppress(CoordinationError):  # the exchange itself fails soon
@@ -145,7 +148,7 @@ class Exchange:
         while True:
             arrived, missing = self._coordinator.gather(f"{phase}/node", missing, Deadline(self._timeout))
             found |= arrived
-            before, signs = signs, dict(self._coordinator.get_all(f"{phase}/alive")) if missing else {}
+            before, signs = signs, dict(self._coordinator.get_all(self._key(ALIVE))) if missing else {}
             silent = {p for p in missing if signs.get(str(p)) == before.get(str(p))}
             if not missing or silent or any("error" in report for report in arrived.values()):
                 return found, silent
@@ -160,7 +163,7 @@ class Exchange:
             except CoordinationTimeoutError as error:
                 before, silent = sign, [0]
                 with contextlib.suppress(CoordinationError):  # JAX's service, in the primary's process, is silent, too
-                    sign, silent = self._coordinator.get_all(f"{phase}/alive").get("0"), missing()
+                    sign, silent = self._coordinator.get_all(self._key(ALIVE)).get("0"), missing()
                 if sign == before:
                     raise self._late(what, silent) from error
         if "error" in answer:

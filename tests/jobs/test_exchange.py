@@ -90,7 +90,7 @@ def test_a_silent_process_is_named_and_so_is_the_option(
     """Also one that has given a sign of life, and then no other."""
     monkeypatch.setattr(exchange_lib, "_MARGIN_SECS", 0.1)
     coordinator = InMemory(service, waiting, 2)
-    coordinator.put(f"epochckpt/run/0/0/alive/{1 - waiting}", 7)
+    coordinator.put(f"epochckpt/run/0/alive/{1 - waiting}", 7)
     name = ["left", "right"][1 - waiting]
     with pytest.raises(
         CoordinationTimeoutError, match=rf"end of epoch 1: no word from {name} .*Runner\(timeout_secs=…\)"
