@@ -18,6 +18,7 @@ import sys
 import jax, orbax.checkpoint
 before = set(sys.modules)
 import epochckpt
+epochckpt.CheckpointManager, epochckpt.inspect, epochckpt.JobRunner
 print(*(set(sys.modules) - before))
 """
 
