@@ -249,7 +249,12 @@ def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = Fal
         str(found.after),
     )
     counts = collections.Counter(row.change for row in found.rows)
-    said = [Span(f"{_units.count(counts[each])} {each}", _CHANGES[each][1]) for each in _CHANGES if counts[each]]
+    # With its sign, which is all that a narrow terminal has room for in the rows.
+    said = [
+        Span(f"{sign} {_units.count(counts[each])} {each}".lstrip(), tone)
+        for each, (sign, tone, *_) in _CHANGES.items()
+        if counts[each]
+    ]
     if found.rows and counts[rows.UNCHANGED] == len(found.rows) and not found.problems:
         said.append(Span("nothing changed", Tone.GOOD))
     view: list[Block] = [Line(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
@@ -327,14 +332,14 @@ def _changes(groups: Sequence[Sequence[rows.DiffRow]], all_rows: Sequence[rows.D
         found,
         (Column("", 0), lambda row: Span(_CHANGES[row.change][0], tone(row))),
         *_leaf_columns(found, all_rows),
-        (Column("and", 1, tip="leaves whose names differ in numbers alone; this one changed most"), like),
+        (Column("and", 2, tip="leaves whose names differ in numbers alone; this one changed most"), like),
         (Column("change", 6), lambda row: Span(row.change, tone(row))),
         (Column("relative", 1, right=True, tip="norm of the change, divided by the norm before"), relative),
         (Column("", 4), bar),
-        (Column("norm", 2, right=True, tip="of the change"), lambda row: _figure(row.norm, "")),
+        (Column("norm", 3, right=True, tip="of the change"), lambda row: _figure(row.norm, "")),
         (Column("largest", 3, right=True, tip="greatest change of an element"), lambda row: _figure(row.largest, "")),
         (Column("elements", 5, right=True, tip="how many elements changed"), elements),
-        (Column("what", 1, least=16), _what),
+        (Column("what", 0, least=16), _what),
     )
 
 

@@ -63,7 +63,7 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
             case kinds.Line():
                 yield line(block.words, indent)
             case kinds.Summary():
-                yield Text.assemble((" · ", FAINT)).join(map(styled, block.statements))
+                yield _Summary(block)
             case kinds.Facts():
                 for name, words in block.facts:
                     yield Fact(styled(Span(name, Tone.FAINT)), styled(words), _FACT, _INDENT)
@@ -249,6 +249,25 @@ class TextTable(_Lines):
 def line(words: Words, indent: int = 0) -> TextTable:
     """Words in one line, without their middle where there is no room."""
     return TextTable([Column("", least=0)], [Row((Cell(words),))], indent=indent)
+
+
+class _Summary(_Lines):
+    """Statements side by side; a line ends between two of them, so that no figure is parted from its unit."""
+
+    def __init__(self, summary: kinds.Summary):
+        self._statements = list(map(styled, summary.statements))
+
+    def _made(self, console: Console, width: int) -> Iterable[Text]:
+        made = Text()
+        for statement in self._statements:
+            if made and made.cell_len + 3 + statement.cell_len <= width:
+                made.append(" · ", FAINT).append_text(statement)
+                continue
+            if made:
+                yield made
+            *whole, made = statement.wrap(console, max(width, 10), overflow="fold") or [Text()]
+            yield from whole
+        yield made
 
 
 class _Heat(_Lines):

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochckpt import _text, _units
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SCREEN = 60  # rows of all trees of a view, unless a depth is asked for
 _MAX_DEPTH = 24
+_TWINS = 4  # leaves of the least group that is folded because another one is like it
 
 
 class Folding(NamedTuple):
@@ -42,6 +43,7 @@ class Branch:
     elements: int = 0
     hidden: int = 0  # how many branches it stands for; 0 if it is one itself
     key: str = ""  # the first of its keys
+    like: str = ""  # where else its leaves are shown: a group of the same names, types and shapes; see `fold_twins`
     _groups: dict[str, Branch] = dataclasses.field(default_factory=dict)
     _form: object = None
 
@@ -85,8 +87,15 @@ class Branch:
         else:
             self._form = (keys, *((child.label, hash(child._form)) for child in self.children))
 
+    @property
+    def contents(self) -> object:
+        """The names, types and shapes of its leaves: equal for two groups that differ in their own names alone."""
+        return tuple((child.label, child._form) for child in self.children)
+
     def listed(self, folding: Folding) -> list[Branch]:
         """The children that are shown, and what stands for the others."""
+        if folding.alike and self.like:
+            return [dataclasses.replace(_hidden(self.children), label=f"… as in {_text.shown(self.like, 40)}")]
         found = self.children
         if folding.alike:
             found = []
@@ -99,6 +108,28 @@ class Branch:
             return found
         rest = itertools.chain.from_iterable(c.children if c.hidden else [c] for c in found[most:])
         return [*found[:most], _hidden(list(rest))]
+
+
+def fold_twins(trees: Mapping[str, Branch]) -> None:
+    """Has each group of the trees name the one that it repeats, as Adam's moments repeat the parameters.
+
+    Of several groups with the same leaves the one nearest to its root is shown. `trees` are by item.
+    """
+    shown: dict[object, tuple[str, str]] = {}
+    level = [(item, "", root) for item, root in trees.items()]
+    while level:
+        below: list[tuple[str, str, Branch]] = []
+        for item, path, branch in level:
+            if branch.count < _TWINS or not branch.children:
+                continue
+            form = branch.contents
+            if form in shown:
+                other, where = shown[form]
+                branch.like = where if where and other == item else f"{other}/{where}".rstrip("/")
+                continue
+            shown[form] = item, path
+            below += [(item, f"{path}/{child.label}".lstrip("/"), child) for child in branch.children]
+        level = below
 
 
 def _hidden(branches: Sequence[Branch], like: str = "") -> Branch:

@@ -69,8 +69,13 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
     title += tuple(Span(f"  {sign} {word}", tone) for sign, word, tone, is_so in marks if is_so)
     shown, others = found.items[:_ITEMS], found.items[_ITEMS:]
     view: list[Block] = [Line(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
+    roots: dict[str, tree.Branch] = {}
     for each in shown:
-        view += item(each, row.nbytes, open=each.kind == "arrays" or len(shown) == 1)
+        blocks = item(each, row.nbytes, open=each.kind == "arrays" or len(shown) == 1)
+        for drawn in kinds.trees(blocks):
+            roots[each.name] = drawn.root
+        view += blocks
+    tree.fold_twins(roots)
     if others:
         view.append(Line(f"… {len(others)} more items: {', '.join(_text.shown(each.name, 40) for each in others[:8])}"))
     return view

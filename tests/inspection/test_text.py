@@ -174,7 +174,7 @@ def test_the_overview_says_what_there_is() -> None:
         "403 epochs, 1.0 TB · 1 damaged · 1 in progress · 1 abandoned · ▸ latest 9 · ★ best 7 by min loss: 0.125 · "
         "10.0 MB each · saved in 2 s, training blocked 12 ms"
     )
-    assert " ".join(" ".join(lines[1:4]).split()).startswith(said)
+    assert " · ".join(line.strip() for line in lines[1:4]).startswith(said)
     assert "… 400 older epochs (1.0 TB) are not shown; --limit 0 shows all" in lines
     assert re.fullmatch(r"7 ★ ✓ \d+ d 0\.125 0\.5", " ".join(line_with(lines, "7").split()))
     assert "damaged" in next(line for line in lines if line.lstrip().startswith("8 "))
@@ -263,6 +263,49 @@ def test_a_difference_folds_layers_that_are_alike() -> None:
     assert folded.startswith("~ layers/3/w 3 like it changed 0.375")
     assert lines.index(folded) < next(i for i, line in enumerate(lines) if line.startswith("~ emb"))
     assert sum("layers/" in line for line in lines_of(leaf_views.diff(seen, listed=None), 120)) == 4
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_difference_says_what_changed_at_every_width(width: int) -> None:
+    """With items, long names and folded layers beside it; the signs are explained above."""
+    one, two = leaf("w", (4096, 16384)), leaf("w", (4096, 32768))
+    rows = [
+        DiffRow("optimizer", "", f"decoder/layer_{i}/attention/query/kernel", CHANGED, one, one, 1.0, 0.5, 1.0, 3)
+        for i in range(5)
+    ]
+    rows += [DiffRow("parameters", "", "decoder/embedding/table/kernel", RESHAPED, one, two)]
+    rows += [DiffRow("parameters", "", "step", CHANGED, leaf("step", ()), leaf("step", ()), detail="11000 → 12000")]
+    lines = lines_of(leaf_views.diff(Diff("/run", 1, 2, tuple(rows))), width)
+    assert lines[1] == "≠ 1 reshaped · ~ 6 changed"
+    text = "\n".join(lines)
+    assert "what" in text
+    assert "11000 → 12000" in text
+    assert "→ 4096×32768" in text or "…96×32768" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 120])
+def test_no_figure_of_a_summary_is_parted_from_its_unit(width: int) -> None:
+    """A line ends between two statements, and begins with none of the dots between them."""
+    rows = [epoch_row(n, latest=n == 9, best=n == 7) for n in range(10)]
+    lines = lines_of(views.overview(Overview("/data/run", tuple(rows), metric="loss", mode="min")), width)
+    said = lines[1 : lines.index("")]
+    assert all(len(line) <= width and not line.startswith(("·", " ")) for line in said)
+    statements = " · ".join(said).split(" · ")
+    assert "saved in 2 s, training blocked 12 ms" in statements
+    assert "10.0 MB each" in statements
+
+
+def test_an_epoch_shows_a_tree_once() -> None:
+    """Adam's moments, and an average of the parameters, have their names and shapes: they say so, and are folded."""
+    params = [leaf(f"{group}/{name}") for group in ("hidden", "out") for name in ("bias", "kernel")]
+    moments = [dataclasses.replace(one, name=f"{m}/{one.name}", path=(m, *one.path)) for m in "mn" for one in params]
+    items = [ItemRow("ema", "arrays", leaves=tuple(params)), ItemRow("opt", "arrays", leaves=tuple(moments))]
+    other = ItemRow("other", "arrays", leaves=(*params[:-1], leaf("out/kernel", (3, 3))))
+    detail = EpochDetail(epoch_row(3), (*items, ItemRow("params", "arrays", leaves=tuple(params)), other))
+    lines = lines_of(views.epoch(detail))
+    assert sum("hidden/" in line for line in lines) == 2  # of `ema` and of `other`, which has another shape
+    assert sum("… as in ema" in line for line in lines) == 3
+    assert sum("hidden/" in line for line in lines_of(views.epoch(detail), folding=tree.ALL)) == 5
 
 
 def test_empty_containers_are_no_leaves_and_keys_have_the_shape_of_users() -> None:
@@ -531,8 +574,8 @@ def test_a_difference_counts_and_lists() -> None:
     found = Diff("/data/run", 3, 4, rows)
     lines = lines_of(leaf_views.diff(found), 120)
     assert lines[0] == "/data/run epoch 3 → 4"
-    assert lines[1] == "1 added · 1 removed · 1 reshaped · 1 retyped · 2 changed · 3 unchanged"
-    assert line_with(lines, "+").split() == ["+", "a", "added", "float32", "4×8"]
+    assert lines[1] == "+ 1 added · − 1 removed · ≠ 1 reshaped · ≠ 1 retyped · ~ 2 changed · = 3 unchanged"
+    assert line_with(lines[2:], "+").split() == ["+", "a", "added", "float32", "4×8"]
     assert "4×8 → 4×9" in "\n".join(lines)
     assert "float32 → bfloat16" in "\n".join(lines)
     changed = [line.split() for line in lines if " c " in line]
@@ -549,7 +592,7 @@ def test_a_change_beyond_measure_has_a_bar(relative: float) -> None:
     """The smallest one: its line looks like those of other changes."""
     one = leaf("w")
     lines = lines_of(leaf_views.diff(Diff("d", 1, 2, (DiffRow("i", "", "w", CHANGED, one, one, 1.0, relative),))), 120)
-    assert line_with(lines, "~").split()[4] == "▁"
+    assert line_with(lines[2:], "~").split()[4] == "▁"
 
 
 def test_500_epochs_are_a_line_each() -> None:
