@@ -3,6 +3,7 @@
 ```
 EpochCheckpointError
 ├── InvalidArgumentError (ValueError)        the call itself is wrong; nothing was done
+│   ├── NodeCountError                       an item differs per node, and the number of nodes is another
 │   ├── UnsupportedError                     understood, but not supported; names the form to use instead
 │   ├── WorkspaceAttributeError (AttributeError)  a workspace has blobs, not attributes
 │   └── UnknownNameError (KeyError)          no item, leaf, node or file of this name; offers near ones
@@ -65,6 +66,17 @@ def _rebuild(cls: type[EpochCheckpointError], args: tuple[Any, ...], state: dict
 
 class InvalidArgumentError(EpochCheckpointError, ValueError):
     """The call itself is wrong; nothing was done."""
+
+
+class NodeCountError(InvalidArgumentError):
+    """An item differs per node, and this job has another number of nodes than `saved_by`: see `item` and `nodes`."""
+
+    def __init__(self, item: str, epoch: int, saved_by: int, nodes: int):
+        super().__init__(
+            f"item {item!r} of checkpoint {epoch} differs per node and was saved by {saved_by} nodes; this job has "
+            f"{nodes}: pass NodeRestore(reshard=…), which makes new states of the old ones"
+        )
+        self.item, self.epoch, self.saved_by, self.nodes = item, epoch, saved_by, nodes
 
 
 class UnsupportedError(InvalidArgumentError):

@@ -27,7 +27,7 @@ from epochckpt.arrays.broadcast import Sharing
 from epochckpt.arrays.reader import EpochReader
 from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree, restore_trees
 from epochckpt.arrays.targets import by_patterns, by_transforms, plain_target
-from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
+from epochckpt.errors import FormatError, InvalidArgumentError, NodeCountError, UnknownNameError, UnsupportedError
 from epochckpt.format import DataFile, Nodes, checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.records import MAX_RECORD_BYTES
@@ -101,10 +101,7 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     elif record.items[name].same:
         sources = {number: number % count for number in nodes.hosted}
     else:
-        raise InvalidArgumentError(
-            f"item {name!r} of checkpoint {record.epoch} differs per node and was saved by {count} nodes; this job "
-            f"has {now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
-        )
+        raise NodeCountError(name, record.epoch, count, now)
     # Nodes whose old node saved no value are left out.
     reader.load_records(dict.fromkeys(sources.values()))
     having = [number for number, source in sources.items() if reader.has(source, name)]

@@ -431,6 +431,9 @@ class Job(_Scope):
         for part in stop.counts([condition]):
             if part.unit != self.unit:
                 raise InvalidArgumentError(f"{part!r} ends no job that counts {self.unit}s: max_{self.unit}s(n) does")
+            if part.n % self.stride:
+                last = -(-part.n // self.stride) * self.stride
+                logging.warning("%r is no multiple of steps_per_epoch=%d: a run ends at %d", part, self.stride, last)
         own = {id(task.fn): task for task in self._tasks()}
         for function in stop.functions([condition]):
             if (task := own.get(id(function))) is not None:  # it would be called with a stop.Context as its workspace

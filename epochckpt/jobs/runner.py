@@ -8,6 +8,7 @@ from typing import Any
 
 from absl import logging
 
+from epochckpt import _units
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
 from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
@@ -46,7 +47,7 @@ class JobRunner:
     preemption notice, ends the run after the epoch in which it came (see `deadline_secs`), with that epoch committed.
 
     As in Caffe2, the first four arguments are also attributes; what is assigned to them counts from the next call on.
-    Nothing else can be assigned.
+    Nothing else can be assigned. What ends in `_secs` is a number of seconds, or a text: `"90s"`, `"10min"`, `"1.5h"`.
 
     Examples:
         >>> def train(epochs):
@@ -100,12 +101,12 @@ class JobRunner:
         metadata_handler: Any = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
-        deadline_secs: float | None = None,
+        deadline_secs: float | str | None = None,
         max_consecutive_save_failures: int | None = 5,
         raise_if_not_saved: bool = True,
         unsaved_blobs: str = WARN,
-        save_every_secs: float | None = None,
-        exchange_timeout_secs: float = 600.0,
+        save_every_secs: float | str | None = None,
+        exchange_timeout_secs: float | str = 600.0,
         progress: bool | None = None,
     ):
         for name, value, choices in (("resume", resume, _RESUME), ("unsaved_blobs", unsaved_blobs, _UNSAVED)):
@@ -114,11 +115,8 @@ class JobRunner:
         limit = max_consecutive_save_failures
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
-        if deadline_secs is not None:
-            _check_seconds("deadline_secs", deadline_secs, zero=True)
-        if save_every_secs is not None:
-            _check_seconds("save_every_secs", save_every_secs)
-        _check_seconds("exchange_timeout_secs", exchange_timeout_secs)
+        deadline = None if deadline_secs is None else _seconds("deadline_secs", deadline_secs, zero=True)
+        save_every = 0.0 if save_every_secs is None else _seconds("save_every_secs", save_every_secs)
         for name, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
@@ -126,10 +124,9 @@ class JobRunner:
         self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
-        self._settings = RunSettings(
-            resume, include, exclude, deadline_secs, limit, unsaved_blobs, save_every_secs or 0
-        )
-        self._timeout, self._progress, self._must_save = exchange_timeout_secs, progress, raise_if_not_saved
+        self._settings = RunSettings(resume, include, exclude, deadline, limit, unsaved_blobs, save_every)
+        self._timeout = _seconds("exchange_timeout_secs", exchange_timeout_secs)
+        self._progress, self._must_save = progress, raise_if_not_saved
         self._result: RunResult | None = None
         self._run: TrainingRun | None = None
         self._session: Session | None = None  # of the last run
@@ -359,7 +356,14 @@ class JobRunner:
         return backend, Exchange(session.coordinator, session.nodes, self._timeout, option=option), notifier
 
 
-def _check_seconds(name: str, value: Any, zero: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (value > 0 or (zero and value == 0)):
-        raise InvalidArgumentError(f"{name} is a number of seconds, got {value!r}")
+def _seconds(name: str, value: Any, zero: bool = False) -> float:
+    """A number of seconds, or a text such as `90s` or `1.5h`."""
+    expected = f"{name} is a number of seconds, or a text such as '90s', '10min' or '1.5h'"
+    try:
+        secs = _units.parse_secs(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise InvalidArgumentError(f"{expected}, got {value!r}: {error}") from None
+    number = isinstance(secs, int | float) and not isinstance(secs, bool)
+    if not number or not (secs > 0 or (zero and secs == 0)):
+        raise InvalidArgumentError(f"{expected}, got {value!r}")
+    return secs

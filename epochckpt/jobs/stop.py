@@ -143,7 +143,12 @@ class _Wrapped(Condition):
         self._fresh: list[Any] = []  # the state before the first run
 
     def holds(self, ctx: Context) -> bool:
-        return checked(self, self.function(ctx), ctx)
+        try:
+            answer = self.function(ctx)
+        except Exception as error:
+            error.add_note(f"in {_where(self, ctx)}, node {getattr(ctx.workspace, 'node', '?')}")
+            raise
+        return checked(self, answer, ctx)
 
     def get_state(self) -> Any:
         return self.function.get_state() if self._stateful else None

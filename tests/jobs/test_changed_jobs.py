@@ -122,3 +122,49 @@ def test_caffe2_managers_refuse_the_directory_of_another_manager(tmp_path: pathl
     ):
         ec.JobRunner(counting_job(2), manager).train()
     assert sorted(os.listdir(tmp_path / "run")) == before
+
+
+def test_a_stop_callable_that_raises_is_named() -> None:
+    """With its node, also as a part of another condition; the error's type stays the user's."""
+    job = counting_job(3)
+
+    def reached(ctx: ec.stop.Context) -> bool:
+        return ctx.metrics["loss"] < 1
+
+    job.stop_when(ec.stop.max_epochs(9) | reached)
+    with pytest.raises(KeyError) as caught:
+        job.run()
+    (note,) = [note for note in caught.value.__notes__ if "stop condition" in note]
+    assert "reached, epoch 1, node process_0" in note
+
+
+def test_durations_of_a_runner_may_be_text() -> None:
+    """As in flags and config files: one parser."""
+    texts: dict[str, Any] = {"deadline_secs": "90s", "save_every_secs": "1.5h", "exchange_timeout_secs": "10min"}
+    assert counting_job(2).run(**texts).epoch == 2
+    with pytest.raises(InvalidArgumentError, match=r"save_every_secs is a number of seconds, .* got '5 minutes'.*min"):
+        ec.JobRunner(counting_job(1), save_every_secs="5 minutes")
+
+
+def test_max_steps_that_is_no_multiple_says_where_the_run_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """The job trains whole calls of its tasks."""
+    job = ec.Job(unit="step", steps_per_epoch=1000)
+    job.stop_when(ec.stop.max_steps(2000))
+    assert not caplog.records
+    job.stop_when(ec.stop.max_steps(1500))
+    assert "max_steps(1500) is no multiple of steps_per_epoch=1000: a run ends at 2000" in caplog.text
+
+
+def test_a_blob_of_other_nodes_is_refused_in_the_words_of_jobs(tmp_path: pathlib.Path) -> None:
+    """It names the blob and `ws.target`, not the item's arguments."""
+
+    def job_of(count: int) -> ec.Job:
+        job = ec.Job(stop_conditions=[ec.stop.max_epochs(1)])
+        for k in range(count):
+            ec.Task(lambda ws, k=k: ws.update(reader={"at": k}), group=job.init_group, node=f"n{k}")
+        job.epoch(lambda ws: None)
+        return job
+
+    job_of(2).run(tmp_path / "run")
+    with pytest.raises(InvalidArgumentError, match=r"blob 'reader' .* 2 nodes; here are 3: .*ws\.target\('reader', "):
+        job_of(3).run(tmp_path / "run")

@@ -380,13 +380,18 @@ class ItemBackend(CheckpointBackend):
         return self._manager.save(epoch, args=args, metrics=metrics or None, force=True, custom_metadata=metadata)
 
 
+def lacks_reshard(blob: str, saved_by: int, nodes: int) -> InvalidArgumentError:
+    """The error of a blob that another number of nodes saved."""
+    return InvalidArgumentError(
+        f"blob {blob!r} differs per node and was saved by {saved_by} nodes; here are {nodes}: give "
+        f"ws.target({blob!r}, reshard=…) in @job.setup, which makes new states of the old ones"
+    )
+
+
 def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..., Any] | None) -> list[Any]:
     """States of as many nodes as there are now, from those of another number of nodes."""
     if reshard is None:
-        raise InvalidArgumentError(
-            f"blob {name!r} differs per node and was saved by {len(states)} nodes; here are {count}: give "
-            "ws.target(name, reshard=…), which makes new states of the old ones"
-        )
+        raise lacks_reshard(name, len(states), count)
     new = list(reshard(states, len(states), count))
     if len(new) != count:
         raise InvalidArgumentError(f"blob {name!r}: reshard returned {len(new)} states for {count} nodes")

@@ -9,9 +9,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from epochckpt import args as own_args
-from epochckpt.errors import DamagedError, EpochExistsError, FormatError, RemovalError, SaveError, UnsupportedError
+from epochckpt.errors import (
+    DamagedError,
+    EpochExistsError,
+    FormatError,
+    NodeCountError,
+    RemovalError,
+    SaveError,
+    UnsupportedError,
+)
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, resharded
+from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
@@ -104,7 +112,11 @@ class NativeBackend(ItemBackend):
                     asked[own] = own_args.NodeRestore(None, reshard, by_node=True)
             else:
                 asked[item] = None
-        got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+        try:
+            got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+        except NodeCountError as error:
+            blob = blobs.get(error.item, blobs.get(error.item.removesuffix(blob_lib.OWN_SUFFIX), error.item))
+            raise lacks_reshard(blob, error.saved_by, error.nodes) from error
 
         # What each node of this process gets of it.
         values: dict[str, dict[str, Any]] = {}
