@@ -341,23 +341,31 @@ class LedgerFile:
 
     def _plan(self, to: int | None, epochs: Sequence[int]) -> None:
         """Writes the withdrawal, if this directory has a mirror."""
-        ledger = self.read()
-        if ledger is None or not epochs:
+        if not epochs:
             return
-        here = set(self._local.list_epochs()).intersection(epochs)
-        if to is not None:  # also what only the mirror has, and a manager without it does not list
-            epochs = sorted({*epochs, *(epoch for epoch in (*ledger.copies, *ledger.copying) if epoch > to)})
-        self._open |= here
-        withdrawal = Withdrawal(to=to, epochs=tuple(epochs), here=tuple(sorted(here)))
-        self.change(lambda now: dataclasses.replace(now, withdrawals=(*now.withdrawals, withdrawal)))
+        with self._lock:
+            ledger = self.read()
+            if ledger is None:
+                return
+            here = set(self._local.list_epochs()).intersection(epochs)
+            if to is not None:  # also what only the mirror has, and a manager without it does not list
+                epochs = sorted({*epochs, *(epoch for epoch in (*ledger.copies, *ledger.copying) if epoch > to)})
+            self._open |= here
+            withdrawal = Withdrawal(to=to, epochs=tuple(epochs), here=tuple(sorted(here)))
+            self._write(dataclasses.replace(ledger, withdrawals=(*ledger.withdrawals, withdrawal)))
 
     def settle(self) -> None:
         """Drops withdrawals of what was not deleted here; those that remain hold, whatever is saved later.
 
-        Nothing is decided while a call is under way that may delete it.
+        Nothing is decided while a call is under way that may delete it. Such a call writes its withdrawal under the
+        lock.
         """
-        if self._acting or (ledger := self.read()) is None:
-            return
-        self._open |= {epoch for each in ledger.withdrawals for epoch in each.here}
-        self.change(lambda now: dataclasses.replace(now, withdrawals=settled_withdrawals(now, self._local)))
-        self._open = frozenset()
+        with self._lock:
+            ledger = None if self._acting else self.read()
+            if ledger is None:
+                return
+            self._open |= {epoch for each in ledger.withdrawals for epoch in each.here}
+            withdrawals = settled_withdrawals(ledger, self._local)
+            if withdrawals != ledger.withdrawals:
+                self._write(dataclasses.replace(ledger, withdrawals=withdrawals))
+            self._open = frozenset()

@@ -649,6 +649,37 @@ def test_an_interrupted_deletion_is_none(place: Place) -> None:
     assert list(place.mirrored()) == [0, 1, 3, 4]
 
 
+def test_a_deletion_that_begins_while_the_ledger_is_settled_reaches_the_mirror(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place.open("one") as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+        eventually(lambda: place.mirrored().keys() == {0, 1, 2})
+        ledger = manager._ledger
+        assert ledger is not None
+        read, plan = ledger.read, ledger._plan
+        deletions = list[threading.Thread]()
+        written = threading.Event()
+
+        def plan_and_tell(to: int | None, epochs: Any) -> None:
+            plan(to, epochs)
+            written.set()
+
+        def delete_meanwhile() -> Any:
+            if not deletions:
+                deletions.append(threading.Thread(target=manager.delete, args=[1]))
+                deletions[0].start()
+                written.wait(0.5)  # it may have to wait for this
+            return read()
+
+        monkeypatch.setattr(ledger, "_plan", plan_and_tell)
+        monkeypatch.setattr(ledger, "read", delete_meanwhile)
+        ledger.settle()
+        deletions[0].join()
+    assert place.mirrored().keys() == {0, 2}
+
+
 def test_a_rollback_without_the_mirror_holds_for_what_only_the_mirror_has(place: Place) -> None:
     options = Options(max_to_keep=1, keep_period=10)
     storage = ec.StorageOptions(mirror=str(place.mirror))
