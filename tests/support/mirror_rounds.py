@@ -594,9 +594,11 @@ class Visit:
         if world.options.mirror_keep is not None:  # the others may be about to leave it
             to_list = {epoch: tag for epoch, tag in to_list.items() if epoch == max(mirror)}
         own = disk.problem(listed, to_list)
-        if own is not None and not self._reached and disk.former is not None and not disk.former.problem(listed, {}):
-            self.disk.go_back()  # it was killed before it went on from the mirror, and the mirror is not there
-            own = None
+        former = disk.former
+        if former is not None and not self._reached and not former.problem(listed, {}):
+            if own is not None or not world.seen.items() <= listed.items():
+                disk.go_back()  # it was killed before it went on from the mirror, and the mirror is not there
+                own = None
         foreign = self._problem_of_adopting(listed, mirror) if self._reached else own
         if disk.is_copy:
             self._judge_copy(bare, own, foreign)
