@@ -595,10 +595,10 @@ class Visit:
             to_list = {epoch: tag for epoch, tag in to_list.items() if epoch == max(mirror)}
         own = disk.problem(listed, to_list)
         former = disk.former
-        if former is not None and not self._reached and not former.problem(listed, {}):
-            if own is not None or not world.seen.items() <= listed.items():
-                disk.go_back()  # it was killed before it went on from the mirror, and the mirror is not there
-                own = None
+        fits = former is not None and not self._reached and not former.problem(listed, {})
+        if fits and (own is not None or not world.seen.items() <= listed.items()):
+            disk.go_back()  # it was killed before it went on from the mirror, and the mirror is not there
+            own = None
         foreign = self._problem_of_adopting(listed, mirror) if self._reached else own
         if disk.is_copy:
             self._judge_copy(bare, own, foreign)
