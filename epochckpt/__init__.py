@@ -24,6 +24,7 @@ from epochckpt._lazy import names_of
 
 if TYPE_CHECKING:
     from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
+    from epochckpt import v1 as v1
     from epochckpt.errors import EpochCheckpointError, EpochDeletedError
     from epochckpt.inspection.directory import inspect
     from epochckpt.inspection.runs import inspect_runs
@@ -62,6 +63,7 @@ else:
             "metadata": "",
             "policy": "",
             "stop": "",
+            "v1": "",
             "EpochCheckpointError": "errors",
             "EpochDeletedError": "errors",
             "inspect": "inspection.directory",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
+from absl import logging
 
 from epochckpt import _monitoring, _progress, _threads, errors
 from epochckpt._threads import Deadline, Future
@@ -195,23 +196,20 @@ class Restores:
             return restore()
         own = commits is self._commits  # of another directory nothing is remembered
         wait = self._storage.restore_timeout_secs
-        attempt: str | None = None
-
-        def restore_one() -> T:
-            nonlocal attempt
-            if own and self._coordinator.primary:  # the verdict is about this attempt: another one is another epoch
-                attempt = commits.seen_attempt(epoch)
-            return restore()
-
         known = [info.step for info in self._history.committed() if own and info.step == epoch]
         with self._calls.vote(f"restore({epoch})", known, patience(wait)) as (listed, prefix):
-            value, error = try_together(restore_one, self._coordinator, f"{prefix}/1", wait)
+            value, error = try_together(restore, self._coordinator, f"{prefix}/1", wait)
         if error is None:
             return value[0]
         if own and isinstance(error, errors.EpochNotFoundError):
             if listed:
                 self._look()
         elif own:
+            attempt: str | None = None  # the verdict is about this one: another attempt is another epoch
+            if self._coordinator.primary:
+                with contextlib.suppress(errors.EpochCheckpointError, OSError):
+                    attempt = commits.seen_attempt(epoch)
+            logging.error("%s: checkpoint %d is not listed any more: %s", commits.store.root, epoch, errors.say(error))
             self._history.reject({epoch: ReplaceCondition(attempt, errors.say(error))})
             left = self._history.committed()
             now = f"latest_step() is {left[-1].step} now" if left else "no other is listed"

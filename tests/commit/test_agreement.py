@@ -151,13 +151,13 @@ def test_a_save_that_one_node_refuses_fails_at_once_for_all_and_can_be_repeated(
         manager = job.open(save_timeout_secs=10 * WAIT_SECS)
         began = time.monotonic()
         if number == refusing:
-            with pytest.raises(InvalidArgumentError, match="metrics"):
-                save(manager, 5, metrics={"x": object()})
+            with pytest.raises(InvalidArgumentError, match="custom_metadata"):
+                save(manager, 5, custom_metadata={"x": object()})
             manager.wait_until_finished()  # it has been told already
         else:
             assert save(manager, 5)
             who = "process_1.*" if refusing == 1 else ""  # the primary speaks for itself
-            with pytest.raises(SaveError, match=f"{who}metrics") as caught:
+            with pytest.raises(SaveError, match=f"{who}custom_metadata") as caught:
                 manager.wait_until_finished()
             assert not isinstance(caught.value, LateNodesError)
         assert time.monotonic() - began < WAIT_SECS

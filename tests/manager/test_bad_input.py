@@ -1021,6 +1021,7 @@ def examples() -> list[Exception]:
         errors.FormatVersionError: [("1/epoch.json", "new")],
         errors.DamagedError: [("1/x", "differs"), ("1/x", "differs", "a/b")],
         errors.MismatchError: [("default", 3, rows)],
+        errors.NodeCountError: [("own", 3, 2, 4)],
         errors.SaveError: [(3, "reason")],
         errors.FencedError: [(3, "reason")],
         errors.StorageBehindError: [(3, "reason")],

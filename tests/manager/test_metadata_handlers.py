@@ -383,7 +383,7 @@ def test_relative_paths_are_those_of_the_start(tmp_path: pathlib.Path, monkeypat
 
 
 def test_a_run_goes_on_under_its_name(tmp_path: pathlib.Path) -> None:
-    """Started again it is the same row: first start, last sign of life, the nodes of now."""
+    """Started again it is the same row: first start, last sign of life, the nodes that have written last."""
     before = time.time()
     first = begun(database(tmp_path), tmp_path)
     (row,) = first.runs()
@@ -396,9 +396,9 @@ def test_a_run_goes_on_under_its_name(tmp_path: pathlib.Path) -> None:
     assert (row.last_epoch, row.end_reason) == (None, None)
     assert before <= row.started_secs <= row.seen_secs <= time.time()
     first.write(4)
-    begun(database(tmp_path), tmp_path, ["a", "b", "trainer_1"])
+    begun(database(tmp_path), tmp_path, ["a", "b", "trainer_1"]).write(5)
     (again,) = database(tmp_path).runs()
-    assert (again.nodes, again.last_epoch, again.started_secs) == (("a", "b", "trainer_1"), 4, row.started_secs)
+    assert (again.nodes, again.last_epoch, again.started_secs) == (("a", "b", "trainer_1"), 5, row.started_secs)
     assert again.seen_secs >= row.seen_secs
 
 

@@ -747,7 +747,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an empty name": (lambda c: c.save(1, state(), checkpointable_name=""), "item name '' is not usable"),
     "a path as a name": (lambda c: c.save(1, state(), checkpointable_name="../x"), "'../x' is not usable"),
     "a leaf that is no value": (lambda c: c.save(1, {"a": object()}), "'a'"),
-    "metrics that are no JSON": (lambda c: c.save(1, state(), metrics={"x": object()}), "metrics"),
+    "metadata that is no JSON": (lambda c: c.save(1, state(), custom_metadata={"x": object()}), "custom_metadata"),
     "a name that is not there": (lambda c: c.load(0, checkpointable_name="other"), "no item 'other'; it has: default"),
     "another shape": (lambda c: c.load(0, {**state(), "rng": np.zeros(4)}), r"rng.*shape"),
     "an epoch that is not there": (lambda c: c.load_checkpointables(7, {"x": None}), "no checkpoint 7"),
