@@ -411,7 +411,8 @@ class Mirror:
 
         The mirror is not asked: no save waits for it. The worker compares the epochs when it has claimed the mirror.
         """
-        there = {*self._epochs.there, *ledger.copying}
+        adopted = {} if ledger.adopted is None else ledger.adopted.epochs
+        there = {*self._epochs.there, *ledger.copying, *adopted}
         known = {epoch for epoch in there if self._is_known(epoch) and epoch in ledger.copies}
         same = {epoch for epoch in known if save_id(local, epoch) in (None, ledger.copies[epoch].save_id)}
         return {epoch for epoch in epochs if epoch in there and epoch not in same}

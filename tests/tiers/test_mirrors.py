@@ -913,22 +913,24 @@ def test_what_was_replaced_beside_another_owner_of_the_mirror_does_not_come_back
     assert "checkpoint 6 was moved to diverged-" in caplog.text
 
 
+@pytest.mark.parametrize(("directory", "step"), [("one", "_copy_now"), ("two", "_claim")])
 def test_a_run_without_its_mirror_keeps_what_the_mirror_has_in_an_older_form(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, directory: str, step: str
 ) -> None:
+    """A run of the directory that has made the copy, or of another one that goes on from there."""
     with place.open("one", keep=1) as manager:
         save(manager, 0)
 
-    def fail(worker: copying.Worker, epoch: int) -> None:
+    def fail(worker: copying.Worker, *epoch: int) -> None:
         raise OSError(errno.EIO, "the mirror is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(copying.Worker, "_copy_now", fail)
-        with place.open("one", keep=1) as manager:
+        patched.setattr(copying.Worker, step, fail)
+        with place.open(directory, keep=1) as manager:
             save(manager, 0, 0.5, replace=True)
             eventually(lambda: "the mirror is full" in caplog.text)
-    with away(place), place.open("one", keep=1, mirror_backlog=1) as manager:
+    with away(place), place.open(directory, keep=1, mirror_backlog=1) as manager:
         for epoch in (1, 2, 3):
             save(manager, epoch)
-    with place.open("one", keep=1) as manager:
+    with place.open(directory, keep=1) as manager:
         assert listed(manager)[0] == 0.5
