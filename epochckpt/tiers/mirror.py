@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -364,6 +364,8 @@ class Mirror:
             self._begin(self._follower.run)
             return
         if isinstance(self._standing, Reader | Stranger):  # it has said so
+            if (found := ledger.read()) is not None:
+                self._disown(self._outdated(local, found, epochs))
             if coordinator.processes > 1:
                 self._begin(lambda: publish_end(job))
             return
@@ -442,8 +444,20 @@ class Mirror:
 
     def committed(self, epoch: int) -> None:
         """On the primary: an epoch was committed here."""
-        if self._worker is not None:
+        if self._worker is None:
+            self._disown([epoch])
+        else:
             self._worker.committed(epoch)
+
+    def _disown(self, epochs: Collection[int]) -> None:
+        """Without a worker: what the mirror has of these epochs is no copy any more, and must not come back as one."""
+        self._epochs.disown(epochs)
+        ledger = self._ledger
+        if ledger is None or self._epochs.there.keys().isdisjoint(epochs):
+            return
+        what = f"{self.url}: that its copies of {sorted(epochs)} are outdated is not noted"
+        change = _threads.start(lambda: ledger.change(lambda now: now.without(epochs)))
+        _threads.logged(what, change.result)
 
     def withdrawn(self, epochs: Sequence[int]) -> None:
         """On the primary: epochs were deleted here, or rolled back, and the ledger says so."""

@@ -934,3 +934,28 @@ def test_a_run_without_its_mirror_keeps_what_the_mirror_has_in_an_older_form(
             save(manager, epoch)
     with place.open(directory, keep=1) as manager:
         assert listed(manager)[0] == 0.5
+
+
+@pytest.mark.parametrize("replaced", ["before", "after"])
+def test_what_a_copy_of_a_directory_has_replaced_does_not_come_back_from_the_mirror(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, replaced: str
+) -> None:
+    def fail(worker: copying.Worker, epoch: int) -> None:
+        raise OSError(errno.EIO, "the mirror is full")
+
+    with place.open("one", keep=3) as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+    if replaced == "before":
+        with monkeypatch.context() as patched:
+            patched.setattr(copying.Worker, "_copy_now", fail)
+            with place.open("one", keep=3) as manager:
+                save(manager, 0, 0.5, replace=True)
+                eventually(lambda: "the mirror is full" in caplog.text)
+    shutil.copytree(place.root / "one", place.root / "two")
+    with place.open("two", keep=3) as manager:
+        if replaced == "after":
+            save(manager, 0, 0.5, replace=True)
+        save(manager, 3)
+    with place.open("two", keep=3) as manager:
+        assert listed(manager) == {1: 1, 2: 2, 3: 3}
