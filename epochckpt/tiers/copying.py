@@ -313,7 +313,7 @@ class Worker:
         """An epoch was committed here."""
         self._epochs.disown([epoch])
         if self._ended:
-            self._disown([epoch])
+            self._ledger.disown([epoch], self._epochs.there)
             return
         self._unfit.discard(epoch)
         self._backlog.committed(epoch, self._epochs)
@@ -376,7 +376,7 @@ class Worker:
                     continue
                 if not self._ended:
                     logging.error("%s: nothing more is mirrored: %s", url, error.reason)
-                    self._disown(self._backlog.waiting())
+                    self._ledger.disown(self._backlog.waiting(), self._epochs.there)
                 break
             except Exception as error:  # whatever it is, training does not depend on it
                 if not self._failures:
@@ -394,13 +394,6 @@ class Worker:
                     break
                 self._bell.wait()
         self._finish()
-
-    def _disown(self, epochs: Collection[int]) -> None:
-        """After the end: what the mirror has under these numbers is no copy any more, and must not come back as one."""
-        if not self._epochs.there.keys().isdisjoint(epochs):
-            what = f"{self._job.url}: that its copies of {sorted(epochs)} are outdated is not noted"
-            change = _threads.start(lambda: self._ledger.change(lambda now: now.without(epochs)))
-            _threads.logged(what, change.result)
 
     def _may_claim_again(self) -> bool:
         """After another run has claimed the mirror: whether the mirror is this directory's all the same.

@@ -321,6 +321,14 @@ class LedgerFile:
         self._local.overwrite(paths.MIRROR_RECORD, ledger.to_bytes())
         return ledger
 
+    def disown(self, epochs: Collection[int], there: Collection[int]) -> None:
+        """Notes that what the mirror has `there` of these epochs is no copy any more, and must not come back as one."""
+        if set(there).isdisjoint(epochs) or self.read() is None:
+            return
+        what = f"{self._local.store.root}: that its mirror's copies of {sorted(epochs)} are outdated is not noted"
+        change = _threads.start(lambda: self.change(lambda now: now.without(epochs)))
+        _threads.logged(what, change.result)
+
     def withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
         """Has the mirror follow what `act` does here: epochs are deleted, or rolled back.
 

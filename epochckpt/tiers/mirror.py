@@ -452,12 +452,8 @@ class Mirror:
     def _disown(self, epochs: Collection[int]) -> None:
         """Without a worker: what the mirror has of these epochs is no copy any more, and must not come back as one."""
         self._epochs.disown(epochs)
-        ledger = self._ledger
-        if ledger is None or self._epochs.there.keys().isdisjoint(epochs):
-            return
-        what = f"{self.url}: that its copies of {sorted(epochs)} are outdated is not noted"
-        change = _threads.start(lambda: ledger.change(lambda now: now.without(epochs)))
-        _threads.logged(what, change.result)
+        if self._ledger is not None:
+            self._ledger.disown(epochs, self._epochs.there)
 
     def withdrawn(self, epochs: Sequence[int]) -> None:
         """On the primary: epochs were deleted here, or rolled back, and the ledger says so."""
