@@ -223,7 +223,11 @@ class ItemBackend(CheckpointBackend):
                     logging.warning(
                         "%s: checkpoint %d is of a run that has gone back to %d already, so this one goes on from "
                         "there; resume_from_epoch=%d goes back once. rollback_to(%d) of a manager goes back once more",
-                        *(self.directory, epoch, named, named, named),
+                        self.directory,
+                        epoch,
+                        named,
+                        named,
+                        named,
                     )
                 return gone_back
         return False
