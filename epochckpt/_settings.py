@@ -176,7 +176,7 @@ class Settings:
         directory: Where the epochs are: a path, or gs://… or s3://….
         read_only: Never write, wait for no other process. For evaluators.
         create: Create the directory if it is missing; else that is an error.
-        node: Name of this process's node, and of its folder in an epoch. Empty: process_0, process_1, …
+        node: Name of this process's node, and of its folder in an epoch. Empty: process_0, process_1 and so on.
         step_prefix: What an epoch's folder is named before _ and the number. Empty: the number alone.
         step_format_fixed_length: Digits of the number in an epoch's folder name, filled up with zeros.
         save_interval_steps: Save the epochs (Orbax's steps) that this number divides. 0: only save_on_steps. The first,
