@@ -114,7 +114,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 several nodes, all of which it then hosts.
             metadata_handler: see `epochckpt.metadata`; the primary notifies it of the nodes and of every commit.
 
-        Raises: see `epochckpt.commit.opening.open_directory`.
+        Raises:
+            NotACheckpointDirectoryError: a file is there.
+            AccessError: this user may not read it, or not create it.
+            FormatVersionError: a record of the directory itself needs a newer epochckpt.
+            InvalidArgumentError: options that contradict each other, or unusable or repeated names of nodes or items.
+            CoordinationTimeoutError: a process did not come to open it; the error names the process.
         """
         self.metadata_handler = None if metadata_handler is None else check_handler(metadata_handler)
         self._options = check_options(options or ocp.CheckpointManagerOptions())
