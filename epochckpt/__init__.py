@@ -6,7 +6,8 @@
     arrays      one epoch's arrays: plan, snapshot, write, read, restore
     commit      when an epoch is visible, and how the processes of a job agree
     tiers       an epoch in more than one place: copies, and the mirror of a directory
-    manager     what a user does to a directory: save, restore, delete, follow, export, import
+    manager     what a user does to a directory: save, restore, delete, follow
+    convert     epochs as files of other programs, and back: safetensors, Hugging Face, flax, torch, plain Orbax
     v1          the same in Orbax's v1 style
     jobs        a whole run: job, stop conditions, resume, the runner, Caffe2's managers
     inspection  look, compare, tidy
@@ -25,6 +26,8 @@ from epochckpt._lazy import names_of
 if TYPE_CHECKING:
     from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
     from epochckpt import v1 as v1
+    from epochckpt.convert.export import Exported, export
+    from epochckpt.convert.import_files import ImportedLeaf, ImportPlan, import_, plan_import
     from epochckpt.errors import EpochCheckpointError, EpochDeletedError
     from epochckpt.inspection.directory import inspect
     from epochckpt.inspection.runs import inspect_runs
@@ -47,8 +50,6 @@ if TYPE_CHECKING:
     from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, PREEMPTED_EXIT_CODE, UNSAVED_EXIT_CODE
     from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveResult, Verification
     from epochckpt.manager.evaluator import attach_metrics, follow
-    from epochckpt.manager.export import Exported, export
-    from epochckpt.manager.import_files import ImportedLeaf, ImportPlan, import_, plan_import
     from epochckpt.manager.repair import repair_head, repair_view
     from epochckpt.options import StorageOptions
     from epochckpt.v1 import training
@@ -92,12 +93,12 @@ else:
             "Verification": "manager",
             "attach_metrics": "manager.evaluator",
             "follow": "manager.evaluator",
-            "Exported": "manager.export",
-            "export": "manager.export",
-            "ImportedLeaf": "manager.import_files",
-            "ImportPlan": "manager.import_files",
-            "import_": "manager.import_files",
-            "plan_import": "manager.import_files",
+            "Exported": "convert.export",
+            "export": "convert.export",
+            "ImportedLeaf": "convert.import_files",
+            "ImportPlan": "convert.import_files",
+            "import_": "convert.import_files",
+            "plan_import": "convert.import_files",
             "repair_head": "manager.repair",
             "repair_view": "manager.repair",
             "StorageOptions": "options",

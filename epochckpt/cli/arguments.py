@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from epochckpt import _units
 from epochckpt.cli import changes, commands, watch
+from epochckpt.convert.formats import EXPORTED, IMPORTED
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
-from epochckpt.manager.formats import EXPORTED, IMPORTED
 from epochckpt.options import BucketSettings
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ import orbax.checkpoint as ocp
 from epochckpt import _text
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.commit import commits_of
+from epochckpt.convert import torch_dcp
+from epochckpt.convert.formats import IMPORTED
+from epochckpt.convert.selection import Patterns, Rename, Selection
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
-from epochckpt.format import flax_msgpack, grid, paths, safetensors, torch_dcp
+from epochckpt.format import flax_msgpack, grid, paths, safetensors
 from epochckpt.format import tree as tree_lib
-from epochckpt.manager.formats import IMPORTED
-from epochckpt.manager.manager import CheckpointManager
+from epochckpt.manager import CheckpointManager, EpochStatus
 from epochckpt.manager.numbers import epoch_number
-from epochckpt.manager.selection import Patterns, Rename, Selection
-from epochckpt.manager.status import EpochStatus
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.storage import expanded, mmap, open_store, path_text, plain

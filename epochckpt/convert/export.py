@@ -20,14 +20,13 @@ from epochckpt import _progress, _threads, _units
 from epochckpt.arrays import items
 from epochckpt.arrays.restore import ArraySource
 from epochckpt.commit import Coordinator, commits_of, restore_vote
+from epochckpt.convert import export_formats
+from epochckpt.convert.formats import EXPORTED
+from epochckpt.convert.selection import Patterns, Rename, SelectedArrays, Selection, say_cast
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import paths
-from epochckpt.manager import export_formats
-from epochckpt.manager.formats import EXPORTED
+from epochckpt.manager import CheckpointReader, Readers
 from epochckpt.manager.numbers import epoch_number
-from epochckpt.manager.reader import CheckpointReader
-from epochckpt.manager.readers import Readers
-from epochckpt.manager.selection import Patterns, Rename, SelectedArrays, Selection, say_cast
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
 from epochckpt.storage import PosixStore, Store, expanded, open_store, path_text, plain

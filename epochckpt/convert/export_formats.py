@@ -19,12 +19,11 @@ import numpy as np
 from epochckpt import _units
 from epochckpt.arrays import EpochReader, Request
 from epochckpt.arrays.snapshot import root_metadata
+from epochckpt.convert.selection import SelectedArrays
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeEntry, grid, paths, safetensors
 from epochckpt.format.safetensors import NOTES_KEY, Notes
-from epochckpt.manager import status
-from epochckpt.manager.reader import CheckpointReader
-from epochckpt.manager.selection import SelectedArrays
+from epochckpt.manager import CheckpointReader, status
 from epochckpt.orbax import Views, ocdbt
 from epochckpt.storage import Store, writing
 

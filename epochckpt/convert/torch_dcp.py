@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from epochckpt.errors import DamagedError, EpochCheckpointError, FormatError, UnsupportedError
-from epochckpt.format.grid import Box, box_shape, slices, whole
+from epochckpt.format import Box
+from epochckpt.format.grid import box_shape, slices, whole
 from epochckpt.format.tree import DTYPES
 from epochckpt.storage import mmap
 

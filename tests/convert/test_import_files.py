@@ -23,6 +23,7 @@ from flax import nnx
 
 import epochckpt as ec
 from epochckpt.arrays import snapshot, writer
+from epochckpt.convert import import_files
 from epochckpt.errors import (
     BufferChangedError,
     EpochExistsError,
@@ -36,7 +37,6 @@ from epochckpt.format import flax_msgpack
 from epochckpt.format import safetensors as headers
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import DTYPES
-from epochckpt.manager import import_files
 from epochckpt.storage import mmap
 from tests.support import stock_states
 from tests.support.processes import run_worker
@@ -399,7 +399,7 @@ def refused(source: str, directory: str) -> str:
 def test_a_job_of_several_processes_is_told_to_import_before(tmp_path: pathlib.Path) -> None:
     """Every process, at once, instead of waiting for the others."""
     arguments = {"source": str(tmp_path / "x.msgpack"), "directory": str(tmp_path / "run")}
-    answers = run_worker("tests.manager.test_import_files:refused", arguments, 2)
+    answers = run_worker("tests.convert.test_import_files:refused", arguments, 2)
     assert ["one process" in answer for answer in answers] == [True, True]
     assert not (tmp_path / "run").exists()
 

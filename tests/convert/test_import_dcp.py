@@ -14,9 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt.convert import import_files, torch_dcp
 from epochckpt.errors import DamagedError, EpochCheckpointError, FormatError, UnsupportedError
-from epochckpt.format import torch_dcp
-from epochckpt.manager import import_files
 from tests.support import stock_states
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "compat" / "data" / "torch-2.13-dcp.zip"
