@@ -168,7 +168,7 @@ def test_items_metrics_and_metadata_come_along(tmp_path: pathlib.Path, kind: str
 
 def test_what_two_processes_wrote_becomes_whole(tmp_path: pathlib.Path) -> None:
     """Sharded over both, replicated and split, in several parts: whole tensors, and a checkpoint of stock Orbax."""
-    run_worker("tests.manager.test_export:save_job", {"directory": str(tmp_path / "run")}, 2, DEVICES // 2, timeout=100)
+    run_worker("tests.convert.test_export:save_job", {"directory": str(tmp_path / "run")}, 2, DEVICES // 2, timeout=100)
     assert len(list((tmp_path / "run" / "5").glob("process_*/*-00001.safetensors"))) == 2
     ec.export(tmp_path / "run", 5, tmp_path / "orbax")
     ec.export(tmp_path / "run", 5, tmp_path / "tensors", "safetensors", max_buffer_bytes=100)
@@ -341,7 +341,7 @@ def test_a_killed_export_leaves_nothing_under_the_name(tmp_path: pathlib.Path) -
     """What it leaves has a name that no tool takes for a checkpoint, and does not hinder the next try."""
     save(tmp_path / "run", stock_states.plain())
     arguments = json.dumps({"directory": str(tmp_path / "run"), "destination": str(tmp_path / "out")})
-    program = ["-m", "tests.support.worker", "tests.manager.test_export:export_until_killed", arguments]
+    program = ["-m", "tests.support.worker", "tests.convert.test_export:export_until_killed", arguments]
     with start_processes(program, 1, devices_per_process=1) as job:
         job[0].wait_for_output("before the rename", timeout=60)
         job[0].send_signal(signal.SIGKILL)
@@ -594,7 +594,7 @@ def test_memory_stays_bounded(tmp_path: pathlib.Path) -> None:
     A msgpack file is read whole: its map, its arrays, and those in pieces once more.
     """
     write_large(tmp_path)
-    (grown,) = run_worker("tests.manager.test_export:there_and_back", {"folder": str(tmp_path)}, 1, 1, timeout=100)
+    (grown,) = run_worker("tests.convert.test_export:there_and_back", {"folder": str(tmp_path)}, 1, 1, timeout=100)
     assert grown.pop("control") > LARGE * 0.9, "the control shows nothing"
     assert grown.pop("import msgpack") < LARGE * 2.5 + BOUND
     assert {step: size // MIB for step, size in grown.items() if size > BOUND} == {}
