@@ -26,7 +26,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import attached_metrics, claiming, head_pages, head_record, head_turns, metrics_log, surroundings
+from epochckpt.commit import attached_metrics, head_pages, head_record, head_turns, metrics_log, owners, surroundings
 from epochckpt.commit.departures import Departures
 from epochckpt.commit.head_record import Head, HeadEpoch, Page, send_off
 from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
@@ -435,7 +435,7 @@ class PutCommits(Commits):
         check: Callable[[], None] = lambda: None,
         lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
     ) -> None:
-        owner, conflicts = claiming.owner(), Conflicts()
+        owner, conflicts = owners.current(), Conflicts()
         for _ in rounds():
             seen = self._look()
             old = seen[0] if seen else None
@@ -463,7 +463,7 @@ class PutCommits(Commits):
             self._views.guard()
         self.incarnation, self.taken_over = new.incarnation, None
         if old is not None and not old.closed:
-            self.taken_over = old.incarnation, claiming.report_takeover(self.store.root, lambda: old.owner)
+            self.taken_over = old.incarnation, owners.report_takeover(self.store.root, lambda: old.owner)
         for name in sorted(name for name, attempts in beside.items() if attempts is not None):
             _threads.logged(f"{self.store.root}/{name}: a copy of a record stays", partial(self._tidy, name, new))
         if new.dead:

@@ -325,7 +325,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def owners(self) -> list[Any]:
-        """What is known of the processes whose runs have not closed the directory; see `claiming.owner`."""
+        """What is known of the processes whose runs have not closed the directory; see `owners.current`."""
 
     @abc.abstractmethod
     def lineage(self) -> Lineage | None:

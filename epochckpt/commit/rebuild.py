@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Container, Iterator, Mapping
 
 from epochckpt import errors
-from epochckpt.commit import attached_metrics, claiming, metrics_log
+from epochckpt.commit import attached_metrics, metrics_log, owners
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.commit.lineage import ClaimDirectly
@@ -72,7 +72,7 @@ def look(commits: PutCommits) -> Rebuilt:
             sources = attached_metrics.in_folder(commits, name, one.epoch, one.attempt)
             epochs[name] = dataclasses.replace(HeadEpoch.of(one), attached=sources)
     if head is not None and epochs:
-        claiming.check_idle(commits)
+        owners.check_idle(commits)
     return Rebuilt(
         epochs=epochs,
         aside=aside,
@@ -113,7 +113,7 @@ def write(commits: PutCommits, found: Rebuilt) -> None:
     beside, stock = commits.beside(head)
     foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
     logged = max((line.number for line in metrics_log.read_parts(commits.store)), default=0)
-    head = head.claimed(claiming.owner(), foreign).next(closed=True, stock=stock, logged=logged)
+    head = head.claimed(owners.current(), foreign).next(closed=True, stock=stock, logged=logged)
     if not commits.write_rebuilt(found.seen, head):
         raise changed
 

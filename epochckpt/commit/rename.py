@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from epochckpt import _threads, errors
-from epochckpt.commit import attached_metrics, claiming, metrics_log, placing
+from epochckpt.commit import attached_metrics, metrics_log, owners, placing
 from epochckpt.commit import lineage as lineages
 from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.commit.metrics_log import Line
@@ -60,7 +60,7 @@ class RenameCommits(Commits):
         found: list[Any] = []
         for home in homes:
             try:
-                found.append(claiming.read_owner(self.store, paths.join(home, paths.OWNER_FILE)))
+                found.append(owners.read(self.store, paths.join(home, paths.OWNER_FILE)))
             except (FileNotFoundError, NotADirectoryError):  # an empty home is gone by now, or nobody has claimed by it
                 with suppress(FileNotFoundError, NotADirectoryError):
                     found += [{}] * bool(self.store.list(home))
@@ -120,7 +120,7 @@ class RenameCommits(Commits):
         draft = paths.unclaimed_folder(self.incarnation)
         self.store.make_folder(draft)
         with self._fenced(epoch):  # of two runs that claim at the same moment, one is the later one
-            self.store.create(paths.join(draft, paths.OWNER_FILE), json.dumps(claiming.owner()).encode())
+            self.store.create(paths.join(draft, paths.OWNER_FILE), json.dumps(owners.current()).encode())
             self.store.sync_folder(draft)
             self.store.rename(draft, self._home)
             self._root_id = self.store.root_id()
@@ -164,7 +164,7 @@ class RenameCommits(Commits):
             away = placing.take_over(self.store, self._home, entry.name)
         if away is not None and older not in self._begun:
             owner = paths.join(away, paths.OWNER_FILE)
-            when = claiming.report_takeover(self.store.root, partial(claiming.read_owner, self.store, owner))
+            when = owners.report_takeover(self.store.root, partial(owners.read, self.store, owner))
             self.taken_over = max(self.taken_over or ("", -1), (older, when), key=lambda run: run[1])
         return away or ""
 

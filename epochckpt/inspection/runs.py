@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from epochckpt import errors
-from epochckpt.commit import claiming
+from epochckpt.commit import owners
 from epochckpt.commit.metrics_log import numbers
 from epochckpt.inspection import leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
@@ -200,7 +200,7 @@ class Owners(enum.Enum):
 
 
 def _owners(commits: Commits) -> Owners:
-    processes = [claiming.Process.parse(owner) for owner in commits.owners()]
+    processes = [owners.Process.parse(owner) for owner in commits.owners()]
     if not processes:
         return Owners.NONE
     return Owners.ENDED if all(process.has_ended for process in processes) else Owners.ALIVE

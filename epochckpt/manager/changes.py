@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 import orbax.checkpoint as ocp
 
 from epochckpt import _threads
-from epochckpt.commit import Commits, attached_metrics, claiming, commits_of
+from epochckpt.commit import Commits, attached_metrics, commits_of, owners
 from epochckpt.commit.host_record import read_host_record
 from epochckpt.errors import (
     DamagedError,
@@ -53,7 +53,7 @@ def check_changeable(commits: Commits, take_over: bool = False) -> None:
     if (refusal := commits.write_refusal()) is not None:
         raise refusal
     if not take_over:
-        claiming.check_idle(commits)
+        owners.check_idle(commits)
 
 
 def check_both_changeable(commits: Commits, mirror: str | None, take_over: bool = False) -> None:

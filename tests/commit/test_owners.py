@@ -20,7 +20,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.cli.main import main
-from epochckpt.commit.claiming import Process, owner
+from epochckpt.commit.owners import Process, current
 from epochckpt.format import paths
 from epochckpt.storage import PosixStore
 from tests.support.claim_jobs import args
@@ -57,7 +57,7 @@ def may_be_claimed(directory: pathlib.Path) -> bool:
         return True
 
 
-THIS = owner()
+THIS = current()
 ENDED = {
     "its PID is another process's by now": {"started": THIS["started"] - 1},
     "no process has its PID": {"pid": 2**22 + 1},
