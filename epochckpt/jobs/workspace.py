@@ -72,7 +72,7 @@ class Workspace(MutableMapping[str, Any]):
         """Says how a blob comes back from a checkpoint; called in `@job.setup`.
 
         Args:
-            name: the blob.
+            name: the blob; InvalidArgumentError, when init has run, if no node has it.
             abstract: a pytree of `jax.ShapeDtypeStruct`s (with shardings) or of values, as for `StandardRestore`, for
                 example `jax.eval_shape` of what makes the blob; None: as the epoch has it.
             reshard: for a blob that differs per node, see `epochckpt.args.NodeRestore`.

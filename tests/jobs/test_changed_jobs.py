@@ -142,7 +142,7 @@ def test_durations_of_a_runner_may_be_text() -> None:
     """As in flags and config files: one parser."""
     texts: dict[str, Any] = {"deadline_secs": "90s", "save_every_secs": "1.5h", "exchange_timeout_secs": "10min"}
     assert counting_job(2).run(**texts).epoch == 2
-    with pytest.raises(InvalidArgumentError, match=r"save_every_secs is a number of seconds, .* got '5 minutes'.*min"):
+    with pytest.raises(InvalidArgumentError, match=r"save_every_secs is a number of seconds .* got '5 minutes'.*min"):
         ec.JobRunner(counting_job(1), save_every_secs="5 minutes")
 
 

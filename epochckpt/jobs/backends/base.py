@@ -396,7 +396,11 @@ def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..
     """States of as many nodes as there are now, from those of another number of nodes."""
     if reshard is None:
         raise lacks_reshard(name, len(states), count)
-    new = list(reshard(states, len(states), count))
+    try:
+        new = list(reshard(states, len(states), count))
+    except Exception as error:  # a user's own code may raise anything
+        error.add_note(f"in ws.target({name!r}, reshard=…), which makes {count} states of {len(states)}")
+        raise
     if len(new) != count:
         raise InvalidArgumentError(f"blob {name!r}: reshard returned {len(new)} states for {count} nodes")
     return new

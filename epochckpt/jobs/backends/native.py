@@ -1,6 +1,7 @@
 """The runner on `epochckpt.CheckpointManager`."""
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
-from epochckpt.jobs.workspace import Workspace
+from epochckpt.jobs.workspace import Reshard, Workspace
 from epochckpt.manager import CheckpointManager, HandlerNotifier, SaveResult
 
 
@@ -100,16 +101,17 @@ class NativeBackend(ItemBackend):
         for item, blob in blobs.items():
             target, own, form = first.targets.get(blob), item + blob_lib.OWN_SUFFIX, forms.get(item)
             reshard = target.reshard if target is not None and count != len(everyone) else None
+            make = None if reshard is None else functools.partial(_made_by, reshard, blob)
             if kinds[item] == "node":
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
-                asked[item] = own_args.NodeRestore(targets or None, reshard, by_node=True)
+                asked[item] = own_args.NodeRestore(targets or None, make, by_node=True)
             elif reshard is not None and count == 1 and form != "json":
                 asked[item] = self._argument(None, None) if kinds[item] == "arrays" else None
                 to_reshard[item] = reshard
             elif kinds[item] == "arrays":
                 asked[item] = self._argument(blob_lib.target_of(first, blob), form)
                 if kinds.get(own) == "node":
-                    asked[own] = own_args.NodeRestore(None, reshard, by_node=True)
+                    asked[own] = own_args.NodeRestore(None, make, by_node=True)
             else:
                 asked[item] = None
         try:
@@ -184,6 +186,12 @@ def _blob_items(kinds: Mapping[str, str]) -> list[str]:
     """The items that are blobs; beside one of arrays may be another, with what each node has of its own in the blob."""
     beside = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind == "arrays"}
     return [item for item, kind in kinds.items() if kind != "node" or item not in beside]
+
+
+def _made_by(reshard: Reshard, blob: str, states: Sequence[Any], saved_by: int, nodes: int) -> list[Any]:
+    """New states of a blob, made by a user's `reshard`; errors name the blob."""
+    del saved_by  # as many as there are states
+    return resharded(blob, states, nodes, reshard)
 
 
 def _copied(leaf: Any) -> Any:
