@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from absl import logging
 
+from epochckpt._metrics import numbers
 from epochckpt.errors import DamagedError, FormatError
 from epochckpt.format import checksums, codec, paths
 from epochckpt.format.codec import stored
@@ -65,24 +65,6 @@ class Line:
     def to_bytes(self) -> bytes:
         """The line in the file."""
         return checksums.seal(codec.pack(self)) + b"\n"
-
-
-def flat(metrics: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
-    """Metrics by name; one in an inner mapping is named `outer/inner`."""
-    found: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping) and depth < 8:
-            found.update(flat(value, f"{prefix}{name}/", depth + 1))
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
-def numbers(metrics: Any) -> dict[str, float]:
-    """The numbers among metrics, by name: those that a float can hold, infinities and NaN."""
-    named = flat(metrics if isinstance(metrics, Mapping) else {"metrics": metrics})
-    found = {n: v for n, v in named.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return {n: v for n, v in found.items() if isinstance(v, float) or abs(v) <= sys.float_info.max}
 
 
 def read(store: Store) -> list[Line]:

@@ -21,6 +21,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _monitoring
+from epochckpt._metrics import flat
 from epochckpt.commit import attached_metrics
 from epochckpt.commit.attempt import Attempt, Committed
 from epochckpt.commit.auto_interval import Context, Pace
@@ -272,7 +273,7 @@ def _without_score(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: 
         return
     _warned.add(key)
     known = info.metrics
-    names = ", ".join(map(repr, known)) if isinstance(known, Mapping) else type(known).__name__
+    names = ", ".join(map(repr, flat(known))) if isinstance(known, Mapping) else type(known).__name__
     fate = "kept" if options.keep_checkpoints_without_metrics else "deleted"
     logging.warning(
         "best_fn %s for checkpoint %d, whose metrics are: %.500s. Until one is attached, it counts as one without: it "

@@ -35,6 +35,10 @@ class RunClock:
         """The seconds by what they were spent on, until now."""
         return dict(self._spent)
 
+    def committed(self) -> None:
+        """Counts a save that was committed; what `committing` says of one that fails then is in no record."""
+        self._saves += 1
+
     def committing(
         self,
         epoch: int,
@@ -48,7 +52,6 @@ class RunClock:
         `spent`: `so_far` when its save began; `times`: when that was, and now, in Unix nanoseconds. `killed`: the
         incarnation before this one, and when it claimed the directory, if it did not close it.
         """
-        self._saves += 1
         earlier = [run for run in self.earlier if run.incarnation != incarnation]
         if killed is not None and killed[1] and killed[0] not in [run.incarnation for run in earlier]:
             # It has committed nothing. Whether the run before it was killed, it has told nobody.
@@ -57,5 +60,5 @@ class RunClock:
         elif earlier and earlier[-1].killed is None:
             earlier[-1] = dataclasses.replace(earlier[-1], killed=killed is not None)
         blocked, restoring, waiting = (round(spent.get(on, 0.0), 6) for on in (BLOCKED, RESTORING, WAITING))
-        run = RunEntry(incarnation, self._began_ns, *times, self._saves, epoch, blocked, restoring, waiting)
+        run = RunEntry(incarnation, self._began_ns, *times, self._saves + 1, epoch, blocked, restoring, waiting)
         return (*earlier[1 - _KEPT :], run)

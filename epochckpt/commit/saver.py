@@ -534,6 +534,7 @@ class Attempts:
             self._hosts.commit(attempt, record.attempt, data, still_in_time, self._key)
         elif remove := self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces):
             self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
+        self._history.run.committed()
         logging.info("checkpoint %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
         cost = SaveCost.of(attempt.epoch, record)
         return Committed(attempt.epoch, attempt.metrics, record.committed_ns, attempt=record.attempt, cost=cost)

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from epochckpt import errors
+from epochckpt._metrics import numbers
 from epochckpt.commit import owners
-from epochckpt.commit.metrics_log import numbers
 from epochckpt.inspection import leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import Container

@@ -27,6 +27,7 @@ import numpy as np
 from absl import logging
 
 from epochckpt import _text, _units
+from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.format import checksums
 from epochckpt.storage import expanded, open_file, path_text, plain, with_settings
@@ -219,18 +220,20 @@ class _OfMetric(Condition):
         self._metric, self._sign = metric, 1 if mode == "max" else -1
 
     def __call__(self, ctx: Context) -> bool:
-        where, value = _where(self, ctx), ctx.metrics.get(self._metric)
-        if self._metric not in ctx.metrics:
-            names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
+        where = _where(self, ctx)
+        known = flat(ctx.metrics)
+        if self._metric not in known:
+            names = ", ".join(map(repr, sorted(known))) or "none"
             problem = f"there is no metric {self._metric!r} among those of the {ctx.unit} ({names})"
             raise InvalidArgumentError(f"{where}: {problem}; return it from an epoch task, or correct the name")
+        value = known[self._metric]
         number = as_scalar(value)
         if number is None:
             raise InvalidArgumentError(f"{where}: metric {self._metric!r} is {_shown(value)}; expected a real number")
         return self._look(float(number))
 
     def holds(self, ctx: Context) -> bool:
-        if self._metric in ctx.metrics:
+        if self._metric in flat(ctx.metrics):
             return self(ctx)
         logging.warning("%s: there is no metric %r", _where(self, ctx), self._metric)
         return False

@@ -155,7 +155,10 @@ def test_a_metric_that_has_the_very_name_wins(tmp_path: pathlib.Path) -> None:
     assert [row.epoch for row in scan.look(tmp_path, metric="a/b").epochs if row.best] == [1]
 
 
-def test_an_unknown_metric_is_said_with_near_names(saved: pathlib.Path) -> None:
+def test_an_unknown_metric_is_said_with_near_names(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=Save({"x": np.zeros(1)}), metrics={"eval": {"accuracy": 0.5}})
+    assert "near: 'eval/accuracy'" in scan.look(tmp_path, metric="accuracy").problems[""]
     found = scan.look(saved, metric="los")
     assert not any(row.best for row in found.epochs)
     assert "'los'" in found.problems[""]

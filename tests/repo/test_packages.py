@@ -21,6 +21,7 @@ BELOW = frozenset(
         "_collector",
         "_durations",
         "_lazy",
+        "_metrics",
         "_monitoring",
         "_progress",
         "_threads",
