@@ -402,13 +402,13 @@ def test_text_with_a_lone_surrogate_is_left_out(tmp_path: pathlib.Path) -> None:
 
 
 def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text alone, what differs per node, and more cells than an index should hold: no folder, and a note."""
+    """Bytes alone, what differs per node, and more cells than an index should hold: no folder, and a note."""
     with ec.CheckpointManager(tmp_path) as manager:
-        items = {"text": ocp.args.StandardSave("alone"), "many": ocp.args.StandardSave({str(i): i for i in range(9)})}
+        items = {"raw": ocp.args.StandardSave(b"alone"), "many": ocp.args.StandardSave({str(i): i for i in range(9)})}
         manager.save(5, args=ocp.args.Composite(**items, own=ec.args.NodeSave({"position": 3})))
         manager.wait_until_finished()
-        assert set(unsupported(tmp_path)) == {"text", "own"}
-        assert not (tmp_path / "5" / "text").exists()
+        assert set(unsupported(tmp_path)) == {"raw", "own"}
+        assert not (tmp_path / "5" / "raw").exists()
         assert not (tmp_path / "5" / "own").exists()
         monkeypatch.setattr(orbax_view, "MAX_ENTRIES", 3)
         items["many"] = ocp.args.StandardSave({str(i): jnp.ones(2) for i in range(9)})
