@@ -206,9 +206,9 @@ class OrbaxItem:
         out: dict[str, ZarrArray] = {}
         with self._tensorstore(""):
             kv = ts.KvStore.open(self._kvstore(), context=self._context).result()
-            reads = [kv.read(paths.join(param, file)) for param in params]
+            reads = [kv.read(steps.array_key(param, file)) for param in params]
         for param, read in zip(params, reads, strict=True):
-            where = paths.join(param, file)
+            where = steps.array_key(param, file)
             try:
                 with self._tensorstore(""):
                     got = read.result()
@@ -320,7 +320,7 @@ class OrbaxItem:
         limit = min(kept + _row_bytes(row) + _SLACK_BYTES, _CACHE_BYTES) if shared else 0
         spec = {
             "driver": "zarr3" if self._zarr3 else "zarr",
-            "kvstore": self._kvstore(f"{row.param}/" if row.param else ""),
+            "kvstore": self._kvstore(steps.array_key(row.param, "")),
             "metadata": row.array.metadata,
             "fill_missing_data_reads": self._fill,
             "recheck_cached_data": False,

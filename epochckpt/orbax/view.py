@@ -40,7 +40,7 @@ from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPa
 from epochckpt.format import paths as layout
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import ocdbt
-from epochckpt.orbax.steps import COMMIT
+from epochckpt.orbax.steps import COMMIT, array_key
 
 _TEXT = "string"
 _BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax's array handler calls its array; other handlers: nothing
@@ -72,6 +72,11 @@ def _json_handler() -> str:
 @functools.cache
 def _array_handler() -> str:
     return ocp.handlers.ArrayCheckpointHandler.typestr()
+
+
+@functools.cache
+def _tree_handler() -> str:
+    return ocp.handlers.PyTreeCheckpointHandler.typestr()
 
 
 @functools.cache
@@ -160,6 +165,8 @@ class Views:
                 lost = "it differs per node, which Orbax has no form for"
             else:
                 lost = self._add_arrays(view, record, name, item, item.arrays)
+                if item.arrays.is_bare and not _is_array_item(item):
+                    handler = _tree_handler()  # in Orbax 0.11.33 the standard one reads no such item without a target
             if lost:
                 view.unsupported[name] = {"*": lost}
                 if record.objects and item.kind != "files":  # its data files are in a folder that Orbax sees
@@ -204,7 +211,7 @@ class Views:
             nothing = f"Orbax has no form for any of its leaves: {few(unsupported)}{more}"
             return nothing if unsupported else "it has no leaves"
         kept = {i: (known.names[i], s) for i, s in scalars.items() if s and i in known.names}
-        fresh = {layout.join(path, "0").encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
+        fresh = {_key(path, "0"): s[1] for path, s in kept.values() if s[0] != _TEXT}
         token = bytes.fromhex(checksums.digest(f"{record.attempt} {name}".encode()))
         files = {**known.index.files(fresh, token, record.committed_ns, _moved(record)), **known.files}
         strings = {path: values[i] for i, (path, s) in kept.items() if s[0] == _TEXT}
@@ -370,11 +377,11 @@ class _ItemView:
     def _name(self) -> dict[int, str]:
         """Orbax's parameter name by leaf number, for the leaves that it can name."""
         found = {i: ".".join(str(key) for _, key in path) for i, path in self.paths.items()}
-        count = collections.Counter(found.values())
+        count = collections.Counter(array_key(name, "") for name in found.values())
         out = {}
         for i, name in found.items():
             leaf = self.arrays.leaves[i]
-            if count[name] > 1:
+            if count[array_key(name, "")] > 1:
                 self.unsupported[leaf.name] = f"Orbax would call it and another leaf {name!r}"
             elif any("\ud800" <= c <= "\udfff" for c in name):
                 self.unsupported[leaf.name] = "Orbax cannot name it"
@@ -389,22 +396,26 @@ class _ItemView:
             self._record(number, _EMPTY[leaf.kind], skip=True)
         elif leaf.kind == "str" and scalar is None:
             self.unsupported[leaf.name] = "Orbax cannot store a lone surrogate"
+        elif leaf.kind == "str" and ("/" in name or "~" in name):
+            self.unsupported[leaf.name] = "Orbax finds a text by a JSON pointer, which has other uses for / and ~"
         elif leaf.kind == "str":
             self._record(number, _TEXT)
         elif scalar is not None:
             self._record(number, "scalar")
-            self.entries[_metadata_key(name)] = _zarray((), (), scalar[0])
-            self.entries[layout.join(name, "0").encode()] = scalar[1]
+            self.entries[_key(name, ".zarray")] = _zarray((), (), scalar[0])
+            self.entries[_key(name, "0")] = scalar[1]
         elif leaf.kind not in _TYPES or leaf.dtype is None:
             self.unsupported[leaf.name] = f"Orbax has no type for this {leaf.kind}"
         elif leaf.dtype.name not in _ZARR_DTYPES:
             self.unsupported[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
         elif not math.prod(leaf.shape):
             self.unsupported[leaf.name] = "Orbax cannot store arrays without elements"
+        elif leaf.kind in ("jax", "prng") and leaf.path and not name:
+            self.unsupported[leaf.name] = "Orbax 0.11.33 finds no sharding for an array with an empty name"
         else:
             chunk, dtype = self.arrays.cell_shape(number), leaf.dtype
             zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
-            self.entries[_metadata_key(name)] = _zarray(leaf.shape, chunk, zarr_dtype)
+            self.entries[_key(name, ".zarray")] = _zarray(leaf.shape, chunk, zarr_dtype)
             is_jax = leaf.kind in ("jax", "prng")
             self._record(number, _TYPES[leaf.kind], chunk if is_jax else None)
             if is_jax:
@@ -420,7 +431,7 @@ class _ItemView:
     def _locate(self, record: EpochRecord, name: str) -> None:
         """Adds where the chunks of the arrays lie."""
         arrays = self.arrays
-        arrayed = {i: name for i, name in self.names.items() if _metadata_key(name) in self.entries}
+        arrayed = {i: name for i, name in self.names.items() if _key(name, ".zarray") in self.entries}
         for node, entry in enumerate(record.nodes):
             files = [f for f in entry.files if f.item == name and f.data_start]
             ends = np.cumsum([f.cells for f in files]).tolist()
@@ -429,8 +440,8 @@ class _ItemView:
                 starts = (part.offsets[:-1] + file.data_start).tolist()
                 for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
                     if leaf in arrayed:
-                        key = layout.join(arrayed[leaf], _chunk(arrays, leaf, cell))
-                        self.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
+                        key = _key(arrayed[leaf], _chunk(arrays, leaf, cell))
+                        self.entries[key] = (path, start, arrays.cell_bytes(leaf))
                         self.nodes.add(entry.folder)
 
     def _shardings(self, devices: bool = True) -> dict[str, str]:
@@ -445,9 +456,9 @@ class _ItemView:
         return self._shardings(False) if devices and sum(map(len, found.values())) > _MAX_SHARDING_BYTES else found
 
 
-def _metadata_key(name: str) -> bytes:
-    """The key, in the database, of the zarr metadata of the parameter with this name."""
-    return layout.join(name, ".zarray").encode()
+def _key(name: str, file: str) -> bytes:
+    """The key, in the database, of a file of the array of a parameter."""
+    return array_key(name, file).encode()
 
 
 def _row(path: KeyPath, value: Any) -> tuple[str, Any]:
