@@ -67,7 +67,7 @@ class StoredLeaf:
     """A leaf as Orbax stored it."""
 
     leaf: Leaf  # typed keys have the shape and dtype of their data; `sharding` is the leaf's own number
-    param: str  # Orbax's name for it
+    param: str  # Orbax's name for it; "" if it is the item by itself, except in an item of `_BARE_HANDLER`
     write_shape: tuple[int, ...] | None = None  # of the pieces that devices held, where Orbax says it
     value: Any = None  # of a leaf in the msgpack file; for a type that only a user's handler can read, its name
     here: bool = False  # the leaf lies in the msgpack file
@@ -206,9 +206,9 @@ class OrbaxItem:
         out: dict[str, ZarrArray] = {}
         with self._tensorstore(""):
             kv = ts.KvStore.open(self._kvstore(), context=self._context).result()
-            reads = [kv.read(f"{param}/{file}") for param in params]
+            reads = [kv.read(steps.array_key(param, file)) for param in params]
         for param, read in zip(params, reads, strict=True):
-            where = f"{param}/{file}"
+            where = steps.array_key(param, file)
             try:
                 with self._tensorstore(""):
                     got = read.result()
@@ -320,7 +320,7 @@ class OrbaxItem:
         limit = min(kept + _row_bytes(row) + _SLACK_BYTES, _CACHE_BYTES) if shared else 0
         spec = {
             "driver": "zarr3" if self._zarr3 else "zarr",
-            "kvstore": self._kvstore(f"{row.param}/"),
+            "kvstore": self._kvstore(steps.array_key(row.param, "")),
             "metadata": row.array.metadata,
             "fill_missing_data_reads": self._fill,
             "recheck_cached_data": False,

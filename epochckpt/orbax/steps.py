@@ -505,6 +505,11 @@ def nbytes(store: Store, folder: str) -> int:
     return total
 
 
+def array_key(param: str, file: str) -> str:
+    """The key of a file of an array, as TensorStore makes it of Orbax's name for the array: with one slash."""
+    return f"{param.removesuffix('/')}/{file}" if param not in ("", "/") else file
+
+
 def prng_impls(store: Store, at: str) -> dict[str, str]:
     """The PRNG implementation of each typed key of an item, by Orbax's parameter name."""
     found: dict[str, str] = {}

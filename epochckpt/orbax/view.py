@@ -36,14 +36,14 @@ from epochckpt._lazy import jax, ocp
 from epochckpt._text import readable
 from epochckpt._units import several
 from epochckpt.errors import say
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPath, Leaf, checksums
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPath, checksums
 from epochckpt.format import paths as layout
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import ocdbt
-from epochckpt.orbax.steps import COMMIT
+from epochckpt.orbax.steps import COMMIT, array_key
 
 _TEXT = "string"
-_BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax calls an array that is not in a tree
+_BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax's array handler calls its array; other handlers: nothing
 
 ALIAS_FILE = f"{layout.DEFAULT_ITEM}/{layout.JSON_FILE}"  # where the view of an epoch has aliases
 _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.steps: so it is never taken for one of Orbax's
@@ -72,6 +72,11 @@ def _json_handler() -> str:
 @functools.cache
 def _array_handler() -> str:
     return ocp.handlers.ArrayCheckpointHandler.typestr()
+
+
+@functools.cache
+def _tree_handler() -> str:
+    return ocp.handlers.PyTreeCheckpointHandler.typestr()
 
 
 @functools.cache
@@ -160,8 +165,8 @@ class Views:
                 lost = "it differs per node, which Orbax has no form for"
             else:
                 lost = self._add_arrays(view, record, name, item, item.arrays)
-                if item.arrays.is_bare and handler not in _key_handlers():
-                    handler = _array_handler()
+                if item.arrays.is_bare and not _is_array_item(item):
+                    handler = _tree_handler()  # in Orbax 0.11.33 the standard one reads no such item without a target
             if lost:
                 view.unsupported[name] = {"*": lost}
                 if record.objects and item.kind != "files":  # its data files are in a folder that Orbax sees
@@ -197,7 +202,7 @@ class Views:
         key = arrays, places, {i: s and s[0] for i, s in scalars.items()}, item.handler, item.custom_metadata
         known = self._known.get(name)
         if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
-            if reason := _inexpressible(arrays, self._max_entries or MAX_ENTRIES):
+            if reason := _inexpressible(item, arrays, self._max_entries or MAX_ENTRIES):
                 return reason
             known = self._known[name] = _ItemView(key, record, name, item, arrays, scalars)
         unsupported = known.unsupported
@@ -206,7 +211,7 @@ class Views:
             nothing = f"Orbax has no form for any of its leaves: {few(unsupported)}{more}"
             return nothing if unsupported else "it has no leaves"
         kept = {i: (known.names[i], s) for i, s in scalars.items() if s and i in known.names}
-        fresh = {f"{path}/0".encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
+        fresh = {_key(path, "0"): s[1] for path, s in kept.values() if s[0] != _TEXT}
         token = bytes.fromhex(checksums.digest(f"{record.attempt} {name}".encode()))
         files = {**known.index.files(fresh, token, record.committed_ns, _moved(record)), **known.files}
         strings = {path: values[i] for i, (path, s) in kept.items() if s[0] == _TEXT}
@@ -239,8 +244,8 @@ def _base(name: str, item: ItemRecord) -> str:
 def bases(items: Mapping[str, ItemRecord], files: Iterable[DataFile]) -> list[str]:
     """The folders of the databases that point into a node's data files, as a rule: see `link_in`."""
     named = {file.item for file in files if file.data_start}
-    found = [(_base(name, item), item.arrays) for name, item in items.items() if name in named]
-    return [base for base, arrays in found if arrays is not None and not _inexpressible(arrays, MAX_ENTRIES)]
+    found = [(_base(name, item), item, item.arrays) for name, item in items.items() if name in named]
+    return [base for base, item, arrays in found if arrays and not _inexpressible(item, arrays, MAX_ENTRIES)]
 
 
 def link_in(base: str, node: str) -> tuple[str, str]:
@@ -300,7 +305,7 @@ def _stand_in(content: Mapping[str, str]) -> bytes:
     return _json({"format": layout.FORMAT, **content})
 
 
-def _inexpressible(arrays: ArrayItem, max_entries: int) -> str | None:
+def _inexpressible(item: ItemRecord, arrays: ArrayItem, max_entries: int) -> str | None:
     """Why Orbax can be given nothing of an item, if so."""
     # at most, a value's metadata and its chunks
     entries = sum(1 + (len(arrays.grids[leaf.grid].holders) if leaf.grid >= 0 else 1) for leaf in arrays.leaves)
@@ -309,8 +314,17 @@ def _inexpressible(arrays: ArrayItem, max_entries: int) -> str | None:
             f"an export takes {ocdbt.MAX_ENTRIES:,}, and with `include` it writes whole arrays, of two entries each"
         )
         return f"its index would have {entries:,} entries, more than {max_entries:,}; {instead}"
-    bare = arrays.is_bare and arrays.leaves[0].kind not in _TYPES.keys() | {"bool", "int", "float"}
-    return f"Orbax has no form for a {arrays.leaves[0].kind} alone" if bare else None
+    if not arrays.is_bare:
+        return None
+    kind, known = arrays.leaves[0].kind, _TYPES.keys() | {"bool", "int", "float"}
+    if not _is_array_item(item):
+        known |= {"str"}
+    return None if kind in known else f"Orbax has no form for a {kind} alone"
+
+
+def _is_array_item(item: ItemRecord) -> bool:
+    """Whether Orbax's handler of the item takes a single array, and no tree."""
+    return item.handler in _key_handlers() or item.handler == _array_handler()
 
 
 def _key_metadata(arrays: ArrayItem, handler: str) -> dict[str, bool]:
@@ -333,7 +347,8 @@ class _ItemView:
         self.tree: dict[str, Any] = {}
         self.metadatas: list[Any] = []
         self.nodes: set[str] = set()
-        self.paths = {i: leaf.path or _BARE_PATH for i, leaf in enumerate(arrays.leaves)}
+        alone = _BARE_PATH if _is_array_item(item) else ()
+        self.paths = {i: leaf.path or alone for i, leaf in enumerate(arrays.leaves)}
         self.names = self._name()
         for number, param in self.names.items():
             self._add(number, param, scalars.get(number))
@@ -362,13 +377,13 @@ class _ItemView:
     def _name(self) -> dict[int, str]:
         """Orbax's parameter name by leaf number, for the leaves that it can name."""
         found = {i: ".".join(str(key) for _, key in path) for i, path in self.paths.items()}
-        count = collections.Counter(found.values())
+        count = collections.Counter(array_key(name, "") for name in found.values())
         out = {}
         for i, name in found.items():
             leaf = self.arrays.leaves[i]
-            if count[name] > 1:
+            if count[array_key(name, "")] > 1:
                 self.unsupported[leaf.name] = f"Orbax would call it and another leaf {name!r}"
-            elif not name.isprintable() or any(str(key) in ("", ".", "..") for _, key in leaf.path):
+            elif any("\ud800" <= c <= "\udfff" for c in name):
                 self.unsupported[leaf.name] = "Orbax cannot name it"
             else:
                 out[i] = name
@@ -378,41 +393,45 @@ class _ItemView:
         """Adds a leaf, without the places of its chunks."""
         leaf = self.arrays.leaves[number]
         if leaf.kind in _EMPTY:
-            self._record(leaf, _EMPTY[leaf.kind], skip=True)
+            self._record(number, _EMPTY[leaf.kind], skip=True)
         elif leaf.kind == "str" and scalar is None:
             self.unsupported[leaf.name] = "Orbax cannot store a lone surrogate"
+        elif leaf.kind == "str" and ("/" in name or "~" in name):
+            self.unsupported[leaf.name] = "Orbax finds a text by a JSON pointer, which has other uses for / and ~"
         elif leaf.kind == "str":
-            self._record(leaf, _TEXT)
+            self._record(number, _TEXT)
         elif scalar is not None:
-            self._record(leaf, "scalar")
-            self.entries[f"{name}/.zarray".encode()] = _zarray((), (), scalar[0])
-            self.entries[f"{name}/0".encode()] = scalar[1]
+            self._record(number, "scalar")
+            self.entries[_key(name, ".zarray")] = _zarray((), (), scalar[0])
+            self.entries[_key(name, "0")] = scalar[1]
         elif leaf.kind not in _TYPES or leaf.dtype is None:
             self.unsupported[leaf.name] = f"Orbax has no type for this {leaf.kind}"
         elif leaf.dtype.name not in _ZARR_DTYPES:
             self.unsupported[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
         elif not math.prod(leaf.shape):
             self.unsupported[leaf.name] = "Orbax cannot store arrays without elements"
+        elif leaf.kind in ("jax", "prng") and leaf.path and not name:
+            self.unsupported[leaf.name] = "Orbax 0.11.33 finds no sharding for an array with an empty name"
         else:
             chunk, dtype = self.arrays.cell_shape(number), leaf.dtype
             zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
-            self.entries[f"{name}/.zarray".encode()] = _zarray(leaf.shape, chunk, zarr_dtype)
+            self.entries[_key(name, ".zarray")] = _zarray(leaf.shape, chunk, zarr_dtype)
             is_jax = leaf.kind in ("jax", "prng")
-            self._record(leaf, _TYPES[leaf.kind], chunk if is_jax else None)
+            self._record(number, _TYPES[leaf.kind], chunk if is_jax else None)
             if is_jax:
                 ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" and self.typed else None
                 row = {"param_name": name, "write_shape": chunk, "chunk_shape": chunk, "ext_metadata": ext}
                 self.metadatas.append({"array_metadata": row})
 
-    def _record(self, leaf: Leaf, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
+    def _record(self, number: int, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
         written = {} if shape is None else {"write_shape": shape}
         value = {"value_type": kind, "skip_deserialize": skip, **written}
-        self.tree.update([_row(leaf.path or _BARE_PATH, value)])
+        self.tree.update([_row(self.paths[number], value)])
 
     def _locate(self, record: EpochRecord, name: str) -> None:
         """Adds where the chunks of the arrays lie."""
         arrays = self.arrays
-        prefixes = {i: f"{p}/" for i, p in self.names.items() if f"{p}/.zarray".encode() in self.entries}
+        arrayed = {i: name for i, name in self.names.items() if _key(name, ".zarray") in self.entries}
         for node, entry in enumerate(record.nodes):
             files = [f for f in entry.files if f.item == name and f.data_start]
             ends = np.cumsum([f.cells for f in files]).tolist()
@@ -420,9 +439,9 @@ class _ItemView:
                 path = layout.join(entry.folder, file.path)
                 starts = (part.offsets[:-1] + file.data_start).tolist()
                 for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
-                    if prefix := prefixes.get(leaf):
-                        key = f"{prefix}{_chunk(arrays, leaf, cell)}"
-                        self.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
+                    if leaf in arrayed:
+                        key = _key(arrayed[leaf], _chunk(arrays, leaf, cell))
+                        self.entries[key] = (path, start, arrays.cell_bytes(leaf))
                         self.nodes.add(entry.folder)
 
     def _shardings(self, devices: bool = True) -> dict[str, str]:
@@ -433,8 +452,13 @@ class _ItemView:
             if leaf.kind in ("jax", "prng") and leaf.sharding >= 0:
                 with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
                     if text := text_of(leaf.sharding):
-                        found[base64.b64encode(name.encode()).decode()] = text
+                        found[base64.urlsafe_b64encode(name.encode()).decode()] = text
         return self._shardings(False) if devices and sum(map(len, found.values())) > _MAX_SHARDING_BYTES else found
+
+
+def _key(name: str, file: str) -> bytes:
+    """The key, in the database, of a file of the array of a parameter."""
+    return array_key(name, file).encode()
 
 
 def _row(path: KeyPath, value: Any) -> tuple[str, Any]:
