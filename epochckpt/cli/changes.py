@@ -24,7 +24,7 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import read_ledger
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.inspection.directory import Inspection
     from epochckpt.manager import CheckpointManager
 

@@ -15,7 +15,7 @@ from epochckpt import _units
 from epochckpt._metrics import flat
 from epochckpt.cli.commands import options_of
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
-from epochckpt.commit import commits_of
+from epochckpt.directory import commits_of
 from epochckpt.inspection import rows, scan, signs
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Span, Tone, Words

@@ -17,12 +17,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _progress, _threads, _units
+from epochckpt.agreement import Coordinator, restore_vote
 from epochckpt.arrays import items
 from epochckpt.arrays.restore import ArraySource
-from epochckpt.commit import Coordinator, commits_of, restore_vote
 from epochckpt.convert import export_formats
 from epochckpt.convert.formats import EXPORTED
 from epochckpt.convert.selection import Patterns, Rename, SelectedArrays, Selection, say_cast
+from epochckpt.directory import commits_of
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.manager import CheckpointReader, Readers

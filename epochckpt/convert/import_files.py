@@ -18,10 +18,10 @@ import orbax.checkpoint as ocp
 
 from epochckpt import _text
 from epochckpt.arrays.snapshot import checked_json
-from epochckpt.commit import commits_of
 from epochckpt.convert import torch_dcp
 from epochckpt.convert.formats import IMPORTED
 from epochckpt.convert.selection import Patterns, Rename, Selection
+from epochckpt.directory import commits_of
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import flax_msgpack, grid, paths, safetensors
 from epochckpt.format import tree as tree_lib

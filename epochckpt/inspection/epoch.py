@@ -44,7 +44,7 @@ from epochckpt.inspection.rows import (
 from epochckpt.inspection.select import narrowed, quoted
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.manager import CheckpointReader, Verification
     from epochckpt.tiers import Mirror
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from epochckpt import errors
 from epochckpt._metrics import numbers
-from epochckpt.commit import owners
+from epochckpt.directory import owners
 from epochckpt.inspection import leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import Container
@@ -23,7 +23,7 @@ from epochckpt.storage import Store, open_store
 
 if TYPE_CHECKING:
     from epochckpt._lazy import ocp
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.inspection.plots import RunsPlots
 
 _DEPTH = 4  # levels below the folder that are searched

@@ -15,9 +15,9 @@ from absl import logging
 
 from epochckpt import _metrics, _text, errors
 from epochckpt._lazy import ocp
-from epochckpt.commit import Commits, attached_metrics, commits_of
-from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.directory import Commits, attached_metrics, commits_of
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.inspection import leftovers, objects, suggest, tiers, whole_run
 from epochckpt.inspection.rows import (
@@ -36,7 +36,7 @@ from epochckpt.orbax import StepNames, step_names, steps
 from epochckpt.storage import Store, open_file, open_store
 
 if TYPE_CHECKING:
-    from epochckpt.commit.metrics_log import Line
+    from epochckpt.directory.metrics_log import Line
 
 CHECKED_FILES = 2000
 """About how many files a look checks; the newest epochs come first."""

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from epochckpt import _metrics
-from epochckpt.commit.ranking import best_of, rank
 from epochckpt.inspection.rows import COMMITTED, EpochRow, MetricsRow, Overview, history
+from epochckpt.saving.ranking import best_of, rank
 
 if TYPE_CHECKING:
-    from epochckpt.commit.metrics_log import Line
+    from epochckpt.directory.metrics_log import Line
 
 
 def completed(

@@ -10,8 +10,8 @@ from typing import Any
 
 from epochckpt import _progress
 from epochckpt._durations import seconds
-from epochckpt.commit import commits_of, coordination
-from epochckpt.commit.attempt import NodeReport
+from epochckpt.agreement import coordination
+from epochckpt.directory import commits_of
 from epochckpt.errors import (
     EpochCheckpointError,
     InvalidArgumentError,
@@ -29,6 +29,7 @@ from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.numbers import epoch_number
+from epochckpt.saving.attempt import NodeReport
 from epochckpt.storage import open_store, plain
 from epochckpt.tiers import EpochCopy, check_place
 

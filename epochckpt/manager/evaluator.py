@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from epochckpt._durations import seconds
 from epochckpt._threads import Deadline
-from epochckpt.commit import Commits, attached_metrics, commits_of
+from epochckpt.directory import Commits, attached_metrics, commits_of
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store

@@ -15,14 +15,11 @@ from etils import epath
 
 from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
+from epochckpt.agreement import Calls, coordination
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.snapshot import checked_json, root_metadata
-from epochckpt.commit import Attempt, Attempts, Calls, Claim, History, coordination, opening, retention
-from epochckpt.commit.common_calls import CommonCalls
-from epochckpt.commit.hosts import Hosts
-from epochckpt.commit.protocol import ReplaceCondition
-from epochckpt.commit.saver import LONG_SECS
+from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.errors import (
     EpochExistsError,
     EpochNotFoundError,
@@ -43,6 +40,10 @@ from epochckpt.manager.restoring import Asked, Response, Restores
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
+from epochckpt.saving import Attempt, Attempts, Claim, History, opening, retention
+from epochckpt.saving.common_calls import CommonCalls
+from epochckpt.saving.hosts import Hosts
+from epochckpt.saving.saver import LONG_SECS
 from epochckpt.tiers import LedgerFile, Mirror
 
 T = TypeVar("T")

@@ -11,13 +11,13 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Future
+from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import items
-from epochckpt.commit import Attempt, EpochInfo
-from epochckpt.commit.coordination import RecentKeys
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
 from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
+from epochckpt.saving import Attempt, EpochInfo
 from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
 

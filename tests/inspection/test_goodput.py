@@ -18,11 +18,11 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import main as cli
-from epochckpt.commit.run_clock import BLOCKED, RunClock
 from epochckpt.errors import FormatError
 from epochckpt.format import RunEntry, checksums, parsing
 from epochckpt.inspection import plots, rows, text, views
 from epochckpt.inspection.rows import SPENT, Goodput, RunRow
+from epochckpt.saving.run_clock import BLOCKED, RunClock
 from tests.support.taps import Tap, fail_writes, is_record, no_space
 
 Save = ocp.args.StandardSave

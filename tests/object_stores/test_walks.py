@@ -8,7 +8,7 @@ from typing import Any
 import obstore
 import pytest
 
-from epochckpt.commit import head_turns
+from epochckpt.directory import head_turns
 from tests.support.mirror_walk import OPERATIONS as MIRROR_OPERATIONS
 from tests.support.mirror_walk import MirrorWalk
 from tests.support.object_servers import bucket
