@@ -1,8 +1,8 @@
 """One copy of an epoch in another directory, compared with its checksums on the way.
 
 A copy is a commit in the other directory (see `directory.protocol`): the primary makes room (`EpochCopy.begin`),
-processes copy the folders of nodes, and the primary publishes. Only the bytes are not new. No reader sees a copy before it is
-published, and the next claim of that directory sweeps what a killed copy leaves.
+processes copy the folders of nodes, and the primary publishes. Only the bytes are not new. No reader sees a copy before
+it is published, and the next claim of that directory sweeps what a killed copy leaves.
 """
 
 import contextlib
