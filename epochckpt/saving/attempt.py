@@ -20,7 +20,8 @@ from epochckpt._threads import Deadline, Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer, Snapshot
-from epochckpt.directory.protocol import Commits, ReplaceCondition
+from epochckpt.directory import Commits
+from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.errors import SaveError, from_wire, to_wire
 from epochckpt.format import DataFile, EpochRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
 from epochckpt.format.records import FILE_ROWS, AlsoFile, pack_contents, tree_digest, unpack_contents

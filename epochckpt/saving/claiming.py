@@ -22,7 +22,7 @@ from epochckpt.directory import owners
 from epochckpt.errors import AccessError, FencedError
 
 if TYPE_CHECKING:
-    from epochckpt.directory.protocol import Commits
+    from epochckpt.directory import Commits
     from epochckpt.saving.hosts import Hosts
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from epochckpt import _threads
-from epochckpt.agreement.coordination import Calls
-from epochckpt.directory.protocol import Commits
+from epochckpt.agreement import Calls
+from epochckpt.directory import Commits
 from epochckpt.errors import FencedError, UnfinishedError
 from epochckpt.saving import opening
 from epochckpt.saving.claiming import Claim

@@ -14,7 +14,7 @@ from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import stored
 
 if TYPE_CHECKING:
-    from epochckpt.directory.protocol import Commits
+    from epochckpt.directory import Commits
     from epochckpt.storage import Store
 
 

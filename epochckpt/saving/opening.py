@@ -17,11 +17,9 @@ from absl import logging
 
 from epochckpt import _monitoring, errors
 from epochckpt._threads import Deadline
-from epochckpt.agreement import coordination
-from epochckpt.agreement.coordination import Coordinator
-from epochckpt.directory import attached_metrics
-from epochckpt.directory.kinds import commits_of
-from epochckpt.directory.protocol import Commits, ReplaceCondition
+from epochckpt.agreement import Coordinator, coordination
+from epochckpt.directory import Commits, attached_metrics, commits_of
+from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.format import EpochRecord, Nodes, RunEntry, checksums, paths
 from epochckpt.format.nodes import check_names
 from epochckpt.format.records import RUN_ROWS

@@ -22,9 +22,9 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _monitoring
 from epochckpt._metrics import flat
-from epochckpt.directory import attached_metrics
+from epochckpt.directory import Commits, attached_metrics
 from epochckpt.directory.head_record import HeadEpoch
-from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback
+from epochckpt.directory.protocol import ReplaceCondition, Rollback
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
