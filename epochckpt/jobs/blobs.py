@@ -165,6 +165,23 @@ def _is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
+def how_to_place(name: str) -> str:
+    """What to write so that the arrays of a blob come back where this job wants them."""
+    return (
+        f"say where they lie in this job: ws.target({name!r}, …) in @job.setup, with a "
+        "jax.ShapeDtypeStruct(shape, dtype, sharding=…) for each array"
+    )
+
+
+def refuse_unreachable(node: str, name: str, value: Any) -> None:
+    """Raises InvalidArgumentError if arrays of a restored blob lie on the devices of one other process alone."""
+    for leaf in filter(_is_global, jax.tree.leaves(value)):
+        processes = {device.process_index for device in leaf.sharding.device_set}
+        if len(processes) == 1:
+            where = f"on devices of process {min(processes)} alone, and node {node} is process {jax.process_index()}"
+            raise InvalidArgumentError(f"the arrays of blob {name!r} come back {where}; {how_to_place(name)}")
+
+
 def refuse_global(node: str, values: Mapping[str, Any]) -> None:
     """Raises UnsupportedError if a blob holds arrays that are spread over processes: for Caffe2's managers."""
     for name, value in values.items():

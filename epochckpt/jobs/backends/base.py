@@ -295,6 +295,9 @@ class ItemBackend(CheckpointBackend):
     def _put_back(self, epoch: int, notes: Mapping[str, Any], values: Values) -> Restored:
         """Puts what was read into the workspaces: only now that all of it is there."""
         spaces = self._spaces()
+        for blob, by_node in values.items():
+            for node, value in by_node.items():
+                blob_lib.refuse_unreachable(node, blob, value)
         names: dict[str, list[str]] = {node: [] for node in spaces}
         for blob, by_node in values.items():
             for node, value in by_node.items():

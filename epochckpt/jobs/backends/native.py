@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
 
 from epochckpt import args as own_args
+from epochckpt.arrays import Shardings
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
@@ -136,7 +138,22 @@ class NativeBackend(ItemBackend):
                 by_node |= {node: jax.tree.map(_copied, got[item]) for node in hosted[1:]}
                 by_node |= {node: blob_lib.join(got[item], own[node]) for node in hosted if node in own}
             values[blob] = self._as_saved(blob, by_node, form, everyone, notes)
+        self._warn_of_numpy(epoch, [item for item in blobs if kinds[item] == "arrays"], blobs)
         return notes, values
+
+    def _warn_of_numpy(self, epoch: int, items: Sequence[str], blobs: Mapping[str, str]) -> None:
+        """Names the blobs that came back as NumPy arrays because the devices that they were saved on are not here."""
+        reader, _ = self._manager.source(epoch)
+        if reader is None:  # stock Orbax wrote it
+            return
+        for item in items:
+            arrays = reader.record.items[item].arrays
+            if arrays is None or any(blob_lib.target_of(ws, blobs[item]) is not None for ws in self._spaces().values()):
+                continue
+            shardings = Shardings(arrays)
+            if any(leaf.kind == "jax" and shardings.of(leaf) is None for leaf in arrays.leaves):
+                problem = f"blob {blobs[item]!r} comes back as NumPy: this job lacks the devices that it was saved on"
+                logging.warning("%s; %s", problem, blob_lib.how_to_place(blobs[item]))
 
     def prepare(self, epoch: int, names: Names) -> Any:
         states, several = self._states(names), len(self._manager.node_names) > 1
