@@ -16,7 +16,7 @@ FOLDER = ROOT / PACKAGE
 BELOW = frozenset(
     {
         *("errors", "options", "args", "_collector", "_lazy", "_metrics", "_monitoring", "_progress", "_threads"),
-        *("_text", "_units"),
+        *("_renaming", "_text", "_units"),
     }
 )
 ABOVE = frozenset({"flags", "stop", "metadata", "policy", "caffe2", "_settings", "testing", "__main__", "__init__"})
