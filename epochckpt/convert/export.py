@@ -95,7 +95,7 @@ def export(
         include: only these leaves: one or more names, parts of the tree, or shell patterns of names, as the command
             `epochckpt tree` shows them and takes them (`"params"`, `"*/kernel"`).
         exclude: not these, in the same form.
-        rename: new names: a mapping of names, or of their beginnings up to a "/", to what takes their place
+        rename: new names, see docs/orbax.md: a mapping of names, or of their beginnings, to what takes their place
             (`{"params": "model"}`, or `""` for nothing); or a function from name to name. New keys are dict keys.
         dtype: floating arrays are cast to it, rounded as JAX does; integers, bools, keys and Python values stay.
         separator: joins the keys of a leaf's path to the name of its tensor; "." is what Hugging Face and Orbax use.

@@ -6,12 +6,13 @@
 import collections
 import dataclasses
 import glob
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from epochckpt import _text
+from epochckpt._renaming import Rename, check, new_names
 from epochckpt._units import several
 from epochckpt.arrays import Pack, Request
 from epochckpt.arrays.restore import ArraySource
@@ -20,7 +21,6 @@ from epochckpt.format import Box, Grid, KeyPath, Leaf
 from epochckpt.format import tree as tree_lib
 
 Patterns = str | Sequence[str]
-Rename = Mapping[str, str] | Callable[[str], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,7 @@ class Selection:
     @classmethod
     def of(cls, include: Patterns | None, exclude: Patterns | None, rename: Rename | None, dtype: Any) -> "Selection":
         """A selection of what a caller has given; InvalidArgumentError for what cannot be meant."""
-        if isinstance(rename, Mapping):
-            if not all(isinstance(text, str) for pair in rename.items() for text in pair):
-                raise InvalidArgumentError(f"rename must map names to names, got {str(rename)[:200]}")
-        elif not (rename is None or callable(rename)):
-            raise InvalidArgumentError(f"rename must be a mapping or a function, got a {type(rename).__name__}")
-        return cls(_patterns("include", include), _patterns("exclude", exclude), rename or None, _floating(dtype))
+        return cls(_patterns("include", include), _patterns("exclude", exclude), check(rename), _floating(dtype))
 
     def __bool__(self) -> bool:
         return self != Selection()
@@ -102,19 +97,14 @@ def _floating(dtype: Any) -> np.dtype[Any] | None:
 
 def _renamed(where: str, rename: Rename, leaves: Mapping[int, tuple[str, KeyPath]]) -> dict[int, KeyPath]:
     """The new paths of leaves. Keys that a leaf had keep their types (of a list, an int); new ones are dict keys."""
-    call = rename if callable(rename) else _by_prefix(where, rename, [name for name, _ in leaves.values()])
+    names = [name for name, _ in leaves.values()]
     found = dict[int, KeyPath]()
     owner = dict[tuple[str, ...], str]()
-    for number, (name, path) in leaves.items():
-        new = call(name)
-        if not isinstance(new, str):
-            raise InvalidArgumentError(f"{where}: rename({name!r}) is a {type(new).__name__}; expected the new name")
-        keys = tuple(new.strip("/").split("/"))
+    for (number, (name, path)), new in zip(leaves.items(), new_names(where, rename, names), strict=True):
+        keys = tuple(new.split("/"))
         if not all(keys) or len(keys) > tree_lib.MAX_DEPTH:
             problem = "which is no name of a leaf: keys joined by '/'"
             raise InvalidArgumentError(f"{where}: rename makes {_text.shown(new)!r} of {name!r}, {problem}")
-        if keys in owner:
-            raise InvalidArgumentError(f"{where}: {owner[keys]!r} and {name!r} would both be called {new!r}")
         owner[keys] = name
         found[number] = path if new == name else _moved(tuple(name.split("/")) if path else (), path, keys)
     for keys, name in owner.items():
@@ -136,29 +126,6 @@ def _moved(old: Sequence[str], path: KeyPath, new: Sequence[str]) -> KeyPath:
     first = alike(old, new)
     had = dict(zip(old, path, strict=False))
     return (*path[:first], *(had.get(key, ("k", key)) for key in new[first:]), *end)
-
-
-def _by_prefix(where: str, rename: Mapping[str, str], names: Sequence[str]) -> Callable[[str], str]:
-    """Replaces the longest part of a name, from its beginning, that `rename` has."""
-    new_of = {_text.readable(old.strip("/")): new.strip("/") for old, new in rename.items()}
-    used = set[str]()
-
-    def prefixes(name: str) -> Iterator[str]:
-        keys = name.split("/")
-        return ("/".join(keys[:depth]) for depth in range(len(keys), -1, -1))
-
-    def call(name: str) -> str:
-        old = next((prefix for prefix in prefixes(name) if prefix in new_of), None)
-        if old is None:
-            return name
-        used.add(old)
-        return "/".join(filter(None, (new_of[old], name[len(old) :].strip("/"))))
-
-    for name in names:
-        call(name)
-    if unused := sorted(new_of.keys() - used):
-        raise UnknownNameError(f"{where}: rename: {_text.no_match(unused[0], names)}")
-    return call
 
 
 def _without_gaps(paths: Mapping[int, KeyPath]) -> dict[int, KeyPath]:

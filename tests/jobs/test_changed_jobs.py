@@ -7,9 +7,13 @@ import os
 import pathlib
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import epochckpt as ec
+from epochckpt import errors
 from epochckpt.errors import InvalidArgumentError, TaskError, UnsupportedError
 
 
@@ -62,6 +66,35 @@ def test_a_misspelt_blob_is_answered_with_the_near_names() -> None:
     workspace["learning_rate"] = 1
     with pytest.raises(KeyError, match="no blob 'learning_rat'; near: 'learning_rate'"):
         _ = workspace["learning_rat"]
+
+
+def test_a_blob_whose_parts_have_other_names_now_comes_back(directory: str) -> None:
+    """The error says how, in the words of jobs, and that is enough; also where the blob differs per node."""
+
+    def model_job(name: str, epochs: int, **how: Any) -> ec.Job:
+        job = ec.Job(stop_conditions=[ec.stop.max_epochs(epochs)])
+
+        @job.setup
+        def setup(ws: ec.Workspace) -> None:
+            ws.target("model", {name: {"w": jax.ShapeDtypeStruct((3,), np.float32), "b": np.zeros(2)}}, **how)
+
+        job.init(lambda ws: ws.update(model={name: {"w": jnp.ones(3), "b": np.ones(2)}}))
+        job.epoch(lambda ws: ws.update(model=jax.tree.map(lambda x: x + 1, ws["model"])))
+        return job
+
+    model_job("dense", 1).run(directory)
+    with pytest.raises(errors.MismatchError) as caught:
+        model_job("linear", 2).run(directory)
+    assert "ws.target(blob, abstract, rename={'dense': 'linear'})" in str(caught.value)
+    assert "RenamedRestore" not in str(caught.value)
+    session = ec.LocalSession()
+    model_job("linear", 2, rename={"dense": "linear"}).run(directory, session=session)
+    model = session.workspace()["model"]["linear"]
+    assert (model["w"].tolist(), model["b"].tolist()) == ([3.0] * 3, [3.0] * 2)
+    with pytest.raises(InvalidArgumentError, match="needs abstract="):
+        ec.Workspace().target("model", rename={"dense": "linear"})
+    with pytest.raises(InvalidArgumentError, match="rename must map names to names"):
+        ec.Workspace().target("model", {}, rename=cast(Any, {"dense": 1}))
 
 
 def test_what_is_appended_to_stop_conditions_ends_the_job() -> None:

@@ -24,6 +24,7 @@ BELOW = frozenset(
         "_metrics",
         "_monitoring",
         "_progress",
+        "_renaming",
         "_threads",
         "_text",
         "_units",

@@ -9,6 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt._renaming import Rename
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
@@ -275,9 +276,10 @@ class ItemBackend(CheckpointBackend):
         return {item: blob for item, blob in blobs.items() if only is None or blob in only}
 
     @staticmethod
-    def _argument(target: Any, form: str | None) -> ocp.args.StandardRestore:
+    def _argument(target: Any, form: str | None, rename: Rename | None = None) -> ocp.args.CheckpointArgs:
         """How an item of arrays is restored as a target; None: as saved."""
-        return ocp.args.StandardRestore({BARE: target} if form == "bare" and target is not None else target)
+        target = {BARE: target} if form == "bare" and target is not None else target
+        return blob_lib.argument(target, rename)
 
     def _as_saved(
         self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: Mapping[str, Any]

@@ -20,6 +20,7 @@ from epochckpt.errors import (
     RemovalError,
     SaveError,
     UnsupportedError,
+    advice_for,
 )
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
@@ -104,20 +105,22 @@ class NativeBackend(ItemBackend):
             target, own, form = first.targets.get(blob), item + blob_lib.OWN_SUFFIX, forms.get(item)
             reshard = target.reshard if target is not None and count != len(everyone) else None
             make = None if reshard is None else functools.partial(_made_by, reshard, blob)
+            rename = blob_lib.rename_of(first, blob)
             if kinds[item] == "node":
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
-                asked[item] = own_args.NodeRestore(targets or None, make, by_node=True)
+                asked[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
             elif reshard is not None and count == 1 and form != "json":
                 asked[item] = self._argument(None, None) if kinds[item] == "arrays" else None
                 to_reshard[item] = reshard
             elif kinds[item] == "arrays":
-                asked[item] = self._argument(blob_lib.target_of(first, blob), form)
+                asked[item] = self._argument(blob_lib.target_of(first, blob), form, rename)
                 if kinds.get(own) == "node":
                     asked[own] = own_args.NodeRestore(None, make, by_node=True)
             else:
                 asked[item] = None
         try:
-            got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+            with advice_for(blob_lib.REMEDIES):
+                got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
         except NodeCountError as error:
             blob = blobs.get(error.item, blobs.get(error.item.removesuffix(blob_lib.OWN_SUFFIX), error.item))
             raise lacks_reshard(blob, error.saved_by, error.nodes) from error

@@ -69,6 +69,9 @@ class OrbaxBackend(ItemBackend):
         notes = self.notes(epoch)
         blobs, forms = self._blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
         ((node, workspace),) = self._spaces().items()
+        if renamed := [blob for blob in blobs.values() if blob_lib.rename_of(workspace, blob) is not None]:
+            problem = f"ws.target({renamed[0]!r}, rename=…) needs an epochckpt.CheckpointManager"
+            raise UnsupportedError(f"{self.directory}: {problem}, which reads epochs of stock Orbax, too")
         asked = {
             item: ocp.args.JsonRestore()
             if forms.get(item) == "json"
