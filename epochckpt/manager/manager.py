@@ -300,7 +300,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def _checkpoints(self) -> Any:
         """The committed epochs as Orbax's `CheckpointInfos`, ascending: a copy."""
-        return checkpoint_manager.checkpoint_info.CheckpointInfos(self._history.committed())
+        infos: Any = self._history.committed()  # with the attributes of Orbax's
+        return checkpoint_manager.checkpoint_info.CheckpointInfos(infos)
 
     @property
     def _step_name_format(self) -> Any:
