@@ -331,3 +331,18 @@ def test_adapters_are_saved_alone_and_restored_into_a_model(tmp_path: pathlib.Pa
     np.testing.assert_array_equal(other.adapter.lora_a[...], model.adapter.lora_a[...])
     assert (np.asarray(other.dense.kernel[...]) != np.asarray(model.dense.kernel[...])).any()
     c.close()
+
+
+@pytest.mark.parametrize("v1", TRAINERS)
+def test_a_step_that_is_not_whole_is_replaced_through_the_manager_underneath(tmp_path: pathlib.Path, v1: Any) -> None:
+    """As a trainer on Tunix does it, for versions of v1 without `delete`; the next save is of the same step."""
+    with v1.training.Checkpointer(tmp_path / "run", lightweight_initialize=True) as c:
+        for step in (1, 2):
+            c.save(step, {"w": np.full(2, step)})
+        assert c._manager._options.lightweight_initialize
+        assert list(c._manager.all_steps()) == [1, 2]
+        c._manager.delete(2)
+        c.reload()
+        assert c.latest.step == 1
+        c.save(2, {"w": np.full(2, 7)})
+        np.testing.assert_array_equal(c.load(2)["w"], np.full(2, 7))
