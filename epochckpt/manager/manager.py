@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
+from orbax.checkpoint import checkpoint_manager
 
 from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
@@ -299,6 +300,23 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def foreign_folders(self) -> dict[int, str]:
         """Folders named like epochs that are none, described, by number; as of the last look. They are left alone."""
         return dict(self._foreign)
+
+    # What subclasses and users of Orbax's manager read behind its interface, as far as we found; see docs/orbax.md.
+
+    @property
+    def _checkpoints(self) -> Any:
+        """The committed epochs as Orbax's `CheckpointInfos`, ascending: a copy."""
+        infos: Any = self._history.committed()  # with the attributes of Orbax's
+        return checkpoint_manager.checkpoint_info.CheckpointInfos(infos)
+
+    @property
+    def _step_name_format(self) -> Any:
+        """Orbax's NameFormat of the steps."""
+        return self._commits.names.name_format
+
+    def _get_save_directory(self, step: int, directory: epath.Path) -> epath.Path:
+        """The folder of an epoch in a directory."""
+        return directory / self._commits.names.build(epoch_number(step))
 
     # -- saving --------------------------------------------------------------------------------------------------------
 

@@ -95,6 +95,11 @@ class StepNames:
         return cls(ocp.path.step.standard_name_format(step_prefix=options.step_prefix, step_format_fixed_length=length))
 
     @property
+    def name_format(self) -> Any:
+        """Orbax's NameFormat."""
+        return self._format
+
+    @property
     def several(self) -> bool:
         """Whether an epoch may have another name than `build` gives: of another format, or of another day."""
         return len(self._readable) > 1 or bool(self._foreign)

@@ -116,6 +116,11 @@ class Checkpointer:
         return self._engine
 
     @property
+    def _manager(self) -> CheckpointManager:
+        """The same, by the name that users of Orbax's v1 reach for, where it had no `delete`; see docs/orbax.md."""
+        return self._engine
+
+    @property
     def directory(self) -> epath.Path:
         """The directory, resolved."""
         return self._engine.directory

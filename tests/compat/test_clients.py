@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import json
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,11 +155,23 @@ def test_two_directories_with_a_checkpointer_each(tmp_path: pathlib.Path, manage
 # -- kauldron ----------------------------------------------------------------------------------------------------------
 
 
+class Fast:
+    """Derived classes list steps from what the manager has in memory, or by the names of folders alone."""
+
+    def all_steps(self: Any, read: bool = False) -> list[int]:
+        if not read:
+            return [info.step for info in self._checkpoints]
+        found = (each.name.rpartition("_")[2] for each in self.directory.iterdir() if "tmp" not in each.name)
+        return [int(number) for number in found if number.isdigit()]
+
+
 class Lazy:
     """A manager that is made when it is first asked, and once more when its items are known."""
 
     def __init__(self, manager_class: ManagerClass, directory: pathlib.Path, *, create: bool):
-        self._class, self.directory, self._handlers = manager_class, epath.Path(directory), None
+        self._class: Any = type("FastManager", (Fast, manager_class), {})
+        self.directory = epath.Path(directory)
+        self._handlers: Any = None
         self._manager: Any = None
         self._options = ocp.CheckpointManagerOptions(
             save_interval_steps=2,
@@ -198,6 +211,7 @@ class Lazy:
             step_format_fixed_length=options.step_format_fixed_length,
             seconds_to_sleep=0,
             timeout=0,
+            snapshot_dir=self.directory / "_SNAPSHOTS-1",
         )
 
 
@@ -213,6 +227,8 @@ def test_a_manager_that_learns_its_items_late_and_an_evaluator(
             trainer.save(step)
     trainer.manager().wait_until_finished()
     assert {"ckpt_0", "ckpt_2", "ckpt_4"} <= names(trainer.directory)
+    assert trainer.manager().latest_step() == 4
+    assert sorted(trainer.manager().all_steps(read=True)) == [0, 2, 4]
     evaluator = Lazy(manager_class, tmp_path / "checkpoints", create=False)
     assert list(evaluator.manager().all_steps()) == [0, 2, 4]
     assert list(evaluator.new_steps()) == [4]
@@ -223,6 +239,30 @@ def test_a_manager_that_learns_its_items_late_and_an_evaluator(
     assert evaluator.manager().item_metadata(4)["state"]["params"]["w"].shape == (8, 2)
     for each in (trainer, evaluator):
         each.manager().close()
+
+
+@both
+@pytest.mark.parametrize("prefix", [None, "ckpt"])
+def test_what_projects_read_behind_the_interface(
+    tmp_path: pathlib.Path, manager_class: ManagerClass, prefix: str | None
+) -> None:
+    """The infos of steps, the folders of steps, the options."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, step_prefix=prefix)
+    with manager_class(tmp_path / "run", options=options) as manager:
+        assert list(manager._checkpoints) == []
+        assert manager._checkpoints.latest() is None
+        for step in (1, 2, 3):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.ones(2)}), metrics={"loss": 1.0})
+            manager.wait_until_finished()
+        assert [info.step for info in manager._checkpoints] == [2, 3]
+        assert [len(manager._checkpoints), manager._checkpoints.size(), manager._checkpoints[0].step] == [2, 2, 2]
+        assert manager._checkpoints.latest().step == 3
+        assert abs(manager._checkpoints.latest().time.timestamp() - time.time()) < 600
+        folder = tmp_path / "run" / (f"{prefix}_3" if prefix else "3")
+        assert manager._get_save_directory(3, manager.directory) == epath.Path(folder)
+        assert manager._step_name_format.find_step(manager.directory, 3).path == epath.Path(folder)
+        assert manager._step_name_format.build_name(7) == (f"{prefix}_7" if prefix else "7")
+        assert manager._options is options
 
 
 # -- Tunix -------------------------------------------------------------------------------------------------------------
@@ -291,3 +331,18 @@ def test_adapters_are_saved_alone_and_restored_into_a_model(tmp_path: pathlib.Pa
     np.testing.assert_array_equal(other.adapter.lora_a[...], model.adapter.lora_a[...])
     assert (np.asarray(other.dense.kernel[...]) != np.asarray(model.dense.kernel[...])).any()
     c.close()
+
+
+@pytest.mark.parametrize("v1", TRAINERS)
+def test_a_step_that_is_not_whole_is_replaced_through_the_manager_underneath(tmp_path: pathlib.Path, v1: Any) -> None:
+    """As a trainer on Tunix does it, for versions of v1 without `delete`; the next save is of the same step."""
+    with v1.training.Checkpointer(tmp_path / "run", lightweight_initialize=True) as c:
+        for step in (1, 2):
+            c.save(step, {"w": np.full(2, step)})
+        assert c._manager._options.lightweight_initialize
+        assert list(c._manager.all_steps()) == [1, 2]
+        c._manager.delete(2)
+        c.reload()
+        assert c.latest.step == 1
+        c.save(2, {"w": np.full(2, 7)})
+        np.testing.assert_array_equal(c.load(2)["w"], np.full(2, 7))
