@@ -190,7 +190,7 @@ class History:
     def commit(self, commit: Committed) -> None:
         """An epoch was requested, and committed; older epochs may have been deleted for it."""
         epoch = commit.epoch
-        info = EpochInfo(epoch, (commit.metrics, commit.committed_ns, saving.attempt))
+        info = EpochInfo(epoch, (commit.metrics, commit.committed_ns, commit.attempt))
         self._committed[epoch] = self._requested[epoch] = info
         if commit.attached is not None:
             self.attach(commit.attached)
