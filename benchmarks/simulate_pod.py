@@ -41,15 +41,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt import _threads
+from epochckpt.agreement import coordination
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import EpochReader, Request
 from epochckpt.arrays.snapshot import Buffer, SavedTree, Snapshot
-from epochckpt.commit import coordination, opening
-from epochckpt.commit.attempt import write_nodes
-from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing
 from epochckpt.format.grid import box_shape, cell_box
 from epochckpt.orbax import linked_view, view
+from epochckpt.saving import opening
+from epochckpt.saving.attempt import write_nodes
 from epochckpt.storage import PosixStore
 
 NODES = flags.DEFINE_list("nodes", ["1", "4", "16", "64", "256", "1000"], "Numbers of nodes.")

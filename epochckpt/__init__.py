@@ -4,9 +4,12 @@
     format      what the bytes mean: names, records, grids, checksums
     orbax       all we know of stock Orbax: options, handlers, steps, the view that lets it read our epochs
     arrays      one epoch's arrays: plan, snapshot, write, read, restore
-    commit      when an epoch is visible, and how the processes of a job agree
+    directory   the epochs of one directory: which there are, who may write, how they appear and go
+    agreement   how the processes of a job agree
+    saving      one save, from the snapshot to the verdict; the claim before it, what is kept after it
     tiers       an epoch in more than one place: copies, and the mirror of a directory
-    manager     what a user does to a directory: save, restore, delete, follow, export, import
+    manager     what a user does to a directory: save, restore, delete, follow
+    convert     epochs as files of other programs, and back: safetensors, Hugging Face, flax, torch, plain Orbax
     v1          the same in Orbax's v1 style
     jobs        a whole run: job, stop conditions, resume, the runner, Caffe2's managers
     inspection  look, compare, tidy
@@ -14,8 +17,9 @@
 
 A package imports only packages above it in this list; `tests/repo/test_packages.py` checks it. Beside them lie the
 modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`, `caffe2`) and a few
-private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_lazy`, `_text`, `_units`,
-`_settings`). What takes long to import (jax, Orbax) is imported when it is used, see `_lazy`.
+private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_lazy`, `_metrics`, `_renaming`,
+`_text`, `_units`, `_durations`, `_settings`). What takes long to import (jax, Orbax) is imported when it is used, see
+`_lazy`.
 """
 
 from typing import TYPE_CHECKING
@@ -25,6 +29,8 @@ from epochckpt._lazy import names_of
 if TYPE_CHECKING:
     from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
     from epochckpt import v1 as v1
+    from epochckpt.convert.export import Exported, export
+    from epochckpt.convert.import_files import ImportedLeaf, ImportPlan, import_, plan_import
     from epochckpt.errors import EpochCheckpointError, EpochDeletedError
     from epochckpt.inspection.directory import inspect
     from epochckpt.inspection.runs import inspect_runs
@@ -47,8 +53,6 @@ if TYPE_CHECKING:
     from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, PREEMPTED_EXIT_CODE, UNSAVED_EXIT_CODE
     from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveResult, Verification
     from epochckpt.manager.evaluator import attach_metrics, follow
-    from epochckpt.manager.export import Exported, export
-    from epochckpt.manager.import_files import ImportedLeaf, ImportPlan, import_, plan_import
     from epochckpt.manager.repair import repair_head, repair_view
     from epochckpt.options import StorageOptions
     from epochckpt.v1 import training
@@ -92,12 +96,12 @@ else:
             "Verification": "manager",
             "attach_metrics": "manager.evaluator",
             "follow": "manager.evaluator",
-            "Exported": "manager.export",
-            "export": "manager.export",
-            "ImportedLeaf": "manager.import_files",
-            "ImportPlan": "manager.import_files",
-            "import_": "manager.import_files",
-            "plan_import": "manager.import_files",
+            "Exported": "convert.export",
+            "export": "convert.export",
+            "ImportedLeaf": "convert.import_files",
+            "ImportPlan": "convert.import_files",
+            "import_": "convert.import_files",
+            "plan_import": "convert.import_files",
             "repair_head": "manager.repair",
             "repair_view": "manager.repair",
             "StorageOptions": "options",

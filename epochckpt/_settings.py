@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from absl import flags as absl_flags
 
 from epochckpt import _text, _units
+from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.jobs import Job, JobRunner
 from epochckpt.manager import CheckpointManager
@@ -48,12 +49,13 @@ class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
         private: bool = False,
     ):
         self.expected = self.syntactic_help = expected if none is None else f"{expected}, or {none or 'nothing'}"
+        self.may_be_none = none is not None
         self._read, self._write, self._none, self._private = parse, write, none, private
 
     def parse(self, argument: Any) -> Any:
         """The value that a text, or an object of a program, stands for; InvalidArgumentError if it stands for none."""
         empty = argument is None or (isinstance(argument, str) and argument.strip().lower() in ("", self._none))
-        if empty and self._none is not None:
+        if empty and self.may_be_none:
             return None
         try:
             return self._read(argument)
@@ -176,8 +178,8 @@ class Settings:
         directory: Where the epochs are: a path, or gs://… or s3://….
         read_only: Never write, wait for no other process. For evaluators.
         create: Create the directory if it is missing; else that is an error.
-        node: Name of this process's node, and of its folder in an epoch. Empty: process_<index>.
-        step_prefix: Epochs are folders named <prefix>_<epoch>. Empty: <epoch>.
+        node: Name of this process's node, and of its folder in an epoch. Empty: process_0, process_1 and so on.
+        step_prefix: What an epoch's folder is named before _ and the number. Empty: the number alone.
         step_format_fixed_length: Digits of the number in an epoch's folder name, filled up with zeros.
         save_interval_steps: Save the epochs (Orbax's steps) that this number divides. 0: only save_on_steps. The first,
             and the last of a run, are saved in any case.
@@ -188,7 +190,8 @@ class Settings:
             all.
         keep_period: Beyond max_to_keep, keep the epochs that this number divides.
         keep_time_interval_secs: Beyond max_to_keep, keep one epoch for every so many seconds.
-        best_metric: Name of the metric that ranks epochs: the best ones are kept, instead of the latest. NaN is worst.
+        best_metric: Name of the metric that ranks epochs: the best ones are kept, instead of the latest. One in an
+            inner mapping is named outer/inner. NaN is worst.
         best_mode: Whether a high or a low best_metric is good.
         keep_checkpoints_without_metrics: Keep every epoch that lacks best_metric, beyond max_to_keep; else delete all
             of them but the latest.
@@ -382,7 +385,7 @@ class Settings:
 
 @functools.cache  # equal settings make equal options
 def _by_metric(name: str) -> Callable[[Any], Any]:
-    return lambda metrics: metrics[name]
+    return lambda metrics: flat(metrics)[name]
 
 
 def _with_directory(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -473,17 +476,20 @@ def read(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def from_config(config: Any) -> Settings:
     """Settings from values by name: a part of a JSON or TOML file, or of an `ml_collections.ConfigDict`.
 
-    None, as of an empty placeholder, means the default.
+    A setting that takes None gets it (`max_blocked_secs`: no limit); for every other setting None means the default. An
+    empty placeholder counts as None.
 
     Raises:
         InvalidArgumentError: an unknown name (with near ones), or see `Settings`.
     """
     if not callable(getattr(config, "keys", None)):
         raise InvalidArgumentError(f"settings come from a mapping, got {type(config).__name__}")
+    never_none = {name for name, row in SETTINGS.items() if not row.kind.may_be_none}
     values = {}
     for name in list(config.keys()):
         try:  # a required placeholder of a ConfigDict, which is no Mapping, raises an error of its own
             values[name] = config[name]
         except Exception as error:
             raise InvalidArgumentError(f"{name}: has no value ({say(error)})") from error
-    return Settings(**checked({name: value for name, value in values.items() if value is not None}))
+    given = {name: value for name, value in values.items() if value is not None or name not in never_none}
+    return Settings(**checked(given))

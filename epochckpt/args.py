@@ -1,32 +1,36 @@
 """Argument classes of epochckpt's own, beside those of `orbax.checkpoint.args`."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
+
+from epochckpt._renaming import Rename
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
 
 
 @dataclasses.dataclass
 class RenamedRestore(ocp.args.CheckpointArgs):
-    r"""Restores a pytree whose leaves had other names when it was saved, or that has become a part of a larger one.
+    """Restores a pytree whose leaves had other names when it was saved, or that has become a part of a larger one.
 
     The base model's weights of another run, in a state that also has adapters of its own:
-    `RenamedRestore(state, {r"params/(.*)": r"params/base/\1"}, partial=True)`.
+    `RenamedRestore(state, {"params": "params/base"}, partial=True)`.
 
     Attributes:
         item: target pytree, as for `StandardRestore`.
-        rename: regular expressions over the whole names of the epoch's leaves, and their new names, in which `\1`
-            stands for what the first group matched. The first expression that matches counts; a leaf that none matches
-            keeps its name. A name is the keys joined by `/`, all as text (`layers/0/kernel`). An expression that
-            matches nothing is refused, so is a name that two leaves would get.
-        partial: leaves that only the epoch has are left out, and those that only the target has stay as they are.
+        rename: a mapping of names in the epoch, or of their beginnings up to a `/`, to what takes their place:
+            `{"layers/*/attn": "layers/*/attention"}`. `*` stands for any part of a key; the entry with the most keys
+            counts; a leaf for which none counts keeps its name. Or a function from name to name. A name is the keys
+            joined by `/`, all as text (`layers/0/kernel`). An entry that matches nothing is refused, so is a name that
+            two leaves would get. docs/orbax.md has more.
+        partial: leaves that only the epoch has are left out. Those that only the target has stay as they are; they must
+            be values, not descriptions such as `jax.ShapeDtypeStruct`.
     """
 
     item: Any
-    rename: Mapping[str, str]
+    rename: Rename
     partial: bool = False
 
 
@@ -70,8 +74,10 @@ class NodeRestore(ocp.args.CheckpointArgs):
             that saved none) and returns `new_count` of them; every process must compute the same.
         by_node: the result is a dict `{node name: pytree}` for the nodes that this process hosts; a node that gets
             nothing is not in it.
+        rename: new names of each node's leaves, as for `RenamedRestore`; needs a target.
     """
 
     item: Any = None
     reshard: Reshard | None = None
     by_node: bool = False
+    rename: Rename | None = None

@@ -38,9 +38,13 @@ EpochCheckpointError
 Every error carries its data as attributes, and pickling keeps them.
 """
 
+import collections
+import contextlib
 import errno
+import posixpath
+import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -223,6 +227,28 @@ class Mismatch:
     expected: str
 
 
+@dataclass(frozen=True)
+class SuggestedRename:
+    """A rename by which leaves that only the epoch has become some that only the target has.
+
+    `leaves` are the rows of both, by their names: first those of the epoch.
+    """
+
+    old: str
+    new: str
+    leaves: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """What a caller can do about a target that does not fit, in the words of the API that was called."""
+
+    rename: str  # `{}` stands for the mapping
+    partial: str
+    resize: str
+    rest: str
+
+
 class MismatchError(EpochCheckpointError, ValueError, KeyError):
     """The target does not fit the `item` of the `epoch`; a table shows the `rows`: every leaf that differs.
 
@@ -231,43 +257,128 @@ class MismatchError(EpochCheckpointError, ValueError, KeyError):
 
     __str__ = Exception.__str__  # KeyError would put quotes around the message
 
-    def __init__(self, item: str, epoch: int, rows: Sequence[Mismatch]):
-        lines = [f"checkpoint {epoch}, item {item!r} does not fit the target ({several(len(rows), 'leaf', 'leaves')}):"]
-        table = [("leaf", "problem", "in the checkpoint", "in the target")]
-        table += [(readable(row.leaf), row.problem, row.found, row.expected) for row in rows[:_ROWS]]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for cells in table:
+    def __init__(
+        self,
+        item: str,
+        epoch: int,
+        rows: Sequence[Mismatch],
+        renames: Sequence[SuggestedRename] = (),
+        remedies: Remedies | None = None,
+    ):
+        self.item, self.epoch, self.rows, self.renames = item, epoch, list(rows), list(renames)
+        self.say_for(remedies or _OF_MANAGERS)
+
+    def say_for(self, remedies: Remedies) -> None:
+        """Writes the message anew, for callers of the API that the remedies are about."""
+        count = several(len(self.rows), "leaf", "leaves")
+        lines = [f"checkpoint {self.epoch}, item {self.item!r} does not fit the target ({count}):"]
+        table = [("leaf", "problem", "in the checkpoint", "in the target"), *self._table()]
+        widths = [max(map(len, column)) for column in zip(*table[: _ROWS + 1], strict=True)]
+        for cells in table[: _ROWS + 1]:
             padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
             lines.append(f"  {'  '.join(padded)}".rstrip())
-        if len(rows) > _ROWS:
-            lines.append(f"  … and {len(rows) - _ROWS} more")
-        super().__init__("\n".join([*lines, *_advice({row.problem for row in rows})]))
-        self.item, self.epoch, self.rows = item, epoch, list(rows)
+        if len(table) - 1 > _ROWS:
+            lines.append(f"  … and {len(table) - 1 - _ROWS} more")
+        if len(table) - 1 < len(self.rows):
+            lines.append("  (.rows of this error has every leaf)")
+        self.args = ("\n".join([*lines, *self._advice(remedies)]),)
+
+    def _table(self) -> list[tuple[str, str, str, str]]:
+        """The rows that people see: renames first, then the leaves; of leaves that are alike there is one row."""
+        shown = []
+        renamed = set[str]()
+        for rename in self.renames:
+            renamed.update(rename.leaves)
+            count = several(len(rename.leaves) // 2, "leaf", "leaves")
+            shown.append((count, "renamed?", rename.old or "(the top)", rename.new or "(the top)"))
+        rows = [row for row in self.rows if row.problem not in _ONE_SIDED or row.leaf not in renamed]
+        for some in _alike(rows):
+            if len(some) < _ALIKE:
+                shown += [(readable(row.leaf), row.problem, row.found, row.expected) for row in some]
+                continue
+            names = [readable(row.leaf) for row in some]
+            patterns = {_NUMBER.sub("*", name) for name in names}
+            name = patterns.pop() if len(patterns) == 1 else f"{posixpath.commonpath(names)}/…"
+            found = _common(row.found for row in some)
+            expected = _common(row.expected for row in some)
+            shown.append((f"{name} ({len(some)} leaves)", some[0].problem, found, expected))
+        return shown
+
+    def _advice(self, remedies: Remedies) -> list[str]:
+        """What helps against the problems in the table, and nothing else."""
+        mapping = {rename.old: rename.new for rename in self.renames[:_ROWS]} or {"old name": "new name"}
+        texts = {
+            "missing,unexpected": (
+                f"Leaves that only one of the two has: if they are the same under other names, "
+                f"{remedies.rename.format(mapping)}; {remedies.partial} In Orbax's words: User-provided restore item "
+                "and on-disk value metadata tree structures do not match."
+            ),
+            "no value": (
+                "The checkpoint lacks leaves that the target only describes: with partial=True they stay as the target "
+                "has them, so give them values, such as freshly initialised ones, or leave them out of the target."
+            ),
+            "shape": (
+                f"Shapes differ: was the model configured like this when it was saved? {remedies.resize} In Orbax's "
+                "words: Requested shape is not compatible with the stored shape."
+            ),
+            **_REMEDIES,
+        }
+        problems = {row.problem for row in self.rows}
+        found = [text for names, text in texts.items() if not problems.isdisjoint(names.split(","))]
+        return ["Nothing was restored.", *found, remedies.rest]
 
 
+def _common(texts: Iterable[str]) -> str:
+    different = set(texts)
+    return different.pop() if len(different) == 1 else "various"
+
+
+def _alike(rows: Sequence[Mismatch]) -> list[list[Mismatch]]:
+    """Rows that people may see as one: of one problem, with names that differ in numbers alone.
+
+    Where many leaves are only on one side, those of a part of the tree are together.
+    """
+    groups: dict[tuple[str, ...], list[Mismatch]] = {}
+    for row in rows:
+        alike = _NUMBER.sub("*", readable(row.leaf)), row.problem, row.found, row.expected
+        groups.setdefault(alike, []).append(row)
+    counts = collections.Counter(problem for _, problem, _, _ in groups)
+    parts: dict[tuple[str, ...], list[Mismatch]] = {}
+    for (name, problem, *forms), some in groups.items():
+        many = problem in _ONE_SIDED and counts[problem] > _LISTED
+        part = (name.partition("/")[0], problem) if many else (name, problem, *forms)
+        parts.setdefault(part, []).extend(some)
+    return list(parts.values())
+
+
+_NUMBER = re.compile(r"\d+")
 _ROWS = 200  # that the message shows
+_LISTED = 12  # where more are only on one side, those of a part of the tree have one row
+_ALIKE = 3  # fewer leaves that are alike have a row each
+_ONE_SIDED = ("missing", "unexpected")
 _REMEDIES = {
-    "missing unexpected": (
-        "Leaves that only one of the two has: correct their names, say with rename= what they are called now, or leave "
-        "them out with PyTreeRestore(target, partial_restore=True). In Orbax's words: User-provided restore item and "
-        "on-disk value metadata tree structures do not match."
-    ),
-    "shape": (
-        "Shapes differ: was the model configured like this when it was saved? StandardRestore(target, strict=False) "
-        "cuts arrays, or pads them with zeros, to shapes of as many dimensions. In Orbax's words: Requested shape is "
-        "not compatible with the stored shape."
-    ),
     "type": "Types differ: give the target what was saved (an array, a key, a number, text), and convert that.",
-    "dtype value": "Values would be lost: give the target the dtype that was saved, or one that holds all values.",
+    "dtype,value": "Values would be lost: give the target the dtype that was saved, or one that holds all values.",
     "sharding": "A sharding does not divide its array evenly: choose one that does.",
 }
+_OF_MANAGERS = Remedies(
+    rename="restore with epochckpt.args.RenamedRestore(target, rename={})",
+    partial="PyTreeRestore(target, partial_restore=True) leaves them out.",
+    resize=(
+        "StandardRestore(target, strict=False) cuts arrays, or pads them with zeros, to shapes of as many dimensions."
+    ),
+    rest="restore_leaves(epoch, patterns) gives single leaves, and no target at all gives everything as it was saved.",
+)
 
 
-def _advice(problems: set[str]) -> list[str]:
-    """What helps against the problems in a table, and nothing else."""
-    remedies = [remedy for names, remedy in _REMEDIES.items() if not problems.isdisjoint(names.split())]
-    last = "restore_leaves(epoch, patterns) gives single leaves, and no target at all gives everything as it was saved."
-    return ["Nothing was restored.", *remedies, last]
+@contextlib.contextmanager
+def advice_for(remedies: Remedies) -> Iterator[None]:
+    """A MismatchError that is raised inside says what the callers of an API can do."""
+    try:
+        yield
+    except MismatchError as error:
+        error.say_for(remedies)
+        raise
 
 
 class SaveError(EpochCheckpointError, RuntimeError):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from epochckpt import _text, _units
+from epochckpt._durations import Duration
 from epochckpt.errors import InvalidArgumentError
 
 _SECRET = re.compile("key|secret|token|passw|credential|signature|auth", re.IGNORECASE)
@@ -182,10 +183,11 @@ def _unknown(name: str) -> str:
 class StorageOptions:
     """How bytes get to storage, and how long anything may wait.
 
-    What is saved, when, and what is kept is decided by `orbax.checkpoint.CheckpointManagerOptions`.
+    What is saved, when, and what is kept is decided by `orbax.checkpoint.CheckpointManagerOptions`. What ends in
+    `_secs` is a number of seconds, or a text: `"90s"`, `"10min"`, `"1.5h"`. It is read as seconds.
 
     Examples:
-        >>> storage = ec.StorageOptions(io_threads=4, save_timeout_secs=1800)
+        >>> storage = ec.StorageOptions(io_threads=4, save_timeout_secs="30min")
         >>> with ec.CheckpointManager("run", storage=storage) as manager:
         ...     manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
         True
@@ -253,10 +255,10 @@ class StorageOptions:
     replica_split_bytes: int = 16 * 2**20
     host_memory_limit_bytes: int | None = None
     snapshot: Literal["auto", "device", "pinned_host", "host"] = "auto"
-    max_blocked_secs: float | None = 10.0
-    save_timeout_secs: float = 600.0
-    open_timeout_secs: float = 300.0
-    restore_timeout_secs: float = 600.0
+    max_blocked_secs: Duration[float | None] = Duration(10.0, none=True)
+    save_timeout_secs: Duration[float] = Duration(600.0)
+    open_timeout_secs: Duration[float] = Duration(300.0)
+    restore_timeout_secs: Duration[float] = Duration(600.0)
     restore_memory_limit_bytes: int | None = None
     direct_io: bool = True
     broadcast_restore: bool | None = None
@@ -273,7 +275,7 @@ class StorageOptions:
         object.__setattr__(self, "store", BucketSettings.of(self.store, "StorageOptions.store"))
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), str(field.type)
-            if isinstance(value, BucketSettings):
+            if isinstance(value, BucketSettings) or kind.startswith("Duration"):
                 continue
             if value is None and kind.endswith("None"):
                 continue
@@ -290,8 +292,7 @@ class StorageOptions:
                 if not isinstance(value, str) or not value:
                     raise InvalidArgumentError(f"StorageOptions.{field.name} must be a path or URL, got {value!r}")
                 continue
-            numbers = (int, float) if kind.startswith("float") else (int,)
-            if isinstance(value, bool) or not isinstance(value, numbers) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, int) or not value > 0:
                 raise InvalidArgumentError(f"StorageOptions.{field.name} must be a positive number, got {value!r}")
         if not 4096 <= self.block_bytes <= 256 * 2**20:
             raise InvalidArgumentError(

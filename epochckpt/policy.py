@@ -1,5 +1,5 @@
 """When to save: policies beside those of `orbax.checkpoint.checkpoint_managers`, which work as they are."""
 
-from epochckpt.commit.auto_interval import auto_interval
+from epochckpt.saving.auto_interval import auto_interval
 
 __all__ = ["auto_interval"]

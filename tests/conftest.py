@@ -38,7 +38,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
 @pytest.fixture(autouse=True)
 def _not_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that plays JAX's preemption notice leaves the process, which hears it once and for all, as it was."""
-    from epochckpt.commit import coordination
+    from epochckpt.agreement import coordination
 
     monkeypatch.setattr(coordination.Preemption, "_asked", 0)
     monkeypatch.setattr(coordination.Preemption, "_heard", False)

@@ -1,7 +1,7 @@
 """The arrays of one epoch: plan, the copy that training cannot change (snapshot), writing, reading, restoring.
 
 Promises: every node computes the same plan without talking; no byte reaches the caller unverified; memory is bounded.
-Nothing here decides whether an epoch exists: see `epochckpt.commit`.
+Nothing here decides whether an epoch exists: see `epochckpt.directory`.
 """
 
 from typing import TYPE_CHECKING

@@ -20,14 +20,23 @@ from absl import logging
 from etils import epath
 from google.protobuf import message, text_format
 
+from epochckpt import _renaming
 from epochckpt import args as own
 from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
 from epochckpt.arrays.broadcast import Sharing
 from epochckpt.arrays.reader import EpochReader
 from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree, restore_trees
-from epochckpt.arrays.targets import by_patterns, by_transforms, plain_target
-from epochckpt.errors import FormatError, InvalidArgumentError, NodeCountError, UnknownNameError, UnsupportedError
+from epochckpt.arrays.targets import Sources, by_rename, by_transforms, plain_target
+from epochckpt.errors import (
+    FormatError,
+    InvalidArgumentError,
+    NodeCountError,
+    Remedies,
+    UnknownNameError,
+    UnsupportedError,
+    advice_for,
+)
 from epochckpt.format import DataFile, Nodes, checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.records import MAX_RECORD_BYTES
@@ -106,9 +115,17 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     reader.load_records(dict.fromkeys(sources.values()))
     having = [number for number, source in sources.items() if reader.has(source, name)]
     limit = context.memory_limit_bytes
-    requests = [TreeRequest(plain_target(targets.get(number)), memory_limit_bytes=limit) for number in having]
+    renamed = _sources(name, asked.rename)
+    if renamed is not None and any(targets.get(number) is None for number in having):
+        raise InvalidArgumentError(
+            f"item {name!r}: NodeRestore(rename=…) needs a target; without one, rename the result"
+        )
+    requests = [
+        TreeRequest(plain_target(targets.get(number)), sources=renamed, memory_limit_bytes=limit) for number in having
+    ]
     readers = [reader.of_node(sources[number], name) for number in having]
-    states |= dict(zip(having, restore_trees(readers, name, requests), strict=True))
+    with advice_for(_OF_NODES):
+        states |= dict(zip(having, restore_trees(readers, name, requests), strict=True))
     if asked.by_node:
         return {nodes.names[number]: state for number, state in states.items()}
     if states:
@@ -121,6 +138,12 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     )
 
 
+_OF_NODES = Remedies(
+    rename="restore with epochckpt.args.NodeRestore(target, rename={})",
+    partial="a node's state is restored as a whole.",
+    resize="A node's arrays are restored in the shapes in which they were saved.",
+    rest="NodeRestore() without a target gives everything as it was saved.",
+)
 _FILES = {"json": paths.JSON_FILE, "proto": "proto.pbtxt"}  # the names that Orbax's handlers use
 
 
@@ -367,8 +390,8 @@ def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeR
     if isinstance(args, own.RenamedRestore):
         if args.item is None:
             raise InvalidArgumentError(f"item {name!r}: RenamedRestore needs a target; without one, rename the result")
-        sources = by_patterns(name, args.rename)
-        return TreeRequest(plain_target(args.item), partial=args.partial, sources=sources)
+        sources = _sources(name, args.rename)
+        return TreeRequest(plain_target(args.item), partial=args.partial, needs_values=args.partial, sources=sources)
     kind = handlers.kind_of(known.find(name, args, saving=False))
     saved = next((k for c, k in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded)), "arrays")
     if kind != saved:
@@ -400,6 +423,12 @@ def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeR
         raise InvalidArgumentError(f"item {name!r}: PyTreeRestore(transforms=…) needs item=, the target")
     sources = by_transforms(name, args.transforms, args.transforms_default_to_original)
     return TreeRequest(target, args.restore_args, True, sources=sources)
+
+
+def _sources(name: str, rename: Any) -> Sources | None:
+    """Where the leaves of a target come from, under the names that `rename` gives them; None where it is empty."""
+    checked = _renaming.check(rename)
+    return None if checked is None else functools.partial(by_rename, f"item {name!r}", checked)
 
 
 def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from epochckpt import _collector, _progress, _text, _units
 from epochckpt._text import readable, shown
+from epochckpt.arrays import mismatches
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.broadcast import Sharing, Source
 from epochckpt.arrays.node_files import Pack
@@ -42,6 +43,7 @@ class TreeRequest:
     target: Any = None  # pytree of expected leaves; None for the tree as it was saved
     restore_args: Any = None  # pytree of `ocp.RestoreArgs` like the target, or in its place
     partial: bool = False  # see `Matcher`
+    needs_values: bool = False  # the same
     fallback_sharding: Any = None  # for arrays whose saved sharding does not exist here
     layouts: bool = False  # arrays get the device-local layout of the target's leaves
     resize: bool = False  # arrays of another shape are cut, or padded with zeros, to the target's shape
@@ -126,10 +128,11 @@ def _match(
     names = [tree_lib.leaf_name(path) for path, _ in pairs]
     given = {} if request.target is None else _restore_args(name, request.restore_args, names, treedef)
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
-    matcher = Matcher(item, shardings, request.resize, request.partial)
+    matcher = Matcher(item, shardings, request.resize, request.partial, request.needs_values)
     requests = matcher.match(names, [target for _, target in pairs], given, sources)
     if matcher.rows:
-        raise MismatchError(name, epoch, matcher.rows)
+        renames = mismatches.suggested(matcher.rows, [leaf.name for leaf in item.leaves], names)
+        raise MismatchError(name, epoch, matcher.rows, renames)
     _progress.note("missing", len(matcher.absent))
     if matcher.absent and sources is None:
         _log_absent(f"checkpoint {epoch}, item {name}", matcher.absent, item.public_names)

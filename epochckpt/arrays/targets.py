@@ -17,6 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from epochckpt import _text
+from epochckpt._renaming import Rename, new_names
 from epochckpt._text import near, readable
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, UnsupportedError
 from epochckpt.format import ArrayItem, KeyPath, Leaf
@@ -105,11 +107,13 @@ class Matcher:
     """Matches target leaves with recorded leaves, and collects the differences; with `resize`, shapes may differ.
 
     A leaf that the target has as None, or as `...`, stays that. With `partial`, leaves of the epoch that the target
-    lacks, or has as an empty container, are left out, and leaves that the epoch lacks stay as the target has them.
+    lacks, or has as an empty container, are left out, and leaves that the epoch lacks stay as the target has them; with
+    `needs_values` these must be values, not descriptions such as `jax.ShapeDtypeStruct`.
     """
 
-    def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool, partial: bool):
+    def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool, partial: bool, needs_values: bool):
         self.item, self.shardings, self.resize, self.partial = item, shardings, resize, partial
+        self.needs_values = needs_values
         self.rows: list[Mismatch] = []  # the differences
         self.absent: list[str] = []  # names of the target's leaves that the epoch lacks, where that is allowed
         self._fitting: dict[Any, Sequence[Any]] = {}  # requests but for the leaf's number, see `_form`
@@ -145,6 +149,8 @@ class Matcher:
             if number is None or target is ... or target is None or (self.partial and not wanted):
                 if number is None and wanted and self.partial:
                     self.absent.append(name)
+                    if self.needs_values and not _is_value(target):
+                        self._row(name, "no value", "-", describe(target))
                 elif number is None and wanted:
                     self._row(name, "missing", "-", describe(target))
                 requests.append(LeafRequest(-1, "keep", value=target))
@@ -300,6 +306,13 @@ class Matcher:
         return as_saved(number, leaf, self.shardings)
 
 
+def _is_value(target: Any) -> bool:
+    """Whether a target leaf is itself something to train with, and does not only describe it."""
+    if isinstance(target, jax.Array | np.ndarray | np.generic):
+        return True
+    return not (hasattr(target, "dtype") or isinstance(target, ocp.metadata.Metadata | ocp.RestoreArgs))
+
+
 def _is_empty(target: Any) -> bool:
     """Whether a target leaf is None or an empty container."""
     return tree_lib.leaf_kind(target) in EMPTY_KINDS
@@ -365,37 +378,16 @@ def describe_leaf(leaf: Leaf) -> str:
     return {"none": "nothing", "longstr": "str", "longbytes": "bytes", "node": "empty node"}.get(leaf.kind, leaf.kind)
 
 
-def by_patterns(item: str, rename: Mapping[str, str]) -> Sources:
-    """Sources that rename the leaves of the epoch.
-
-    `rename` has new names by regular expression over whole names in the epoch; see `epochckpt.args.RenamedRestore`.
-    Refused are expressions that match nothing, and two leaves of one new name.
-    """
-    if not isinstance(rename, Mapping):
-        raise InvalidArgumentError(f"item {item!r}: rename expects a dict of patterns, got a {type(rename).__name__}")
-    patterns = [(_compiled(item, "rename", pattern), new) for pattern, new in rename.items()]
-
-    def sources(leaves: Sequence[Leaf], paths: Sequence[KeyPath]) -> dict[str, int]:
-        numbers: dict[str, int] = {}
-        used: set[str] = set()
-        for number, leaf in enumerate(leaves):
-            old = name = _plain(leaf.path)
-            for pattern, template in patterns:
-                if found := pattern.fullmatch(old):
-                    used.add(pattern.pattern)
-                    name = _expanded(item, "rename", found, template)
-                    break
-            if name in numbers:
-                both = f"{_plain(leaves[numbers[name]].path)!r} and {old!r}"
-                raise InvalidArgumentError(f"item {item!r}: with rename, {both} of the epoch are both called {name!r}")
-            numbers[name] = number
-        for unused in (pattern for pattern in rename if pattern not in used):
-            problem = f"rename has {unused!r}, which matches no leaf that an earlier pattern has not taken"
-            close = near(unused, [_plain(leaf.path) for leaf in leaves])
-            raise InvalidArgumentError(f"item {item!r}: {problem}; {close}")
-        return {tree_lib.leaf_name(path): numbers[_plain(path)] for path in paths if _plain(path) in numbers}
-
-    return sources
+def by_rename(where: str, rename: Rename, leaves: Sequence[Leaf], paths: Sequence[KeyPath]) -> dict[str, int]:
+    """`Sources`, with the two first arguments given: they rename the leaves of the epoch, see `epochckpt._renaming`."""
+    renamed = new_names(where, rename, _text.public([leaf.name for leaf in leaves]))
+    numbers = {new: number for number, new in enumerate(renamed)}
+    found = dict[str, int]()
+    for name in map(tree_lib.leaf_name, paths):
+        number = numbers.get(name, numbers.get(readable(name)))
+        if number is not None:
+            found[name] = number
+    return found
 
 
 def by_transforms(item: str, transforms: Any, default_to_original: bool) -> Sources:

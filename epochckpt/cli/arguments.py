@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from epochckpt import _units
 from epochckpt.cli import changes, commands, watch
+from epochckpt.convert.formats import EXPORTED, IMPORTED
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
-from epochckpt.manager.formats import EXPORTED, IMPORTED
 from epochckpt.options import BucketSettings
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def _selection(add: Callable[..., argparse.Action]) -> None:
     leaves = "leaves or parts of the tree, by name or shell pattern (params, '*/kernel'); it may be repeated"
     add("--include", metavar="PATTERN", action="append", help=f"only these {leaves}")
     add("--exclude", metavar="PATTERN", action="append", help="not these, in the same form")
-    renames = "a leaf, or part of the tree, gets another name; it may be repeated"
+    renames = "a leaf, or part of the tree, gets another name ('h/*/w=layers/*/kernel'); it may be repeated"
     add("--rename", metavar="OLD=NEW", action="append", type=renaming, default=[], help=renames)
     add("--dtype", metavar="NAME", help="cast floating arrays: bfloat16, float32, …")
 

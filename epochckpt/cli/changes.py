@@ -24,7 +24,7 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import read_ledger
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.inspection.directory import Inspection
     from epochckpt.manager import CheckpointManager
 
@@ -174,7 +174,7 @@ def import_(args: argparse.Namespace, output: Output) -> int:
         epoch = max(commits.list_epochs() if commits is not None else [], default=-1) + 1
     asked = {name: getattr(args, name) for name in ("format", "item", "separator", "include", "exclude", "dtype")}
     options = dataclasses.replace(options_of(args), read_only=False)
-    from epochckpt.manager.import_files import plan_import
+    from epochckpt.convert.import_files import plan_import
 
     plan = plan_import(args.source, args.directory, epoch, **asked, rename=dict(args.rename) or None, options=options)
     unit = args.unit or ("epoch" if commits is None else scan.unit_of(commits))

@@ -341,8 +341,8 @@ def _garbage(found: Garbage, deleted: bool, unit: str) -> Iterator[RenderableTyp
 def export(args: argparse.Namespace, output: Output) -> int:
     """Write an epoch, or some of its leaves, as a stock Orbax checkpoint or as safetensors, every byte verified."""
     only_cpu()  # Orbax asks jax for its devices, to name a single one
-    from epochckpt.manager.export import export as write  # with jax and Orbax, which the other commands need not
-    from epochckpt.manager.selection import say_cast
+    from epochckpt.convert.export import export as write  # with jax and Orbax, which the other commands need not
+    from epochckpt.convert.selection import say_cast
 
     epoch = epoch_of(opened(args), args.epoch, output)
     asked: dict[str, Any] = {"item": args.item, "separator": args.separator, "skip_unsupported": args.skip_unsupported}

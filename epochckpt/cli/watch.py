@@ -12,9 +12,10 @@ from rich.console import Group
 from rich.live import Live
 
 from epochckpt import _units
+from epochckpt._metrics import flat
 from epochckpt.cli.commands import options_of
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
-from epochckpt.commit import commits_of
+from epochckpt.directory import commits_of
 from epochckpt.inspection import rows, scan, signs
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Span, Tone, Words
@@ -87,7 +88,7 @@ def line(event: Event, best: bool = False) -> TextTable:
             parts.append((7, Span(f"blocked {_units.secs(row.blocked_secs)}", Tone.FAINT)))
         if (slow := signs.slow_node(row)) is not None:
             parts.append((8, Span(f"slow node {slow.name}", Tone.WARN, 60)))
-        for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3], start=4):
+        for rank, (name, value) in enumerate(list(flat(row.metrics).items())[:3], start=4):
             parts.append((rank, (Span(f"{name} ", Tone.FAINT, 30), Span(signs.figure(value), limit=12))))
     parts.append((2, Span(f"{signs.BEST} best" if best else "", Tone.GOOD)))
     rank, tone = (9, Tone.FAINT) if event.kind == SAVING else (2, Tone.WARN)

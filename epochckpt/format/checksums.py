@@ -77,13 +77,13 @@ def _refuse_constant(name: str) -> Any:
 
 
 def pack_json(value: Any, where: str, depth: int = 0) -> Any:
-    """User data as plain JSON: NumPy and jax scalars become numbers; NaN and infinities `{"$float": "nan"}`.
+    """User data as plain JSON: NumPy and jax scalars become numbers or bools; NaN and infinities `{"$float": "nan"}`.
 
     Anything else raises InvalidArgumentError; `where` names the argument.
     """
     if depth > _MAX_DEPTH:
         raise InvalidArgumentError(f"{where} is nested deeper than {_MAX_DEPTH}")
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, str):
         return value
     if isinstance(value, dict):
         bad = [k for k in value if not isinstance(k, str)]
@@ -97,7 +97,7 @@ def pack_json(value: Any, where: str, depth: int = 0) -> Any:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, int):
-        return int(value)
+        return value if isinstance(value, bool) else int(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(float(value))}
     raise InvalidArgumentError(

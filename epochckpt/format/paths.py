@@ -21,7 +21,7 @@ FEATURES: frozenset[str] = frozenset()
 EPOCH_RECORD = "epoch.json"
 NODE_RECORD = "node.json"
 ROLLBACK_RECORD = "rollback.json"
-HEAD = "_epochckpt/head.json"  # on object stores, see `commit.head_record`
+HEAD = "_epochckpt/head.json"  # on object stores, see `directory.head_record`
 OWNER_FILE = "owner.json"  # in an incarnation's folder: the process that claimed the directory
 HEAD_PAGE_PREFIX = "head-"  # of the names, beside the head, of objects with more of its entries
 CONDITIONS = "_epochckpt/conditions"  # empty: what a store is asked with whether it checks the conditions of writes
@@ -32,10 +32,10 @@ DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
 LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax keep it
 MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
-LINEAGE_RECORD = "_epochckpt/lineage.json"  # of a mirror on a file system, see `commit.lineage`
-METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `commit.metrics_log`
-METRICS_PART_PREFIX = "metrics-"  # of the names of its parts on object stores, see `commit.object_log`
-HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
+LINEAGE_RECORD = "_epochckpt/lineage.json"  # of a mirror on a file system, see `directory.lineage`
+METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `directory.metrics_log`
+METRICS_PART_PREFIX = "metrics-"  # of the names of its parts on object stores, see `directory.object_log`
+HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `saving.host_record`
 ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
 
 MAX_EPOCH = 2**63 - 1
@@ -99,7 +99,8 @@ def is_free_folder(name: object) -> bool:
 def is_movable(folder: str, into: str = "") -> bool:
     """Whether an epoch's folder can be moved away, perhaps `into` another folder, without a name that is too long.
 
-    On its way it is called `moving-<id>-<destination>`, see `commit.placing`. A damaged epoch goes to `damaged-<id>/`.
+    On its way it is called `moving-<id>-<destination>`, see `directory.placing`. A damaged epoch goes to
+    `damaged-<id>/`.
     """
     places = (urllib.parse.quote(join(place, folder), safe="") for place in (into, f"damaged-{new_id()}"))
     return all(len(f"moving-{new_id()}-{place}") <= _MAX_PART for place in places)

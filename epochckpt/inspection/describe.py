@@ -16,7 +16,7 @@ from typing import Any
 from epochckpt import _text
 from epochckpt._units import several
 from epochckpt.arrays import EpochReader
-from epochckpt.commit import Commits
+from epochckpt.directory import Commits
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, EpochNotFoundError, FormatError, say
 from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, Leaf, paths
 from epochckpt.format import tree as tree_lib

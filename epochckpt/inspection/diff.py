@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from epochckpt import _units
+from epochckpt._metrics import flat
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, say
 from epochckpt.inspection import rows, stats
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
+from epochckpt.inspection.signs import figure
 
 if TYPE_CHECKING:
     from epochckpt.manager import CheckpointReader
@@ -48,8 +50,8 @@ def compare(
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """What differs between two mappings, by the names that `flat` gives: both values, None for what is not there."""
-    ones, others = rows.flat(before), rows.flat(after)
+    """Both values of what differs between two mappings, by its `flat` name. A value that is missing is None."""
+    ones, others = flat(before), flat(after)
     for name in others | ones:
         pair = ones.get(name), others.get(name)
         if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1]):  # NaN is what it was
@@ -243,7 +245,7 @@ def _changes(one: FileRow | LeafRow | None, other: FileRow | LeafRow | None) -> 
 
 
 def _word(value: Any) -> str:
-    return "nothing" if value is None else value if isinstance(value, str) else _number(value)
+    return "nothing" if value is None else figure(value)
 
 
 def _number(value: Any) -> str:

@@ -24,7 +24,7 @@ from epochckpt.manager.numbers import epoch_number
 
 if TYPE_CHECKING:
     from epochckpt._lazy import ocp
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.inspection.plots import Plots
     from epochckpt.tiers import Mirror
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from epochckpt import _text, _units
+from epochckpt._metrics import flat
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows
 from epochckpt.inspection.blocks import Block, Cell, Column, Line, Mark, Span, Tone, Words, secs, table
@@ -141,7 +142,7 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
         name = _text.shown(found.metric, 30)
         best = [row for row in found.epochs if row.best]
         for row in best:
-            value = figure(rows.flat(row.metrics).get(found.metric))
+            value = figure(flat(row.metrics).get(found.metric))
             yield Span(f"{BEST} best {row.epoch} by {found.mode} {name}: {value}", Tone.GOOD)
         if not best:
             yield Span(f"no {noun(found.unit)} has the metric {name}", Tone.WARN)
@@ -155,7 +156,7 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
 
 def _metrics(found: rows.Overview) -> list[str]:
     """The metrics that a view shows: those that were asked for, or all, and first the one that decides the best."""
-    known = dict.fromkeys(name for row in found.epochs for name in rows.flat(row.metrics)) | {**found.history}
+    known = dict.fromkeys(name for row in found.epochs for name in flat(row.metrics)) | {**found.history}
     return [name for name in found.asked if name in known] or sorted(known, key=lambda name: name != found.metric)
 
 
@@ -251,7 +252,7 @@ def metrics(found: rows.RunMetrics) -> list[Block]:
     """The metrics of a run: a row per epoch, the newest first."""
 
     def measured(name: str) -> kinds.Cells[rows.MetricsRow]:
-        return lambda row: Span(figure(rows.flat(row.metrics).get(name)), limit=16)
+        return lambda row: Span(figure(flat(row.metrics).get(name)), limit=16)
 
     names = found.names[:_COLUMNS]
     title = Line(Span(found.directory, Tone.STRONG, 1000), title=True)
@@ -292,7 +293,7 @@ def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.
 
     def measured(name: str) -> kinds.Cells[rows.EpochRow]:
         def show(row: rows.EpochRow) -> Cell:
-            value = figure(rows.flat(row.metrics).get(name))
+            value = figure(flat(row.metrics).get(name))
             tip = f"{value}, attached by {row.sources[name]}" if name in row.sources else value
             return Cell(Span(value, Tone.GOOD if row.best and name == found.metric else Tone.PLAIN, 16), tip=tip)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from epochckpt import _text
+from epochckpt._metrics import flat
 from epochckpt._text import readable
 from epochckpt.errors import (
     DamagedError,
@@ -39,12 +40,11 @@ from epochckpt.inspection.rows import (
     RunRow,
     Usage,
     UsageRow,
-    flat,
 )
 from epochckpt.inspection.select import narrowed, quoted
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.manager import CheckpointReader, Verification
     from epochckpt.tiers import Mirror
 

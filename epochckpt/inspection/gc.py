@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from epochckpt import _threads, _units
-from epochckpt.commit import Commits, placing
-from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.head_record import Head
+from epochckpt.directory import Commits, placing
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_record import Head
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, objects, scan

@@ -13,7 +13,7 @@ from epochckpt.inspection import scan
 from epochckpt.inspection.rows import Goodput, RunRow
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.format import RunEntry
 
 

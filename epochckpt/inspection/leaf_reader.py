@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader
-from epochckpt.commit import Commits
+from epochckpt.directory import Commits
 from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.format import parsing, paths
 from epochckpt.manager import CheckpointReader, Readers, Verification

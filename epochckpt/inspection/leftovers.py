@@ -1,6 +1,6 @@
 """What lies in a directory beside its epochs: attempts under way or left over, and what was taken out of sight.
 
-The names are those of `commit.placing` in a run's staging folder, where `<epoch>-<try>` is an attempt, and those of
+The names are those of `directory.placing` in a run's staging folder, where `<epoch>-<try>` is an attempt, and those of
 `_NAMED` beside the epochs. Others write to these folders and remove them meanwhile: what has vanished is no error, and
 no symlink is followed. Ages are differences between the wall clock and the times of the file system.
 """
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochckpt import _units
-from epochckpt.commit import Commits, placing
+from epochckpt.directory import Commits, placing
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
 from epochckpt.inspection import rows

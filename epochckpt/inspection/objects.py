@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from epochckpt import _units
-from epochckpt.commit import attached_metrics
-from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.directory import attached_metrics
+from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.errors import AccessError, EpochCheckpointError
 from epochckpt.format import parsing, paths
 from epochckpt.inspection import rows
@@ -21,7 +21,7 @@ from epochckpt.inspection.leftovers import progress as progress_of
 from epochckpt.inspection.rows import EpochRow, LeftoverRow, NodeRow
 
 if TYPE_CHECKING:
-    from epochckpt.commit.conditional_put import PutCommits
+    from epochckpt.directory.conditional_put import PutCommits
     from epochckpt.storage import File
 
 OWN = paths.HEAD.partition("/")[0]

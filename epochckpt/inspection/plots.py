@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from epochckpt import _text, _units
+from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.inspection import whole_run
-from epochckpt.inspection.rows import COMMITTED, SPENT, EpochRow, Goodput, Overview, RunsOverview, flat
+from epochckpt.inspection.rows import COMMITTED, SPENT, EpochRow, Goodput, Overview, RunsOverview
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from epochckpt.commit.metrics_log import flat, numbers
+from epochckpt._metrics import flat, numbers
 from epochckpt.format.tree import EMPTY_KINDS
 
 COMMITTED = "committed"
@@ -440,9 +440,3 @@ def history(metrics: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, tuple
             if math.isfinite(value):
                 found.setdefault(name, []).append((epoch, value))
     return {name: tuple(values) for name, values in found.items()}
-
-
-def number_in(metrics: Mapping[str, Any], name: str) -> float | None:
-    """One metric as a number, `a/b` also that of `{"a": {"b": …}}`; None if it is absent or no number."""
-    value = metrics[name] if name in metrics else flat(metrics).get(name) if "/" in name else None
-    return None if isinstance(value, bool) or not isinstance(value, int | float) else value

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from epochckpt import errors
-from epochckpt.commit import claiming
-from epochckpt.commit.metrics_log import numbers
+from epochckpt._metrics import numbers
+from epochckpt.directory import owners
 from epochckpt.inspection import leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import Container
@@ -23,7 +23,7 @@ from epochckpt.storage import Store, open_store
 
 if TYPE_CHECKING:
     from epochckpt._lazy import ocp
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.inspection.plots import RunsPlots
 
 _DEPTH = 4  # levels below the folder that are searched
@@ -200,7 +200,7 @@ class Owners(enum.Enum):
 
 
 def _owners(commits: Commits) -> Owners:
-    processes = [claiming.Process.parse(owner) for owner in commits.owners()]
+    processes = [owners.Process.parse(owner) for owner in commits.owners()]
     if not processes:
         return Owners.NONE
     return Owners.ENDED if all(process.has_ended for process in processes) else Owners.ALIVE

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from absl import logging
 
-from epochckpt import _text, errors
+from epochckpt import _metrics, _text, errors
 from epochckpt._lazy import ocp
-from epochckpt.commit import Commits, attached_metrics, commits_of
-from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.directory import Commits, attached_metrics, commits_of
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.inspection import leftovers, objects, suggest, tiers, whole_run
 from epochckpt.inspection.rows import (
@@ -30,14 +30,13 @@ from epochckpt.inspection.rows import (
     LeftoverRow,
     NodeRow,
     Overview,
-    number_in,
 )
 from epochckpt.jobs.notes import NOTES
 from epochckpt.orbax import StepNames, step_names, steps
 from epochckpt.storage import Store, open_file, open_store
 
 if TYPE_CHECKING:
-    from epochckpt.commit.metrics_log import Line
+    from epochckpt.directory.metrics_log import Line
 
 CHECKED_FILES = 2000
 """About how many files a look checks; the newest epochs come first."""
@@ -607,9 +606,9 @@ class _Scan:
     def _no_metric(self) -> dict[str, str]:
         """Why no epoch is best."""
         rows = self._rows.values()
-        if self._metric is None or any(number_in(row.metrics, self._metric) is not None for row in rows):
+        if self._metric is None or any(_metrics.number(row.metrics, self._metric) is not None for row in rows):
             return {}
-        known = sorted({name for row in rows for name in row.metrics})
+        known = sorted({name for row in rows for name in _metrics.flat(row.metrics)})
         if not known:
             return {"": f"no epoch has metrics, so none is best by {self._metric!r}"}
         return {"": f"no epoch has the metric {self._metric!r}; {_text.near(self._metric, known)}"}

@@ -38,6 +38,8 @@ def tone(state: str) -> Tone:
 
 def figure(value: object) -> str:
     """A metric, or what a caller attached: numbers as people write them, other values as Python does, shortened."""
+    if isinstance(value, bool):
+        return "true" if value else "false"  # as in JSON
     if isinstance(value, numbers.Real):
         return _units.number(value if isinstance(value, int) else float(value))
     return "" if value is None else value if isinstance(value, str) else _SHORT.repr(value)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from epochckpt import errors
-from epochckpt.commit.host_record import HostRecord, read_host_record
 from epochckpt.format import paths
 from epochckpt.inspection import whole_run
 from epochckpt.inspection.rows import BOTH, COMMITTED, DAMAGED, LOCAL, MIRROR, NEWER, EpochRow, Overview
+from epochckpt.saving.host_record import HostRecord, read_host_record
 from epochckpt.tiers import Ledger, read_ledger
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
 
 
 def host_of(commits: Commits) -> HostRecord | None:

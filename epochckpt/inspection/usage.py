@@ -9,15 +9,15 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.head_record import Head
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_record import Head
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, objects, rows, scan, tiers
 from epochckpt.inspection.rows import EpochRow, Usage, UsageRow
 from epochckpt.storage import File
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
 
 _ORDER = (
     rows.COMMITTED,

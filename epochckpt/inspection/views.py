@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _text, _units
+from epochckpt._metrics import flat
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import leaf_views, rows, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Problem, Span, Tone, Words, secs, table
@@ -105,7 +106,7 @@ def _facts(found: rows.EpochDetail) -> Iterator[Fact]:
     if row.state == rows.COMMITTED and not row.checked:
         yield "files", Span("not looked at", Tone.FAINT)
     metrics: list[Fact] = []
-    for name, value in rows.flat(row.metrics).items():
+    for name, value in flat(row.metrics).items():
         source = f"  (attached by {row.sources[name]})" if name in row.sources else ""
         metrics.append(("metric", (f"{name} ", Span(figure(value), Tone.STRONG, 60), Span(source, Tone.FAINT))))
     yield from _first(metrics)
@@ -127,7 +128,7 @@ def _metadata(found: Any) -> Iterator[Fact]:
     """The custom metadata of an epoch or an item."""
     texts = [figure(found)] if found else []
     if isinstance(found, Mapping):
-        texts = [f"{name}: {figure(each)}" for name, each in rows.flat(found).items()]
+        texts = [f"{name}: {figure(each)}" for name, each in flat(found).items()]
     return _first(("metadata", Span(each, limit=400)) for each in texts)
 
 
@@ -211,7 +212,7 @@ def _nodes(row: rows.EpochRow) -> Iterator[Block]:
 def _json(file: rows.FileRow) -> Block:
     """The content of a JSON file: a line per value."""
     content = file.content if isinstance(file.content, Mapping) else {file.name: file.content}
-    values = list(rows.flat(content).items())
+    values = list(flat(content).items())
     more = [("…", f"{_units.count(len(values) - _ENTRIES)} more")] if len(values) > _ENTRIES else []
     return table(
         [*values[:_ENTRIES], *more],

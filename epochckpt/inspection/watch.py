@@ -21,7 +21,7 @@ from epochckpt.inspection import leftovers, objects, scan
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow, LeftoverRow
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
 
 PRESENT = "present"  # an epoch that was there before the first look
 SAVED = "committed"

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from epochckpt.commit.ranking import best_of, rank
-from epochckpt.inspection.rows import COMMITTED, EpochRow, MetricsRow, Overview, history, number_in
+from epochckpt import _metrics
+from epochckpt.inspection.rows import COMMITTED, EpochRow, MetricsRow, Overview, history
+from epochckpt.saving.ranking import best_of, rank
 
 if TYPE_CHECKING:
-    from epochckpt.commit.metrics_log import Line
+    from epochckpt.directory.metrics_log import Line
 
 
 def completed(
@@ -40,7 +41,7 @@ def completed(
 
 def best(rows: Iterable[EpochRow], metric: str, mode: str) -> int | None:
     """The best committed epoch of the rows, the later of equals; NaN is worst. None if none has the metric."""
-    values = {row.epoch: number_in(row.metrics, metric) for row in rows if row.state == COMMITTED}
+    values = {row.epoch: _metrics.number(row.metrics, metric) for row in rows if row.state == COMMITTED}
     return best_of({epoch: None if value is None else rank(value, mode) for epoch, value in values.items()})
 
 

@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
+from epochckpt import args as own_args
+from epochckpt._renaming import Rename
+from epochckpt.errors import InvalidArgumentError, Remedies, UnsupportedError, say
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.jobs import containers
@@ -48,6 +51,15 @@ def is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in ("get_state", "set_state"))
 
 
+REMEDIES = Remedies(
+    rename="say so in @job.setup, with ws.target(blob, abstract, rename={})",
+    partial="a blob is restored as a whole: a new part of the state goes into a blob of its own.",
+    resize="A blob is restored in the shapes in which it was saved.",
+    rest="In @job.setup, ws.target(blob, abstract) says what a blob is restored as; without it, as it was saved.",
+)
+"""What to do about a blob that does not fit."""
+
+
 def state_of(value: Any) -> Any:
     """The pytree that a blob is saved as."""
     return value.get_state() if is_stateful(value) else value
@@ -71,6 +83,17 @@ def target_of(workspace: Workspace, name: str) -> Any:
     if live is None or is_stateful(live):
         return None
     return live if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(live)) else None
+
+
+def rename_of(workspace: Workspace, name: str) -> Rename | None:
+    """The new names of the leaves of a blob, see `Workspace.target`."""
+    target = workspace.targets.get(name)
+    return None if target is None else target.rename
+
+
+def argument(target: Any, rename: Rename | None) -> ocp.args.CheckpointArgs:
+    """How a blob of arrays is restored as a target; None: as saved."""
+    return ocp.args.StandardRestore(target) if rename is None else own_args.RenamedRestore(target, rename)
 
 
 def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str, Any] | None) -> Any:
@@ -163,6 +186,23 @@ def holds_global(value: Any) -> bool:
 
 def _is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def how_to_place(name: str) -> str:
+    """What to write so that the arrays of a blob come back where this job wants them."""
+    return (
+        f"say where they lie in this job: ws.target({name!r}, …) in @job.setup, with a "
+        "jax.ShapeDtypeStruct(shape, dtype, sharding=…) for each array"
+    )
+
+
+def refuse_unreachable(node: str, name: str, value: Any) -> None:
+    """Raises InvalidArgumentError if arrays of a restored blob lie on the devices of one other process alone."""
+    for leaf in filter(_is_global, jax.tree.leaves(value)):
+        processes = {device.process_index for device in leaf.sharding.device_set}
+        if len(processes) == 1:
+            where = f"on devices of process {min(processes)} alone, and node {node} is process {jax.process_index()}"
+            raise InvalidArgumentError(f"the arrays of blob {name!r} come back {where}; {how_to_place(name)}")
 
 
 def refuse_global(node: str, values: Mapping[str, Any]) -> None:

@@ -5,8 +5,8 @@
 | only below `node-<node>-<id>.orbax-checkpoint-tmp/` | uncommitted |
 | `<epoch>/<node>/epoch.json`, with the node's files beside it | committed, for this node alone |
 
-The commit is that of every other epoch (see `commit.rename`); only the names differ. There is no record of the epoch as
-a whole, and nothing here ever touches another node's folders. POSIX only; the directory itself is never created.
+The commit is that of every other epoch (see `directory.rename`); only the names differ. There is no record of the epoch
+as a whole, and nothing here ever touches another node's folders. POSIX only; the directory itself is never created.
 
 Of two jobs for one node, the one that joined later takes over with its first save: it moves the staging folders that it
 found when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that only
@@ -30,10 +30,9 @@ from epochckpt._threads import Deadline
 from epochckpt.arrays import Planner, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json
-from epochckpt.commit import Attempt, placing
-from epochckpt.commit.attempt import write_nodes
-from epochckpt.commit.protocol import ReplaceCondition
-from epochckpt.commit.rename import RenameCommits
+from epochckpt.directory import placing
+from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.rename import RenameCommits
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -52,6 +51,8 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames
 from epochckpt.orbax import options as checks
 from epochckpt.orbax.steps import STEP_RECORD
+from epochckpt.saving import Attempt
+from epochckpt.saving.attempt import write_nodes
 from epochckpt.storage import Store, open_store
 
 

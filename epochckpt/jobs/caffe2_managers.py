@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt.errors import FormatError, InvalidArgumentError, SaveError
+from epochckpt.errors import FormatError, InvalidArgumentError, SaveError, advice_for
 from epochckpt.format import paths
 from epochckpt.jobs import blobs, containers
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
@@ -322,8 +322,10 @@ class CheckpointManager(Manager):
             if wanted is not None:
                 found = (n if n in items else n.removeprefix(f"{self.node_name}/") for n in wanted)
                 needed = list(dict.fromkeys(name for name in found if name in items))
-            asked = {items[name]: ocp.args.StandardRestore(blobs.target_of(ws, name)) for name in needed}
-            values, types = reader.restore(ocp.args.Composite(**asked)), reader.record.custom_metadata.get("types")
+            asked = {items[n]: blobs.argument(blobs.target_of(ws, n), blobs.rename_of(ws, n)) for n in needed}
+            with advice_for(blobs.REMEDIES):
+                values = reader.restore(ocp.args.Composite(**asked))
+            types = reader.record.custom_metadata.get("types")
             types = types if isinstance(types, dict) else {}
             made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in needed}
             for name, value in made.items():

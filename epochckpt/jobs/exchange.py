@@ -16,7 +16,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt._threads import Deadline
-from epochckpt.commit import Coordinator
+from epochckpt.agreement import Coordinator
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, from_wire, to_wire
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from absl import logging
 
+from epochckpt import _text
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.jobs import stop
@@ -167,7 +168,8 @@ class Task:
         returned = self.fn(workspace)
         for output in self._outputs:
             if output.blob is not None and output.blob not in workspace:
-                raise InvalidArgumentError(f"{self} was to give blob {output.blob!r}, which does not exist after it")
+                problem = f"{self} was to give blob {output.blob!r}, which does not exist after it"
+                raise InvalidArgumentError(f"{problem}; {_text.near(output.blob, workspace)}")
             output.by_node[workspace.node] = returned if output.blob is None else workspace[output.blob]
         return returned
 
@@ -231,11 +233,11 @@ class ComputedCondition(stop.Condition):
     """A stop condition on values that the tasks of the epoch compute: true if a value is true on any node.
 
     `values` gives the booleans on the nodes of this process, from the session's workspace; a process without one has no
-    vote. `missing` says what is wrong if no process has one.
+    vote. `missing` says what is wrong if no process has one. `blob` is the blob that it looks at, if it is one.
     """
 
-    def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str):
-        self._repr, self.values, self.missing = name, values, missing
+    def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str, blob: str = ""):
+        self._repr, self.values, self.missing, self.blob = name, values, missing, blob
 
     def __call__(self, ctx: stop.Context) -> bool:
         """Whether one is true after this epoch."""
@@ -286,7 +288,7 @@ def _blob_condition(name: str, node: str | None) -> ComputedCondition:
         return [ws[blob] for ws, blob in names if blob in ws]
 
     of_node = f" of node {node}" if node else ""
-    return ComputedCondition(f"blob {name!r}{of_node}", values, "no node has it after the epoch")
+    return ComputedCondition(f"blob {name!r}{of_node}", values, "no node has it after the epoch", name)
 
 
 class Job(_Scope):

@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt.commit import coordination
+from epochckpt.agreement import coordination
 from epochckpt.jobs.exchange import Exchange
 
 

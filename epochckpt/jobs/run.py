@@ -14,6 +14,7 @@ from typing import Any
 
 from absl import logging
 
+from epochckpt import _text
 from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
@@ -183,6 +184,7 @@ class TrainingRun:
             made = {node: list(blobs) for node, blobs in self.session.workspaces().items()}
             self._explain_left_out(made, from_setup)
             return
+        self._check_named_blobs()
         self._agree_on_names(self._with_setup(restored.names, from_setup))
         self._explain_left_out(restored.names, from_setup)
         if self._is_finished(restored):
@@ -197,12 +199,43 @@ class TrainingRun:
             for node, ws in spaces.items()
         }
         self._run_group(self.job.init_group)
+        self._check_named_blobs()
         self._agree_on_names({node: list(ws) if node in self._kept_nodes() else [] for node, ws in spaces.items()})
         if self.backend is not None:
             self._warn_of_types(declared)
             epoch = _TrainedEpoch(0)
             self._save(epoch, self._agree(epoch, list), force=True)
         self.notice.ask(0)
+
+    def _check_named_blobs(self) -> None:
+        """Refuses a target, or a pattern of `include`, for a blob that no node has when init has run: it is misspelt.
+
+        A resumed run may go on from an epoch that lacks the blob: that is logged, unless nothing would be saved.
+        """
+        resumed = self._result.resumed_from is not None
+
+        def report() -> dict[str, list[str]]:
+            spaces = self.session.workspaces().values()
+            return {"blobs": self._blobs_here(), "targets": sorted({name for ws in spaces for name in ws.targets})}
+
+        def decide(reports: list[dict[str, list[str]]]) -> None:
+            known = sorted({name for one in reports for name in one["blobs"]})
+            targets = set() if resumed else {name for one in reports for name in one["targets"]}
+            given = [(name, f"ws.target({name!r}, …)") for name in sorted(targets) if name not in known]
+            given += [(one, f"include=[{one!r}]") for one in self.settings.include or () if not _matching(one, known)]
+            for name, form in given:
+                when = f"after {self._named(self._result.epoch)}" if resumed else "when init has run"
+                remedy = f"correct the name, or make the blob in init; {_text.near(name, known)}"
+                problem = f"{form}: no node has such a blob {when}; {remedy}"
+                if not resumed or not self._chosen(known):
+                    raise InvalidArgumentError(problem)
+                logging.warning("%s", problem)
+
+        self.exchange.gather("the names of blobs", report, decide)
+
+    def _blobs_here(self) -> list[str]:
+        """The names of the blobs of all nodes of this process."""
+        return sorted({name for workspace in self.session.workspaces().values() for name in workspace})
 
     def _check_unit(self, restored: Restored, directory: str) -> None:
         """Refuses an epoch of a job that counted something else, unless the user has named it."""
@@ -229,9 +262,12 @@ class TrainingRun:
                 f"{directory}: {self._named(restored.epoch)} holds {some} for node {node}, not {', '.join(missing)}, "
                 "for which setup declared targets"
             )
+            hints = [f"of {name!r} {_text.near(name, held)}" for name in missing if _text.near_names(name, held)]
+            hint = f" ({'; '.join(hints)})" if hints else ""
             if len(missing) == len(wanted):
-                raise InvalidArgumentError(f"{problem}: something else saved it; take another directory")
-            logging.warning("%s; these blobs are not there unless the job makes them", problem)
+                remedy = "take another directory, or correct the names" if hints else "take another directory"
+                raise InvalidArgumentError(f"{problem}{hint}: something else saved it; {remedy}")
+            logging.warning("%s%s; these blobs are not there unless the job makes them", problem, hint)
 
     def _warn_of_types(self, declared: Mapping[str, Collection[str]]) -> None:
         """Names the blobs that a resume may not be able to give back as they are, except those `declared` by setup."""
@@ -301,7 +337,7 @@ class TrainingRun:
 
         def holds(condition: stop.Condition) -> bool:
             if not stop.is_foreign(condition):
-                return condition.holds(ctx)
+                return stop.held(condition, ctx)
             try:
                 return bool(notes.get("finished")) and condition.holds(ctx)
             except Exception as error:
@@ -345,7 +381,7 @@ class TrainingRun:
             # Every condition looks at every finished epoch: one that counts must not miss any.
             ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
             conditions = self.job.stop_conditions
-            answers = [stop.checked(c, c(ctx), ctx) for c in conditions]
+            answers = [stop.look(condition, ctx) for condition in conditions]
             self._stop_states = stop.save_states(conditions)
             return [_reason(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
 
@@ -381,24 +417,31 @@ class TrainingRun:
         conditions, backend = self.job.stop_conditions, self.backend
 
         def report() -> dict[str, Any]:
-            reasons, problem = train(), ""
+            looked_back, reasons, problem = self._looked_back, train(), ""
+            first = self._looked_back and not looked_back  # the first epoch has been trained to its end
+            blobs = self._blobs_here() if first or None in reasons else []
             if backend is not None and (self.job.resumable or not epoch.interrupted):
                 try:
                     epoch.prepared = backend.prepare(epoch.number, self.names)
                 except Exception as error:
                     problem = say(error)
             fenced_off = "" if backend is None else backend.fenced_off()
-            return {"reasons": reasons, "interrupted": epoch.interrupted, "problem": problem, "fenced_off": fenced_off}
+            more = {"problem": problem, "fenced_off": fenced_off, "first": first, "blobs": blobs}
+            return {"reasons": reasons, "interrupted": epoch.interrupted, **more}
 
         def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
             # A condition is true if it is on any process that has a vote, and some process must have one.
             stops: dict[str, str] = {}
+            known = sorted({name for r in reports for name in r["blobs"]})
             voters = [r["reasons"] for r in reports if r["reasons"]]
             for condition, votes in zip(conditions, zip(*voters, strict=True), strict=False):
                 if isinstance(condition, ComputedCondition) and all(vote is None for vote in votes):
-                    raise InvalidArgumentError(f"stop condition {condition!r}: {condition.missing}")
+                    near = f"; {_text.near(condition.blob, known)}" if condition.blob else ""
+                    raise InvalidArgumentError(f"stop condition {condition!r}: {condition.missing}{near}")
                 if any(votes):
                     stops[repr(condition)] = next(filter(None, votes))
+            if all(r["first"] for r in reports):
+                self._check_excluded(known)
 
             # The epoch is saved if it is time, every process can save its part, and storage can be reached.
             interrupted = any(r["interrupted"] for r in reports)
@@ -427,6 +470,19 @@ class TrainingRun:
             many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
             verdict.too_many = f"{many}; the last, of {self._named(failed)}: {reason}"
         return verdict
+
+    def _check_excluded(self, known: Sequence[str]) -> None:
+        """On the primary, after the first epoch: refuses a name in `exclude` that no node has: it is misspelt.
+
+        Patterns may match nothing. A resumed run goes on: the blob may be one of an epoch that is not the first.
+        """
+        names = [name for name in self.settings.exclude or () if not any(mark in name for mark in "*?[")]
+        for name in (name for name in names if name not in known):
+            problem = f"exclude=[{name!r}]: no node has such a blob after the first {self.job.unit} of this run"
+            if self._result.resumed_from is None:
+                remedy = f"correct the name, or leave it out; {_text.near(name, known)}"
+                raise InvalidArgumentError(f"{problem}; {remedy}")
+            logging.warning("%s; %s", problem, _text.near(name, known))
 
     def _check_blobs(self, epoch: int) -> None:
         """Names the blobs that stay from epoch to epoch and are not checkpointed, except those that `exclude` names."""
@@ -603,8 +659,8 @@ class TrainingRun:
     def _chosen(self, names: Iterable[str]) -> list[str]:
         """The blobs to checkpoint, by the patterns of the user."""
         include, exclude = self.settings.include, self.settings.exclude or ()
-        wanted = [n for n in names if include is None or any(fnmatch.fnmatchcase(n, p) for p in include)]
-        return [n for n in wanted if not any(fnmatch.fnmatchcase(n, p) for p in exclude)]
+        wanted = [n for n in names if include is None or any(_matching(pattern, [n]) for pattern in include)]
+        return [n for n in wanted if not any(_matching(pattern, [n]) for pattern in exclude)]
 
     def _kept_nodes(self) -> Sequence[str]:
         return self.job.nodes_to_checkpoint() or self.session.nodes
@@ -615,6 +671,11 @@ class TrainingRun:
         return stop.Context(
             epoch=epoch, metrics=metrics, workspace=root, **times, preempted=preempted, unit=self.job.unit
         )
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that match a shell pattern."""
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def _first(reports: Iterable[Mapping[str, Any]], key: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import _units
+from epochckpt._durations import seconds
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
 from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
@@ -74,8 +74,8 @@ class JobRunner:
         resume: `auto`: from the newest epoch, else from scratch; `never` is refused if there are epochs, `must` if
             there are none.
         metadata_handler: hears what is saved; may be given to the manager instead.
-        include: shell patterns of the blobs to checkpoint; None: all.
-        exclude: shell patterns of blobs not to checkpoint.
+        include: shell patterns of the blobs to checkpoint, each of which must match one when init has run; None: all.
+        exclude: shell patterns of blobs not to checkpoint; a name must be that of a blob after the first epoch.
         deadline_secs: how long tasks that ask `ws.should_stop()` may go on with an epoch after a preemption notice;
             then it is dropped, or saved if it is resumable. None: until it is finished.
         max_consecutive_save_failures: end the run when more saves in a row have failed; None: never.
@@ -115,8 +115,8 @@ class JobRunner:
         limit = max_consecutive_save_failures
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
-        deadline = None if deadline_secs is None else _seconds("deadline_secs", deadline_secs, zero=True)
-        save_every = 0.0 if save_every_secs is None else _seconds("save_every_secs", save_every_secs)
+        deadline = None if deadline_secs is None else seconds("deadline_secs", deadline_secs, zero=True)
+        save_every = 0.0 if save_every_secs is None else seconds("save_every_secs", save_every_secs)
         for name, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
@@ -125,7 +125,7 @@ class JobRunner:
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
         self._settings = RunSettings(resume, include, exclude, deadline, limit, unsaved_blobs, save_every)
-        self._timeout = _seconds("exchange_timeout_secs", exchange_timeout_secs)
+        self._timeout = seconds("exchange_timeout_secs", exchange_timeout_secs)
         self._progress, self._must_save = progress, raise_if_not_saved
         self._result: RunResult | None = None
         self._run: TrainingRun | None = None
@@ -354,16 +354,3 @@ class JobRunner:
         notifier = HandlerNotifier(handler, session.coordinator.primary, calls, accessible)
         option = "JobRunner(exchange_timeout_secs=…)"
         return backend, Exchange(session.coordinator, session.nodes, self._timeout, option=option), notifier
-
-
-def _seconds(name: str, value: Any, zero: bool = False) -> float:
-    """A number of seconds, or a text such as `90s` or `1.5h`."""
-    expected = f"{name} is a number of seconds, or a text such as '90s', '10min' or '1.5h'"
-    try:
-        secs = _units.parse_secs(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise InvalidArgumentError(f"{expected}, got {value!r}: {error}") from None
-    number = isinstance(secs, int | float) and not isinstance(secs, bool)
-    if not number or not (secs > 0 or (zero and secs == 0)):
-        raise InvalidArgumentError(f"{expected}, got {value!r}")
-    return secs

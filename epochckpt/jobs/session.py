@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from epochckpt.commit import Coordinator, coordination
+from epochckpt.agreement import Coordinator, coordination
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, TaskError, say
 from epochckpt.jobs.job import Task, TaskGroup
 from epochckpt.jobs.workspace import Workspace

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -18,7 +19,6 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
 import jax
@@ -27,6 +27,7 @@ import numpy as np
 from absl import logging
 
 from epochckpt import _text, _units
+from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.format import checksums
 from epochckpt.storage import expanded, open_file, path_text, plain, with_settings
@@ -121,10 +122,10 @@ class _Both(Condition):
         self.sign, self.operands = sign, operands
 
     def __call__(self, ctx: Context) -> bool:
-        return self._joined([checked(o, o(ctx), ctx) for o in self.operands])  # a list: every operand is called
+        return self._joined([look(operand, ctx) for operand in self.operands])  # a list: every operand is called
 
     def holds(self, ctx: Context) -> bool:
-        return self._joined([checked(o, o.holds(ctx), ctx) for o in self.operands])
+        return self._joined([held(operand, ctx) for operand in self.operands])
 
     def _joined(self, answers: list[bool]) -> bool:
         return any(answers) if self.sign == "|" else all(answers)
@@ -143,12 +144,7 @@ class _Wrapped(Condition):
         self._fresh: list[Any] = []  # the state before the first run
 
     def holds(self, ctx: Context) -> bool:
-        try:
-            answer = self.function(ctx)
-        except Exception as error:
-            error.add_note(f"in {_where(self, ctx)}, node {getattr(ctx.workspace, 'node', '?')}")
-            raise
-        return checked(self, answer, ctx)
+        return checked(self, self.function(ctx), ctx)
 
     def get_state(self) -> Any:
         return self.function.get_state() if self._stateful else None
@@ -157,7 +153,7 @@ class _Wrapped(Condition):
         if not self._stateful:
             return
         if state is None and not self._fresh:  # the first run begins
-            with suppress(Exception):  # raised at the end of the first epoch
+            with contextlib.suppress(Exception):  # raised at the end of the first epoch
                 self._fresh.append(copy.deepcopy(self.function.get_state()))
         else:  # a user's object need not know what None stands for
             self.function.set_state(copy.deepcopy(self._fresh[0]) if state is None else state)
@@ -224,18 +220,20 @@ class _OfMetric(Condition):
         self._metric, self._sign = metric, 1 if mode == "max" else -1
 
     def __call__(self, ctx: Context) -> bool:
-        where, value = _where(self, ctx), ctx.metrics.get(self._metric)
-        if self._metric not in ctx.metrics:
-            names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
+        where = _where(self, ctx)
+        known = flat(ctx.metrics)
+        if self._metric not in known:
+            names = ", ".join(map(repr, sorted(known))) or "none"
             problem = f"there is no metric {self._metric!r} among those of the {ctx.unit} ({names})"
             raise InvalidArgumentError(f"{where}: {problem}; return it from an epoch task, or correct the name")
+        value = known[self._metric]
         number = as_scalar(value)
         if number is None:
             raise InvalidArgumentError(f"{where}: metric {self._metric!r} is {_shown(value)}; expected a real number")
         return self._look(float(number))
 
     def holds(self, ctx: Context) -> bool:
-        if self._metric in ctx.metrics:
+        if self._metric in flat(ctx.metrics):
             return self(ctx)
         logging.warning("%s: there is no metric %r", _where(self, ctx), self._metric)
         return False
@@ -376,6 +374,28 @@ def as_condition(obj: Any) -> Condition:
     return _Wrapped(obj)
 
 
+def look(condition: Condition, ctx: Context) -> bool:
+    """What a condition says of a finished epoch; an error of it is noted with the condition and the node."""
+    with _noted(condition, ctx):
+        return checked(condition, condition(ctx), ctx)
+
+
+def held(condition: Condition, ctx: Context) -> bool:
+    """Whether a condition holds, see `Condition.holds`; an error of it is noted as in `look`."""
+    with _noted(condition, ctx):
+        return checked(condition, condition.holds(ctx), ctx)
+
+
+@contextlib.contextmanager
+def _noted(condition: Condition, ctx: Context) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a user's own code may raise anything
+        if not condition.operands:  # else the operand that raised is noted
+            error.add_note(f"in {_where(condition, ctx)}, node {getattr(ctx.workspace, 'node', '?')}")
+        raise
+
+
 def checked(condition: Any, answer: Any, ctx: Context) -> bool:
     """A condition's answer; raises InvalidArgumentError, with condition, epoch and answer, if it is no bool."""
     found = as_scalar(answer)
@@ -393,7 +413,7 @@ def why(condition: Condition, ctx: Context) -> str:
     """The `repr` of a condition that was true; of `a | b`, without users' callables, only the operands that hold."""
     if len(alternatives(condition)) == 1 or is_foreign(condition):
         return repr(condition)
-    return " | ".join(why(part, ctx) for part in condition.operands if part.holds(ctx)) or repr(condition)
+    return " | ".join(why(part, ctx) for part in condition.operands if held(part, ctx)) or repr(condition)
 
 
 def alternatives(condition: Condition) -> list[Condition]:
@@ -428,7 +448,12 @@ def save_states(conditions: Sequence[Condition]) -> dict[str, Any]:
     """
     saved: dict[str, Any] = {}
     for key, condition in _keyed(conditions).items():
-        state = checksums.pack_json(condition.get_state(), f"the state of stop condition {key}")
+        try:
+            state = condition.get_state()
+        except Exception as error:
+            error.add_note(f"in the state of stop condition {key}")
+            raise
+        state = checksums.pack_json(state, f"the state of stop condition {key}")
         # NaN and infinities in a user's state are not JSON, and their packed form may not be packed once more
         text = json.dumps(state, allow_nan=False)
         if state is not None:
@@ -449,7 +474,7 @@ def load_states(conditions: Sequence[Condition], saved: Any) -> None:
             condition.set_state(checksums.unpack_json(json.loads(state[_JSON])) if packed else state)
         except Exception as error:  # a user's own code, or a state of another version of it
             logging.warning("stop condition %r starts fresh: its state is %s: %s", condition, _shown(state), say(error))
-            with suppress(Exception):  # half of the state may be set
+            with contextlib.suppress(Exception):  # half of the state may be set
                 condition.set_state(None)
     for key in states:
         logging.info("the state of stop condition %s is dropped: there is no such condition any more", key)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from epochckpt import _progress
-from epochckpt.commit import commits_of, coordination
-from epochckpt.commit.attempt import NodeReport
+from epochckpt._durations import seconds
+from epochckpt.agreement import coordination
+from epochckpt.directory import commits_of
 from epochckpt.errors import (
     EpochCheckpointError,
     InvalidArgumentError,
@@ -28,6 +29,7 @@ from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.numbers import epoch_number
+from epochckpt.saving.attempt import NodeReport
 from epochckpt.storage import open_store, plain
 from epochckpt.tiers import EpochCopy, check_place
 
@@ -70,19 +72,20 @@ class CopyUpload(UploadTaskGroupBuilder):
         destination: a path, or the URL of an object store; made if missing.
         replace: another epoch of this number that is there gives way when the copy is complete, and is removed; else it
             is an error.
-        timeout_secs: how long the nodes wait for the slowest of them to copy its folder.
+        timeout_secs: how long the nodes wait for the slowest of them to copy its folder, in seconds or as `"2h"`.
     """
 
-    def __init__(self, destination: str | os.PathLike[str], *, replace: bool = False, timeout_secs: float = 3600.0):
-        if isinstance(timeout_secs, bool) or not isinstance(timeout_secs, int | float) or not timeout_secs > 0:
-            raise InvalidArgumentError(f"timeout_secs is a number of seconds, got {timeout_secs!r}")
+    def __init__(
+        self, destination: str | os.PathLike[str], *, replace: bool = False, timeout_secs: float | str = 3600.0
+    ):
+        self.timeout_secs = seconds("CopyUpload(timeout_secs)", timeout_secs)
         try:
             target = open_store(destination)
         except (TypeError, ValueError) as error:
             shown = plain(destination) if isinstance(destination, str) else destination
             raise InvalidArgumentError(f"destination {shown!r}: {error}") from error
         self.destination, self.address = target.root, target.address
-        self.replace, self.timeout_secs = bool(replace), timeout_secs
+        self.replace = bool(replace)
 
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
         """The task group that uploads an epoch of a manager; call it on every process.

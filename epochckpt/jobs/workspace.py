@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from epochckpt import _text
+from epochckpt import _renaming, _text
+from epochckpt._renaming import Rename
 from epochckpt.errors import InvalidArgumentError, WorkspaceAttributeError
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
@@ -21,6 +22,7 @@ class Target(NamedTuple):
 
     abstract: Any = None
     reshard: Reshard | None = None
+    rename: Rename | None = None
 
 
 class Workspace(MutableMapping[str, Any]):
@@ -68,16 +70,25 @@ class Workspace(MutableMapping[str, Any]):
             )
         super().__setattr__(name, value)
 
-    def target(self, name: str, abstract: Any = None, *, reshard: Reshard | None = None) -> None:
+    def target(
+        self, name: str, abstract: Any = None, *, reshard: Reshard | None = None, rename: Rename | None = None
+    ) -> None:
         """Says how a blob comes back from a checkpoint; called in `@job.setup`.
 
         Args:
-            name: the blob.
+            name: the blob; InvalidArgumentError, when init has run, if no node has it.
             abstract: a pytree of `jax.ShapeDtypeStruct`s (with shardings) or of values, as for `StandardRestore`, for
                 example `jax.eval_shape` of what makes the blob; None: as the epoch has it.
             reshard: for a blob that differs per node, see `epochckpt.args.NodeRestore`.
+            rename: for a blob whose leaves had other names when it was saved, see `epochckpt.args.RenamedRestore`; it
+                needs `abstract`.
+
+        Raises:
+            InvalidArgumentError: `rename` is none, or comes without `abstract`.
         """
-        self._targets[name] = Target(abstract, reshard)
+        if rename is not None and abstract is None:
+            raise InvalidArgumentError(f"ws.target({name!r}, rename=…) needs abstract=, what it is restored as")
+        self._targets[name] = Target(abstract, reshard, _renaming.check(rename))
 
     @property
     def targets(self) -> Mapping[str, Target]:

@@ -1,4 +1,4 @@
-"""What a user does to a directory: save, restore, delete, roll back, follow, export, import, repair, report.
+"""What a user does to a directory: save, restore, delete, roll back, follow, repair, report.
 
 Promises: `CheckpointManager` has Orbax's interface; what only reads needs no other process and no permission to write.
 """

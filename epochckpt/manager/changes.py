@@ -17,8 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 import orbax.checkpoint as ocp
 
 from epochckpt import _threads
-from epochckpt.commit import Commits, attached_metrics, claiming, commits_of
-from epochckpt.commit.host_record import read_host_record
+from epochckpt.directory import Commits, attached_metrics, commits_of, owners
 from epochckpt.errors import (
     DamagedError,
     EpochNotFoundError,
@@ -34,6 +33,7 @@ from epochckpt.manager.reader import CheckpointReader, ignore
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
+from epochckpt.saving.host_record import read_host_record
 from epochckpt.storage import open_store
 from epochckpt.tiers import EpochCopy, Mirror, check_place
 
@@ -53,7 +53,7 @@ def check_changeable(commits: Commits, take_over: bool = False) -> None:
     if (refusal := commits.write_refusal()) is not None:
         raise refusal
     if not take_over:
-        claiming.check_idle(commits)
+        owners.check_idle(commits)
 
 
 def check_both_changeable(commits: Commits, mirror: str | None, take_over: bool = False) -> None:

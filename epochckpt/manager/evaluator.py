@@ -11,9 +11,9 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from epochckpt._durations import seconds
 from epochckpt._threads import Deadline
-from epochckpt.commit import Commits, attached_metrics, commits_of
-from epochckpt.errors import InvalidArgumentError
+from epochckpt.directory import Commits, attached_metrics, commits_of
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -22,9 +22,9 @@ from epochckpt.storage import open_store
 def follow(
     directory: str | os.PathLike[str],
     after: int | None = None,
-    timeout_secs: float | None = None,
+    timeout_secs: float | str | None = None,
     *,
-    interval_secs: float = 1.0,
+    interval_secs: float | str = 1.0,
     options: ocp.CheckpointManagerOptions | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[int]:
@@ -37,13 +37,13 @@ def follow(
     Args:
         directory: checkpoint directory; need not exist yet.
         after: yield only later epochs; None: all, the existing ones first.
-        timeout_secs: end when no new epoch appeared for this long; None: never.
-        interval_secs: how often to look.
+        timeout_secs: end when no new epoch appeared for this long, in seconds or as `"10min"`; None: never.
+        interval_secs: how often to look, in the same form.
         options: the step name format, if it is not the default.
         stop: called after each look; ends when it returns True.
 
     Raises:
-        InvalidArgumentError: interval_secs is not positive.
+        InvalidArgumentError: interval_secs is not above 0, or a time is none.
         StorageError: storage does not answer, also when asked again; call it anew, with the last epoch as `after`.
 
     Examples:
@@ -53,14 +53,13 @@ def follow(
         >>> list(ec.follow("run", after=0, timeout_secs=0))
         [1, 2]
     """
-    if not interval_secs > 0:
-        raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
+    interval = seconds("interval_secs", interval_secs)
+    wait_secs = math.inf if timeout_secs is None else seconds("timeout_secs", timeout_secs, zero=True)
     commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
-    wait_secs = math.inf if timeout_secs is None else timeout_secs
     yielded: dict[int, str | None] = {}  # attempts by epoch, ascending; None: its record is damaged
     deadline, pause = Deadline(wait_secs), threading.Event()
     while True:
-        epochs, look, late = commits.list_epochs(), Deadline(interval_secs), False
+        epochs, look, late = commits.list_epochs(), Deadline(interval), False
         _forget_replaced(commits, epochs, yielded)
         last = next(reversed(yielded), -1 if after is None else after)
         for number, epoch in enumerate(e for e in epochs if e > last):
@@ -76,7 +75,7 @@ def follow(
         if (deadline.passed() and not late) or (stop is not None and stop()):
             return
         if not late:
-            pause.wait(max(0.0, min(interval_secs, deadline.left())))
+            pause.wait(max(0.0, min(interval, deadline.left())))
 
 
 def _forget_replaced(commits: Commits, epochs: Collection[int], yielded: dict[int, str | None]) -> None:

@@ -16,14 +16,11 @@ from orbax.checkpoint import checkpoint_manager
 
 from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
+from epochckpt.agreement import Calls, coordination
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.snapshot import checked_json, root_metadata
-from epochckpt.commit import Attempt, Attempts, Calls, Claim, History, coordination, opening, retention
-from epochckpt.commit.common_calls import CommonCalls
-from epochckpt.commit.hosts import Hosts
-from epochckpt.commit.protocol import ReplaceCondition
-from epochckpt.commit.saver import LONG_SECS
+from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.errors import (
     EpochExistsError,
     EpochNotFoundError,
@@ -44,6 +41,10 @@ from epochckpt.manager.restoring import Asked, Response, Restores
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
+from epochckpt.saving import Attempt, Attempts, Claim, History, opening, retention
+from epochckpt.saving.common_calls import CommonCalls
+from epochckpt.saving.hosts import Hosts
+from epochckpt.saving.saver import LONG_SECS
 from epochckpt.tiers import LedgerFile, Mirror
 
 T = TypeVar("T")
@@ -115,7 +116,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 several nodes, all of which it then hosts.
             metadata_handler: see `epochckpt.metadata`; the primary notifies it of the nodes and of every commit.
 
-        Raises: see `epochckpt.commit.opening.open_directory`.
+        Raises:
+            NotACheckpointDirectoryError: a file is there.
+            AccessError: this user may not read it, or not create it.
+            FormatVersionError: a record of the directory itself needs a newer epochckpt.
+            InvalidArgumentError: options that contradict each other, or unusable or repeated names of nodes or items.
+            CoordinationTimeoutError: a process did not come to open it; the error names the process.
         """
         self.metadata_handler = None if metadata_handler is None else check_handler(metadata_handler)
         self._options = check_options(options or ocp.CheckpointManagerOptions())

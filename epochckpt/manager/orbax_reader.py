@@ -21,7 +21,7 @@ from epochckpt import errors
 from epochckpt.arrays import Pack, Request, Shardings, items
 from epochckpt.arrays.restore import ArraySource, restore_tree
 from epochckpt.arrays.targets import divides, logical_shape, of_keys
-from epochckpt.commit import Commits
+from epochckpt.directory import Commits
 from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification

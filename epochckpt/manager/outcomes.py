@@ -10,12 +10,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _monitoring
-from epochckpt.commit import Attempt, Commits, History
-from epochckpt.commit.attempt import Committed
+from epochckpt.directory import Commits
 from epochckpt.errors import SaveError, StorageBehindError
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import SaveResult
 from epochckpt.orbax.step_log import StepLog
+from epochckpt.saving import Attempt, History
+from epochckpt.saving.attempt import Committed
 from epochckpt.tiers import Mirror
 
 _KEPT = 1000  # results that are kept until they are popped; the newest
@@ -23,7 +24,7 @@ _KEPT = 1000  # results that are kept until they are popped; the newest
 
 @dataclasses.dataclass(eq=False)
 class Listener:
-    """The `commit.saver.SaveListener` of a manager, which also hears of its claim to the directory."""
+    """The `saving.saver.SaveListener` of a manager, which also hears of its claim to the directory."""
 
     _commits: Commits
     _options: ocp.CheckpointManagerOptions

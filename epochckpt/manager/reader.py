@@ -16,7 +16,7 @@ from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, item
 from epochckpt.arrays.items import Nothing, RestoreContext
 from epochckpt.arrays.reader import once
 from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
-from epochckpt.commit import Commits, attached_metrics
+from epochckpt.directory import Commits, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib

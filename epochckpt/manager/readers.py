@@ -13,13 +13,13 @@ from absl import logging
 
 from epochckpt import _monitoring, _progress
 from epochckpt._threads import Pool
+from epochckpt.agreement import Calls, Coordinator
+from epochckpt.agreement.restore_vote import patience
 from epochckpt.arrays import EpochReader
 from epochckpt.arrays.broadcast import CHUNK_BYTES, Sharing, decide
 from epochckpt.arrays.items import RestoreContext
-from epochckpt.commit import Calls, Commits, Coordinator, commits_of
-from epochckpt.commit.head_record import HeadEpoch
-from epochckpt.commit.host_record import read_host_record
-from epochckpt.commit.restore_vote import patience
+from epochckpt.directory import Commits, commits_of
+from epochckpt.directory.head_record import HeadEpoch
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -34,6 +34,7 @@ from epochckpt.manager.reader import CheckpointReader, NativeReader
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, OrbaxRecord
+from epochckpt.saving.host_record import read_host_record
 from epochckpt.storage import open_store
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import orbax.checkpoint as ocp
 
-from epochckpt.commit import Commits, commits_of, rebuild
-from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.directory import Commits, commits_of, rebuild
+from epochckpt.directory.conditional_put import PutCommits
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames, linked_view, object_view

@@ -14,15 +14,17 @@ from absl import logging
 
 from epochckpt import _monitoring, _progress, _threads, errors
 from epochckpt._threads import Deadline, Future
-from epochckpt.commit import Attempts, Calls, Commits, Coordinator, History
-from epochckpt.commit.protocol import ReplaceCondition
-from epochckpt.commit.restore_vote import Look, newest_readable, patience, try_together
+from epochckpt.agreement import Calls, Coordinator
+from epochckpt.agreement.restore_vote import Look, newest_readable, patience, try_together
+from epochckpt.directory import Commits
+from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.reader import CheckpointReader
 from epochckpt.manager.readers import Readers, apart
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import step_log
 from epochckpt.orbax.step_log import StepLog
+from epochckpt.saving import Attempts, History
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -231,7 +233,7 @@ class Restores:
     def _newest(
         self, commits: Commits, history: History, restore: Callable[[int], T], among: Sequence[int] | None = None
     ) -> tuple[int, T]:
-        """The processes vote, see `commit.restore_vote`; `history` learns which epochs are damaged."""
+        """The processes vote, see `agreement.restore_vote`; `history` learns which epochs are damaged."""
         attempts: dict[int, str | None] = {}
 
         def allowed() -> list[int]:

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from epochckpt._durations import seconds
 from epochckpt.errors import (
     AccessError,
     CoordinationTimeoutError,
@@ -129,7 +130,7 @@ class SqliteMetadataHandler(CheckedHandler):
     Args:
         path: the file, on a local or shared file system; its folder must exist.
         run: the run's name; None for its db_prefix, as given.
-        timeout_secs: how long a call may wait for a lock that another process holds.
+        timeout_secs: how long a call may wait for a lock that another process holds, in seconds or as `"1min"`.
 
     Examples:
         >>> handler = ec.metadata.SqliteMetadataHandler("runs.db", run="first")
@@ -140,7 +141,7 @@ class SqliteMetadataHandler(CheckedHandler):
         [('first', 3)]
     """
 
-    def __init__(self, path: str | os.PathLike[str], run: str | None = None, *, timeout_secs: float = 30.0):
+    def __init__(self, path: str | os.PathLike[str], run: str | None = None, *, timeout_secs: float | str = 30.0):
         name = expanded(path_text(path, "SqliteMetadataHandler(path)"))
         if "://" in name or name == ":memory:":
             raise InvalidArgumentError(
@@ -148,13 +149,12 @@ class SqliteMetadataHandler(CheckedHandler):
             )
         if run is not None and (not isinstance(run, str) or not run):
             raise InvalidArgumentError(f"SqliteMetadataHandler(run) must be a name, got {run!r}")
-        number = isinstance(timeout_secs, int | float) and not isinstance(timeout_secs, bool)
-        if not number or not 0 < timeout_secs <= _MAX_TIMEOUT_SECS:
+        timeout = seconds("SqliteMetadataHandler(timeout_secs)", timeout_secs)
+        if timeout > _MAX_TIMEOUT_SECS:
             raise InvalidArgumentError(
-                "SqliteMetadataHandler(timeout_secs) must be a number above 0, "
-                f"at most {_MAX_TIMEOUT_SECS}, got {timeout_secs!r}"
+                f"SqliteMetadataHandler(timeout_secs) is at most {_MAX_TIMEOUT_SECS}, got {timeout_secs!r}"
             )
-        self._path, self._timeout_secs = os.path.abspath(name), float(timeout_secs)
+        self._path, self._timeout_secs = os.path.abspath(name), float(timeout)
         self._run, self._nodes = run, list[str]()
         self._epoch: int | None = None
         self._id: int | None = None

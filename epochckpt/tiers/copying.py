@@ -27,12 +27,12 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt._threads import Deadline
+from epochckpt.agreement import Coordinator
+from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import EpochReader
-from epochckpt.commit import Commits, Coordinator, attached_metrics
-from epochckpt.commit.attempt import NodeReport, ProcessReport
-from epochckpt.commit.coordination import RecentKeys
-from epochckpt.commit.lineage import ClaimLineage
-from epochckpt.commit.protocol import ReplaceCondition, Rollback
+from epochckpt.directory import Commits, attached_metrics
+from epochckpt.directory.lineage import ClaimLineage
+from epochckpt.directory.protocol import ReplaceCondition, Rollback
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -50,6 +50,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import NodeEntry, paths
 from epochckpt.options import StorageOptions
+from epochckpt.saving.attempt import NodeReport, ProcessReport
 from epochckpt.tiers.epoch_copy import EpochCopy
 from epochckpt.tiers.ledger import Copy, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import claim_of

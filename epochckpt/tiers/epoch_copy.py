@@ -1,8 +1,8 @@
 """One copy of an epoch in another directory, compared with its checksums on the way.
 
-A copy is a commit in the other directory (see `commit.protocol`): the primary makes room (`EpochCopy.begin`), processes
-copy the folders of nodes, and the primary publishes. Only the bytes are not new. No reader sees a copy before it is
-published, and the next claim of that directory sweeps what a killed copy leaves.
+A copy is a commit in the other directory (see `directory.protocol`): the primary makes room (`EpochCopy.begin`),
+processes copy the folders of nodes, and the primary publishes. Only the bytes are not new. No reader sees a copy before
+it is published, and the next claim of that directory sweeps what a killed copy leaves.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.arrays import EpochReader
-from epochckpt.commit import Commits
-from epochckpt.commit.protocol import ReplaceCondition
-from epochckpt.commit.rename import RenameCommits
+from epochckpt.directory import Commits
+from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.rename import RenameCommits
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,

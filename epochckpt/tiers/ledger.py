@@ -24,7 +24,7 @@ from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import Codec, Fields, stored
 
 if TYPE_CHECKING:
-    from epochckpt.commit import Commits
+    from epochckpt.directory import Commits
     from epochckpt.storage import Store
 
 _FIRST_FREE_INODE = 1024  # roots of file systems have small numbers, and the same ones

@@ -3,7 +3,7 @@
 Guarantees:
 - nothing here runs on the training thread, and no commit waits for the mirror;
 - the mirror belongs to one directory at a time. A run claims it by replacing exactly the claim that it has seen (see
-  `commit.lineage`); who finds another claim there writes nothing (see `standing`);
+  `directory.lineage`); who finds another claim there writes nothing (see `standing`);
 - an epoch appears in the mirror whole, by a commit there. Its record names the save that it is a copy of, and what the
   mirror really has is compared with that, not with a plan of this directory;
 - an epoch that was deleted or rolled back leaves the mirror only when it is out of sight here, and never comes back;
@@ -24,10 +24,10 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import Commits, Coordinator, attached_metrics, commits_of
-from epochckpt.commit.lineage import Lineage
-from epochckpt.commit.opening import Survey
-from epochckpt.commit.protocol import Rollback
+from epochckpt.agreement import Coordinator
+from epochckpt.directory import Commits, attached_metrics, commits_of
+from epochckpt.directory.lineage import Lineage
+from epochckpt.directory.protocol import Rollback
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -42,6 +42,7 @@ from epochckpt.errors import (
 from epochckpt.format import paths
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
+from epochckpt.saving.opening import Survey
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.copying import Backlog, Follower, Job, MirrorEpochs, Worker, publish_end, seen_id
@@ -348,7 +349,7 @@ class Mirror:
         """On every process, when the directory is claimed and has these epochs: begins to work."""
         self._local = local
         self._ledger = ledger
-        if not self._options.local_disks:  # else `commit.hosts` does so on each disk
+        if not self._options.local_disks:  # else `saving.hosts` does so on each disk
             self._set_aside(local, coordinator.primary)
         job = Job(
             url=self.url,
@@ -468,15 +469,15 @@ class Mirror:
         return self._epochs.pin(epoch)
 
     def waiting(self) -> frozenset[int]:
-        """See `commit.retention.Mirrored`."""
+        """See `saving.retention.Mirrored`."""
         return frozenset() if self._worker is None else self._worker.waiting()
 
     def has(self, epoch: int) -> bool:
-        """See `commit.retention.Mirrored`."""
+        """See `saving.retention.Mirrored`."""
         return epoch in self._epochs.readable
 
     def pop_removed(self) -> list[int]:
-        """See `commit.retention.Mirrored`."""
+        """See `saving.retention.Mirrored`."""
         return self._epochs.pop_removed()
 
     def stop(self, timeout_secs: float) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 
-from epochckpt.commit.lineage import Lineage
+from epochckpt.directory.lineage import Lineage
 from epochckpt.tiers.ledger import Copy, Ledger
 
 

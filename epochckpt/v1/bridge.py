@@ -15,6 +15,7 @@ from etils import epath
 from google.protobuf import message
 
 from epochckpt import _threads
+from epochckpt.args import RenamedRestore
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.v1 import context as contexts
 
@@ -129,7 +130,8 @@ def save_args(name: str, value: Any, context: Any) -> Any:
 def restore_args(name: str, kind: str, recorded: str, abstract: Any, context: Any) -> Any:
     """How an item is restored that `recorded`, a handler, saved; `kind` as in `CheckpointManager.item_kinds`."""
     if kind == "arrays":
-        handler = None if abstract is None else _for_load(name, recorded, abstract, context)
+        target = abstract.item if isinstance(abstract, RenamedRestore) else abstract
+        handler = None if target is None else _for_load(name, recorded, target, context)
         if handler is None or type(handler) in _OURS:
             return contexts.restore_args(abstract, context)
     elif kind == "node" or _is_native(recorded, "JsonCheckpointHandler", abstract is None):

@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt.args import RenamedRestore
 from epochckpt.errors import UnsupportedError
 from epochckpt.orbax.options import REFUSED as REFUSED_OF_V0
 
@@ -165,6 +166,8 @@ def restore_args(abstract: Any, context: Any) -> Any:
         abstract = abstract.metadata
     if abstract is None:
         return None
+    if isinstance(abstract, RenamedRestore):
+        return dataclasses.replace(abstract, item=jax.tree.map(_target, abstract.item))
     target = jax.tree.map(_target, abstract)
     resize = context.array_options.loading.enable_padding_and_truncation
     if not context.pytree_options.loading.partial_load:

@@ -11,17 +11,24 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Future
+from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import items
-from epochckpt.commit import Attempt, EpochInfo
-from epochckpt.commit.coordination import RecentKeys
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
 from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
+from epochckpt.saving import Attempt, EpochInfo
 from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
 
 T = TypeVar("T")
+
+_REMEDIES = errors.Remedies(
+    rename="load(step, epochckpt.args.RenamedRestore(abstract_state, rename={}))",
+    partial="with pytree_options.loading.partial_load of the Context they are left out.",
+    resize="array_options.loading.enable_padding_and_truncation of the Context cuts arrays, or pads them with zeros.",
+    rest="load(step) without abstract_state gives everything as it was saved.",
+)
 STATE = "state"  # what v1 calls the one unnamed item
 _IN_BUCKETS = STATE if hasattr(v1.training.Checkpointer, "save") else "pytree"
 """What it is called on `gs://`, where no link leads to `default`: so the installed Orbax's v1 finds it."""
@@ -184,7 +191,8 @@ class Engine(CheckpointManager):
                 )
                 for name, item in stored.items()
             }
-            found = reader.restore(ocp.args.Composite(**asked))
+            with errors.advice_for(_REMEDIES):
+                found = reader.restore(ocp.args.Composite(**asked))
             return {name: found[item] for name, item in stored.items() if item in found}
 
         return self._readers, restore

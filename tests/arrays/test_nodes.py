@@ -160,8 +160,18 @@ def test_values_of_nodes_that_are_elsewhere_or_unnamed_are_refused(directory: st
         for args, words in restores:
             with pytest.raises(InvalidArgumentError, match=words):
                 manager.restore(0, args=Composite(own=args))
-        with pytest.raises(ec.errors.MismatchError, match="seed"):
+        with pytest.raises(ec.errors.MismatchError, match="seed") as caught:
             manager.restore(0, args=Composite(own=NodeRestore({NAMES[1]: {"queue": 1}}, by_node=True)))
+        assert "NodeRestore(target, rename={" in str(caught.value)
+        assert "RenamedRestore" not in str(caught.value)
+        moved = {
+            name: {"seeds": {"now": state["seed"]}, **{key: value for key, value in state.items() if key != "seed"}}
+            for name, state in OWN.items()
+        }
+        asked = NodeRestore(moved, by_node=True, rename={"seed": "seeds/now"})
+        assert same(manager.restore(0, args=Composite(own=asked)).own, moved)
+        with pytest.raises(InvalidArgumentError, match="needs a target"):
+            manager.restore(0, args=Composite(own=NodeRestore(by_node=True, rename={"seed": "seeds"})))
 
 
 def test_a_damaged_part_of_one_hosted_node_is_found(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import pickle
+import re
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from epochckpt.args import RenamedRestore
 from epochckpt.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from tests.support.managers import MANAGERS, assert_same, sharding
 
-LAYERS = {r"params/Dense_(\d+)/(.*)": r"params/layers/\1/\2"}
+LAYERS = {"params/Dense_*": "params/layers/*"}
 
 
 def tree() -> dict[str, Any]:
@@ -56,9 +58,11 @@ def test_renamed_layers_are_restored_exactly(run: pathlib.Path) -> None:
     target = renamed(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=sharding()))
     found = restore(run, RenamedRestore(target, LAYERS))["params"]["layers"][1]["kernel"]
     assert (found.sharding, found.dtype, found.sum()) == (sharding(), jnp.bfloat16, 32)
-    first = {r"params/Dense_0/(.*)": r"first/\1", r".*": r"rest/\g<0>"}
+    first = {"params/Dense_0": "first", "": "rest", "params/*": "rest/*"}
     found = restore(run, RenamedRestore({"first": tree()["params"]["Dense_0"]}, first, partial=True))
     assert_same(found, {"first": tree()["params"]["Dense_0"]})
+    by_function = RenamedRestore(renamed(np.zeros_like), lambda name: re.sub(r"Dense_(\d+)", r"layers/\1", name))
+    assert_same(restore(run, by_function), renamed(np.asarray))
 
 
 def test_base_weights_become_a_part_of_a_new_state(run: pathlib.Path) -> None:
@@ -66,10 +70,65 @@ def test_base_weights_become_a_part_of_a_new_state(run: pathlib.Path) -> None:
     base = jax.tree.map(jnp.zeros_like, tree()["params"])
     adapters = {"Dense_0": {"a": jnp.ones((4, 2)), "b": jnp.zeros((2, 4))}}
     state = {"params": {"base": base, "lora": adapters}, "opt_state": [jnp.full(3, 5.0)], "step": 0}
-    rename = {r"params/(.*)": r"params/base/\1", "step": "base_step"}
+    rename = {"params": "params/base", "step": "base_step"}
     found = restore(run, RenamedRestore(state, rename, partial=True))
     base = jax.tree.map(jnp.asarray, tree()["params"])
     assert_same(found, {**state, "params": {"base": base, "lora": adapters}})
+
+
+def blocks(name: str, count: int, **more: Any) -> dict[str, Any]:
+    """Blocks with an attention of this name."""
+    dense = {"kernel": np.ones((4, 2)), "bias": np.ones(2)}
+    block = {name: {"q": dense, "k": dense, "v": dense}, "mlp": np.ones(4)}
+    return {"params": {"blocks": [block] * count, "head": np.ones(3)}, **more}
+
+
+@pytest.mark.parametrize(
+    ("target", "rename", "shown"),
+    [
+        (blocks("attention", 12), {"params/blocks/*/attn": "params/blocks/*/attention"}, 1),
+        (blocks("attention", 12, new=np.ones(9)), {"params/blocks/*/attn": "params/blocks/*/attention"}, 2),
+        ({"model": blocks("attn", 12)["params"]}, {"params": "model"}, 1),
+        (blocks("attn", 12)["params"], {"params": ""}, 1),
+        ({"ema": blocks("attn", 12)}, {"": "ema"}, 1),
+        ({"params": {**{f"h_{i}": blocks("attn", 1)["params"]["blocks"][0] for i in range(12)}, "head": np.ones(3)}},
+         {"params/blocks/*": "params/h_*"}, 1),
+        ({"params": {"blocks": blocks("attn", 12)["params"]["blocks"], "lm_head": np.ones(3)}},
+         {"params/head": "params/lm_head"}, 1),
+        # neither of these two is likelier, and another shape is no other name
+        ({"params": {"blocks": blocks("attn", 12)["params"]["blocks"], "a": np.ones(3), "b": np.ones(3)}}, {}, 3),
+        ({"params": {"blocks": blocks("attn", 12)["params"]["blocks"], "head_": np.ones(4)}}, {}, 2),
+    ],
+)  # fmt: skip
+def test_renamed_parts_are_found_and_the_rename_that_is_suggested_works(
+    tmp_path: pathlib.Path, target: Any, rename: dict[str, str], shown: int
+) -> None:
+    """A row for each rename, of however many leaves; `rows` has every leaf."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave(blocks("attn", 12)))
+        manager.wait_until_finished()
+        with pytest.raises(MismatchError) as caught:
+            manager.restore(0, args=ocp.args.StandardRestore(target))
+        error, text = caught.value, str(caught.value)
+        assert {one.old: one.new for one in error.renames} == rename
+        table = text[text.index("in the target\n") : text.index("Nothing was restored")].splitlines()[1:]
+        assert len([line for line in table if ".rows of this error" not in line]) == shown
+        assert len({row.leaf for row in error.rows}) == len(error.rows) >= sum(len(r.leaves) for r in error.renames)
+        if rename:
+            assert f"epochckpt.args.RenamedRestore(target, rename={rename!r})" in text
+            partial = "new" in target
+            assert_same(manager.restore(0, args=RenamedRestore(target, rename, partial)), target)
+        assert repr(pickle.loads(pickle.dumps(error)).renames) == repr(error.renames)
+
+
+def test_many_leaves_that_are_missing_have_a_row_for_their_part_of_the_tree(run: pathlib.Path) -> None:
+    """An optimizer's state with arrays of many shapes, and what is missing beside it."""
+    mu = {f"layer_{i}": {k: np.ones(i + 1) for k in ("kernel", "bias", "scale")} for i in range(8)}
+    with pytest.raises(MismatchError) as caught:
+        restore(run, ocp.args.StandardRestore({**tree(), "opt_state": {"mu": mu}, "extra": 1}))
+    assert len(caught.value.rows) == 25
+    shown = r"\n  extra +missing +- +int\n  opt_state/mu/… \(24 leaves\) +missing +- +various\n"
+    assert re.search(shown, str(caught.value))
 
 
 def test_what_does_not_fit_is_named_by_both_names(run: pathlib.Path) -> None:
@@ -90,20 +149,32 @@ def test_what_does_not_fit_is_named_by_both_names(run: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("rename", "words"),
     [
-        ({r"param/(.*)": r"\1"}, r"'param/\(\.\*\)', which matches no leaf.*'params/Dense_0/bias'"),
-        ({**LAYERS, r"params/Dense_1/(.*)": r"\1"}, "that an earlier pattern has not taken"),
-        ({r"params/Dense_\d/(.*)": r"params/\1"}, "both called 'params/bias'"),
-        ({"step": "note"}, "both called 'note'"),
-        ({"(": "x"}, r"'\(', which is no regular expression"),
-        ({r"step": r"\2"}, r"turns 'step' into '\\\\2'"),
-        ({"step": 5}, "turns 'step' into 5"),
-        ([("a", "b")], "rename expects a dict of patterns, got a list"),
+        ({"param": ""}, "no leaf matches 'param'; near: 'params/Dense_0/bias'"),
+        ({"params/Dense_*/scale": "x*"}, r"no leaf matches 'params/Dense_\*/scale'"),
+        ({"params": "p", "params/Dense_*": "p/*"}, "has 'params', and entries with more keys"),
+        ({"params/Dense_0": "p", "params/Dense_1": "p"}, "both be called 'p/bias'"),
+        ({"step": "note"}, "both be called 'note'"),
+        ({"params/Dense_*": "params"}, r"as many \* in the new name as in the old one"),
+        ({"step": 5}, "rename must map names to names"),
+        ([("a", "b")], "rename must be a mapping or a function, got a list"),
+        (lambda name: None, r"rename\('.*'\) is a NoneType; expected the new name"),
     ],
 )
 def test_a_rename_that_cannot_be_meant_is_refused(run: pathlib.Path, rename: Any, words: str) -> None:
     """Nothing is left at its initial value because of a misspelt pattern."""
-    with pytest.raises(InvalidArgumentError, match=f"item 'state'.*{words}"):
+    with pytest.raises(InvalidArgumentError, match=words):
         restore(run, RenamedRestore(tree(), rename, partial=True))
+
+
+@pytest.mark.parametrize("describe", [lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lambda x: ocp.RestoreArgs()])
+def test_no_leaf_of_a_partial_restore_stays_a_description(run: pathlib.Path, describe: Any) -> None:
+    """What the epoch lacks has a value in the target, or is named; a value may be any, also none."""
+    state = {"step": 0, "ema": {"w": describe(np.zeros(3)), "decay": 0.9, "none": None}}
+    with pytest.raises(MismatchError, match="give them values") as caught:
+        restore(run, RenamedRestore(state, {}, partial=True))
+    assert [(row.leaf, row.problem) for row in caught.value.rows] == [("ema/w", "no value")]
+    state["ema"]["w"] = np.ones(3)
+    assert_same(restore(run, RenamedRestore(state, {"note": "text"}, partial=True)), {**state, "step": 7})
 
 
 def test_only_trees_of_arrays_are_renamed(run: pathlib.Path) -> None:

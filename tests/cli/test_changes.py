@@ -16,9 +16,10 @@ from safetensors import numpy
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.commit import commits_of, host_record
+from epochckpt.directory import commits_of
 from epochckpt.manager import changes
 from epochckpt.orbax import StepNames
+from epochckpt.saving import host_record
 from epochckpt.storage import open_store
 
 Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions

@@ -17,9 +17,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import _threads
-from epochckpt.commit import attempt, retention, saver
 from epochckpt.errors import EpochExistsError
 from epochckpt.manager import manager, outcomes
+from epochckpt.saving import attempt, retention, saver
 from tests.support.interrupting import ctrl_c, interrupt
 
 MODULES = [attempt, saver, manager, outcomes, retention, _threads]  # what the training thread runs of ours
@@ -185,7 +185,7 @@ def test_a_forked_child_reads_and_leaves_its_parents_saves_alone(tmp_path: pathl
 EXIT = """
 import dataclasses, sys, threading
 import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
-from epochckpt.commit import saver
+from epochckpt.saving import saver
 from epochckpt.manager import manager
 from epochckpt.storage import posix
 

@@ -23,8 +23,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt.arrays.restore import TreeRequest, restore_tree
-from epochckpt.commit import head_turns, opening
-from epochckpt.commit.rename import RenameCommits
+from epochckpt.directory import head_turns
+from epochckpt.directory.rename import RenameCommits
 from epochckpt.errors import (
     EpochDeletedError,
     FencedError,
@@ -39,6 +39,7 @@ from epochckpt.errors import (
 from epochckpt.format import checksums
 from epochckpt.format import paths as layout
 from epochckpt.orbax import StepNames
+from epochckpt.saving import opening
 
 WAIT_SECS = 30.0
 MOMENT_SECS = 0.2  # how long something that must not happen is waited for

@@ -391,6 +391,28 @@ def test_a_metric_that_no_epoch_has_is_said_once(tmp_path: pathlib.Path, caplog:
     assert "'accuracy', 'loss'" in said
 
 
+NESTED = {
+    0: {"eval": {"acc": 0.9}},
+    1: {"eval/acc": 0.5},
+    2: {"eval/acc": 0.7, "eval": {"acc": 1.0}},  # the key of this very name counts, wherever it stands
+    3: {"eval": {"acc": 1.0}, "eval/acc": 0.6},
+    4: {"eval": {"acc": 0.1}},
+}
+
+
+def test_a_metric_in_a_mapping_is_found_by_its_name(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As `outer/inner`, by the options of a manager as by a view; a key of this very name counts before it."""
+    settings = Settings(max_to_keep=3, best_metric="eval/acc", keep_checkpoints_without_metrics=False)
+    assert saved(tmp_path / "a", settings, NESTED) == [0, 2, 3, 4]
+    assert not [record for record in caplog.records if "best_fn" in record.getMessage()]
+    seen = ec.inspect(tmp_path / "a", metric="eval/acc").overview()
+    assert seen.history["eval/acc"] == ((0, 0.9), (1, 0.5), (2, 0.7), (3, 0.6), (4, 0.1))
+    assert saved(tmp_path / "b", Settings(max_to_keep=1, best_metric="eval/f1"), {0: NESTED[0], 1: NESTED[1]}) == [0, 1]
+    (said,) = [record.getMessage() for record in caplog.records if "eval/f1" in record.getMessage()]
+    assert "finds no 'eval/f1' for checkpoint" in said
+    assert "whose metrics are: 'eval/acc'" in said
+
+
 @pytest.mark.parametrize("values", [{"node": "a/b"}, {"todelete_subdir": "a/b"}], ids=repr)
 def test_a_name_that_is_no_folder_is_refused_by_the_manager(tmp_path: pathlib.Path, values: dict[str, Any]) -> None:
     """Before anything is written."""
@@ -512,6 +534,17 @@ def test_a_config_dict_with_all_its_tricks_gives_settings() -> None:
         from_config(config(max_to_keep=config(n=3)))
     with pytest.raises(InvalidArgumentError, match="save_on_steps: expected epochs"):
         from_config(config(save_on_steps=config(n=3)))
+
+
+@pytest.mark.parametrize("kind", [dict, config_dict.ConfigDict, config_dict.FrozenConfigDict])
+def test_none_in_a_config_is_none(kind: Any) -> None:
+    """Where a setting may be none, as an empty placeholder is; of the others both mean the default."""
+    values = {"max_blocked_secs": None, "max_consecutive_save_failures": None, "io_threads": None}
+    settings = from_config(kind(values))
+    assert (settings.max_blocked_secs, settings.max_consecutive_save_failures) == (None, None)
+    assert settings.io_threads == Settings().io_threads
+    with pytest.raises(InvalidArgumentError, match=r"'max_blocked_sec' \(near: 'max_blocked_secs'"):
+        from_config(kind({"max_blocked_sec": None}))
 
 
 def test_settings_as_a_mapping_make_a_config(tmp_path: pathlib.Path) -> None:

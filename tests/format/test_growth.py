@@ -17,8 +17,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.cli.main import main
-from epochckpt.commit import commits_of, head_record, rebuild
-from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.directory import commits_of, head_record, rebuild
+from epochckpt.directory.conditional_put import PutCommits
 from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epochckpt.commit import rename
+from epochckpt.directory import rename
 
 
 @pytest.fixture

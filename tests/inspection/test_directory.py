@@ -6,12 +6,14 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import threading
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -544,6 +546,29 @@ def test_attached_metrics_are_those_of_the_epoch(run: pathlib.Path) -> None:
     best = ec.inspect(run, metric="score")
     assert best.best is not None
     assert best.best.row.metrics["score"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "yes", [True, np.bool_(True), np.array(True), jnp.array(True)], ids=["bool", "numpy", "array", "jax"]
+)
+def test_bools_stay_bools(tmp_path: pathlib.Path, yes: Any) -> None:
+    """Among metrics, also attached ones, what a caller attaches and configs; for programs as for people."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, flag in enumerate((yes, np.logical_not(yes))):
+            config = ocp.args.JsonSave({"ema": bool(flag)})
+            args = ocp.args.Composite(x=ocp.args.StandardSave({"w": np.zeros(2)}), config=config)
+            manager.save(epoch, args=args, metrics={"ok": flag}, custom_metadata={"note": flag})
+        manager.wait_until_finished()
+        ec.attach_metrics(tmp_path, 0, {"eval": {"passed": yes}}, "evaluator")
+        assert repr(manager.metrics(0)) == repr({"ok": True, "eval": {"passed": True}})
+    run = ec.inspect(tmp_path)
+    assert '"ok": true, "eval": {"passed": true}' in json.dumps(run[0].to_json())
+    assert '"custom_metadata": {"note": true}' in json.dumps(run[0].to_json())
+    assert run.overview().history == {}
+    assert re.search(r"epoch .*ok +eval/passed\n +0 .* true +true\n +1 .*false *\n", run.to_text(100))
+    assert all(said in run[0].to_text() for said in ("ok true", "eval/passed true", "note: true", "ema  true"))
+    assert "ema true → false" in run.diff(0, 1).to_text()
+    assert re.search(r"ok +true +false", run.diff(0, 1).to_text())
 
 
 def test_a_damaged_epoch_is_neither_the_latest_nor_the_best(run: pathlib.Path) -> None:

@@ -17,9 +17,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.protocol import Rollback
-from epochckpt.commit.rename import RenameCommits
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.protocol import Rollback
+from epochckpt.directory.rename import RenameCommits
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.inspection import gc, leftovers, scan
 from epochckpt.inspection.rows import LeftoverRow

@@ -18,12 +18,12 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import main as cli
-from epochckpt.commit.run_clock import BLOCKED, RunClock
 from epochckpt.errors import FormatError
 from epochckpt.format import RunEntry, checksums, parsing
 from epochckpt.inspection import plots, rows, text, views
 from epochckpt.inspection.rows import SPENT, Goodput, RunRow
-from tests.support.taps import fail_writes
+from epochckpt.saving.run_clock import BLOCKED, RunClock
+from tests.support.taps import Tap, fail_writes, is_record, no_space
 
 Save = ocp.args.StandardSave
 STATE = {"w": np.arange(5)}
@@ -92,6 +92,21 @@ def test_a_run_that_dies_before_its_first_commit_is_in_the_ledger(directory: str
     run(directory, 5)
     assert [(r.killed, r.saves) for r in ledger(directory).runs] == [(None, 1), (True, 0), (False, 2), (None, 1)]
     dead.close()
+
+
+def test_a_save_that_fails_at_its_commit_is_no_save_of_the_ledger(directory: str) -> None:
+    """Neither counts it, nor is the training before it kept."""
+    manager = run(directory, 1, close=False)
+    tap = Tap(manager, "create", is_record, no_space)
+    manager.save(2, args=Save(STATE))
+    with pytest.raises(ec.errors.SaveError):
+        manager.wait_until_finished()
+    tap.remove()
+    manager.save(3, args=Save(STATE))
+    manager.close()
+    (found,) = ledger(directory).runs
+    assert (found.saves, found.epoch) == (2, 3)
+    assert [row.epoch for row in ec.inspect(directory).epochs()] == [1, 3]
 
 
 def test_the_ledger_outlives_the_epochs(tmp_path: pathlib.Path) -> None:

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import epochckpt as ec
 from epochckpt.arrays import planner
-from epochckpt.commit.protocol import Rollback
+from epochckpt.directory.protocol import Rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
 from epochckpt.format import checksums, parsing
 from epochckpt.inspection import leftovers, rows, scan
@@ -155,7 +155,10 @@ def test_a_metric_that_has_the_very_name_wins(tmp_path: pathlib.Path) -> None:
     assert [row.epoch for row in scan.look(tmp_path, metric="a/b").epochs if row.best] == [1]
 
 
-def test_an_unknown_metric_is_said_with_near_names(saved: pathlib.Path) -> None:
+def test_an_unknown_metric_is_said_with_near_names(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=Save({"x": np.zeros(1)}), metrics={"eval": {"accuracy": 0.5}})
+    assert "near: 'eval/accuracy'" in scan.look(tmp_path, metric="accuracy").problems[""]
     found = scan.look(saved, metric="los")
     assert not any(row.best for row in found.epochs)
     assert "'los'" in found.problems[""]
@@ -626,7 +629,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "create", fail)
-        patch.setattr("epochckpt.commit.conditional_put.PutCommits.discard", lambda *_: None)
+        patch.setattr("epochckpt.directory.conditional_put.PutCommits.discard", lambda *_: None)
         manager.save(9, args=Save({"w": np.zeros(3)}))
         with pytest.raises(SaveError):
             manager.wait_until_finished()
@@ -634,7 +637,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]
     assert row.state == "in progress"
     assert [(n.name, n.state) for n in row.nodes] == [("a", "written"), ("b", "written")]
-    monkeypatch.setattr("epochckpt.commit.conditional_put.PutCommits.remove_dead", lambda *_: None)
+    monkeypatch.setattr("epochckpt.directory.conditional_put.PutCommits.remove_dead", lambda *_: None)
     with ec.CheckpointManager(directory) as newer:
         newer.claim()
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]

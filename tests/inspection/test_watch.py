@@ -17,7 +17,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import watch as cli_watch
-from epochckpt.commit import Commits, commits_of, rename
+from epochckpt.directory import Commits, commits_of, rename
 from epochckpt.errors import InvalidArgumentError, SaveError
 from epochckpt.inspection import leftovers, text
 from epochckpt.inspection import watch as watching

@@ -7,9 +7,13 @@ import os
 import pathlib
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import epochckpt as ec
+from epochckpt import errors
 from epochckpt.errors import InvalidArgumentError, TaskError, UnsupportedError
 
 
@@ -62,6 +66,35 @@ def test_a_misspelt_blob_is_answered_with_the_near_names() -> None:
     workspace["learning_rate"] = 1
     with pytest.raises(KeyError, match="no blob 'learning_rat'; near: 'learning_rate'"):
         _ = workspace["learning_rat"]
+
+
+def test_a_blob_whose_parts_have_other_names_now_comes_back(directory: str) -> None:
+    """The error says how, in the words of jobs, and that is enough; also where the blob differs per node."""
+
+    def model_job(name: str, epochs: int, **how: Any) -> ec.Job:
+        job = ec.Job(stop_conditions=[ec.stop.max_epochs(epochs)])
+
+        @job.setup
+        def setup(ws: ec.Workspace) -> None:
+            ws.target("model", {name: {"w": jax.ShapeDtypeStruct((3,), np.float32), "b": np.zeros(2)}}, **how)
+
+        job.init(lambda ws: ws.update(model={name: {"w": jnp.ones(3), "b": np.ones(2)}}))
+        job.epoch(lambda ws: ws.update(model=jax.tree.map(lambda x: x + 1, ws["model"])))
+        return job
+
+    model_job("dense", 1).run(directory)
+    with pytest.raises(errors.MismatchError) as caught:
+        model_job("linear", 2).run(directory)
+    assert "ws.target(blob, abstract, rename={'dense': 'linear'})" in str(caught.value)
+    assert "RenamedRestore" not in str(caught.value)
+    session = ec.LocalSession()
+    model_job("linear", 2, rename={"dense": "linear"}).run(directory, session=session)
+    model = session.workspace()["model"]["linear"]
+    assert (model["w"].tolist(), model["b"].tolist()) == ([3.0] * 3, [3.0] * 2)
+    with pytest.raises(InvalidArgumentError, match="needs abstract="):
+        ec.Workspace().target("model", rename={"dense": "linear"})
+    with pytest.raises(InvalidArgumentError, match="rename must map names to names"):
+        ec.Workspace().target("model", {}, rename=cast(Any, {"dense": 1}))
 
 
 def test_what_is_appended_to_stop_conditions_ends_the_job() -> None:
@@ -142,7 +175,7 @@ def test_durations_of_a_runner_may_be_text() -> None:
     """As in flags and config files: one parser."""
     texts: dict[str, Any] = {"deadline_secs": "90s", "save_every_secs": "1.5h", "exchange_timeout_secs": "10min"}
     assert counting_job(2).run(**texts).epoch == 2
-    with pytest.raises(InvalidArgumentError, match=r"save_every_secs is a number of seconds, .* got '5 minutes'.*min"):
+    with pytest.raises(InvalidArgumentError, match=r"save_every_secs is a number of seconds .* got '5 minutes'.*min"):
         ec.JobRunner(counting_job(1), save_every_secs="5 minutes")
 
 

@@ -161,6 +161,18 @@ def test_a_metric_that_is_no_number_is_an_error(value: Any) -> None:
         stop.nan("x")(at(7, x=value))
 
 
+def test_a_metric_in_a_mapping_is_found_by_its_name() -> None:
+    """As `outer/inner`; a key of this very name counts before it. An error names those that there are."""
+    nested, flat = {"eval": {"acc": 0.9}}, {"eval/acc": 0.4}
+    for metrics, reached in ((nested, True), (flat, False), ({**flat, **nested}, False), ({**nested, **flat}, False)):
+        assert stop.target("eval/acc", 0.5)(at(**metrics)) is reached
+        assert stop.target("eval/acc", 0.5).holds(at(**metrics)) is reached
+        assert not stop.nan("eval/acc")(at(**metrics))
+        assert not stop.no_improvement("eval/acc", 1)(at(**metrics))
+    with pytest.raises(InvalidArgumentError, match=r"no metric 'eval/f1' among those of the epoch \('eval/acc'\)"):
+        stop.target("eval/f1", 0.5)(at(**nested))
+
+
 NEED_A_METRIC = [stop.target("x", 1), stop.nan("x"), stop.no_improvement("x", 1)]
 
 

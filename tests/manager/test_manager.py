@@ -29,7 +29,6 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import SavePlan
-from epochckpt.commit import memory, saver
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
@@ -45,6 +44,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import paths
 from epochckpt.manager import manager as manager_module
+from epochckpt.saving import memory, saver
 from tests.support.managers import traced_memory
 from tests.support.taps import (
     WAIT_SECS,

@@ -108,7 +108,7 @@ def test_the_form_of_hugging_face_is_read_by_its_index(tmp_path: pathlib.Path) -
     assert '\n    {\n      "loss": 0.5\n    }\n' in card
     assert str(tmp_path) not in card
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"n_layer": 3}
-    ec.import_(tmp_path / "out", tmp_path / "back", 0, rename={"model/h": "params/layers"})
+    ec.import_(tmp_path / "out", tmp_path / "back", 0, rename={"model/h/*": "params/layers/*"})
     found = restored(tmp_path / "back")["params"]
     assert stock_states.differences([layer["weight"] for layer in found["layers"]],
                                     as_numpy([layer["w"] for layer in params["layers"]])) == []  # fmt: skip

@@ -147,6 +147,41 @@ def test_a_resume_on_another_number_of_processes(tmp_path: pathlib.Path, before:
         assert (one["weights"], one["steps"], one["resumed"]) == ([6.0], 3, 2)
 
 
+def test_arrays_of_another_number_of_processes_ask_for_a_target(tmp_path: pathlib.Path) -> None:
+    """1 → 2 is refused by the blob's name; what the error says to write works; 2 → 1 gives NumPy, and a warning."""
+    directory = str(tmp_path / "run")
+    run("go_on_with_arrays", 1, 2, directory=directory, epochs=1, targets=False)
+    for one in run("go_on_with_arrays", 2, 2, directory=directory, epochs=2, targets=False):
+        assert "blob 'spread' come back on devices of process 0 alone, and node process_1 is process 1" in one["error"]
+        assert "ws.target('spread', …) in @job.setup, with a jax.ShapeDtypeStruct" in one["error"]
+        (about_alone,) = [line for line in one["said"] if "'alone'" in line]
+        assert "comes back as NumPy" in about_alone
+        assert "ws.target('alone', …) in @job.setup" in about_alone
+
+    for number, one in enumerate(run("go_on_with_arrays", 2, 2, directory=directory, epochs=2, targets=True)):
+        assert (one["resumed"], one["least"]) == (1, {"spread": [2.0, 6.0][number], "alone": 2.0})
+        assert ["'x': 4" in form for form in one["forms"].values()] == [True, True]
+        assert one["said"] == []
+
+    (one,) = run("go_on_with_arrays", 1, 2, directory=directory, epochs=3, targets=False)
+    assert (one["resumed"], one["least"], set(one["forms"].values())) == (2, {"spread": 3.0, "alone": 3.0}, {"NumPy"})
+    assert [f"ws.target('{blob}', …)" in line for blob, line in zip(one["forms"], one["said"], strict=True)] == [
+        True
+    ] * 2
+
+
+def test_stock_orbax_of_another_number_of_processes_is_told_of_targets(tmp_path: pathlib.Path) -> None:
+    """In the words of jobs, with what Orbax says; the target that it asks for works."""
+    directory = str(tmp_path / "run")
+    run("go_on_with_arrays", 2, 1, directory=directory, epochs=1, targets=False, stock=True)
+    (refused,) = run("go_on_with_arrays", 1, 1, directory=directory, epochs=2, targets=False, stock=True)
+    assert "2 nodes saved checkpoint 1, and here are 1" in refused["error"]
+    assert "ws.target('spread', …) in @job.setup" in refused["error"]
+    assert "Topology mismatch" in refused["error"]
+    (one,) = run("go_on_with_arrays", 1, 1, directory=directory, epochs=2, targets=True, stock=True)
+    assert (one["resumed"], one["least"]) == (1, {"spread": 2.0})
+
+
 def test_a_session_for_one_process_is_refused_in_a_job_of_several() -> None:
     """And the right one is named."""
     assert all("use DistributedSession" in text for text in run("wrong_session", 2))

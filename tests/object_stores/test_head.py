@@ -14,7 +14,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import _threads, errors
 from epochckpt.cli import main
-from epochckpt.commit import commits_of
+from epochckpt.directory import commits_of
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store

@@ -17,8 +17,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.cli import main
-from epochckpt.commit import commits_of, head_turns, rebuild
-from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.directory import commits_of, head_turns, rebuild
+from epochckpt.directory.conditional_put import PutCommits
 from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import object_client, object_store, open_store, store

@@ -14,9 +14,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.commit import head_pages, head_record
-from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.directory import head_pages, head_record
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import paths
 from epochckpt.inspection import gc
 from epochckpt.storage import Store, open_store

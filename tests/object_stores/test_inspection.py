@@ -20,9 +20,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.commit import commits_of
-from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.head_record import Head, HeadEpoch, parse
+from epochckpt.directory import commits_of
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_record import Head, HeadEpoch, parse
 from epochckpt.errors import AccessError, FormatError, NotACheckpointDirectoryError, StorageError
 from epochckpt.format import checksums, paths
 from epochckpt.inspection import gc, objects, scan, text, views

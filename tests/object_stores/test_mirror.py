@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.commit import commits_of
-from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.directory import commits_of
+from epochckpt.directory.conditional_put import PutCommits
 from epochckpt.errors import InvalidArgumentError, StorageError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames

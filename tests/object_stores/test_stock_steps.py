@@ -13,7 +13,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import _threads
-from epochckpt.commit import departures
+from epochckpt.directory import departures
 from epochckpt.inspection import rows
 from epochckpt.inspection.gc import collect
 from epochckpt.orbax import leaves, object_view, steps

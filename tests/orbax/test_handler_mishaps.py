@@ -25,11 +25,11 @@ from etils import epath
 from google.protobuf import empty_pb2, struct_pb2
 
 import epochckpt as ec
+from epochckpt.agreement.coordination import Preemption
 from epochckpt.arrays import items, writer
-from epochckpt.commit.attempt import NodeReport, ProcessReport
-from epochckpt.commit.coordination import Preemption
 from epochckpt.format import DataFile, NodeEntry, Nodes, paths
 from epochckpt.orbax import Handlers
+from epochckpt.saving.attempt import NodeReport, ProcessReport
 from epochckpt.storage import PosixStore
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave

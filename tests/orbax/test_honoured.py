@@ -15,10 +15,11 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN, preservation_policy
 
 import epochckpt as ec
-from epochckpt.commit import coordination, opening
-from epochckpt.commit.rename import RenameCommits
+from epochckpt.agreement import coordination
+from epochckpt.directory.rename import RenameCommits
 from epochckpt.manager.readers import apart, together
 from epochckpt.orbax import options as checks
+from epochckpt.saving import opening
 from tests.support.orbax_options import fields_of, option
 
 WAIT_SECS = 30.0

@@ -18,7 +18,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.commit import commits_of
+from epochckpt.directory import commits_of
 from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import open_store
 from epochckpt.storage import store as store_lib

@@ -18,10 +18,10 @@ from etils import epath
 
 import epochckpt as ec
 from epochckpt import errors
+from epochckpt.agreement.coordination import JaxCoordinator
 from epochckpt.cli import main
-from epochckpt.commit.coordination import JaxCoordinator
-from epochckpt.commit.opening import open_directory
 from epochckpt.format import paths
+from epochckpt.saving.opening import open_directory
 
 TREE = {"params": {"w": jnp.arange(6.0).reshape(2, 3)}, "step": 7}
 NUMBERS = {"ours/12": 12, "copy": 12, "stock/3": 3, "final": 0, "ckpt-7": 7, "v1": 0, "bare": 0}

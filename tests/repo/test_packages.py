@@ -14,7 +14,21 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / PACKAGE
 # Modules beside the packages: what all packages may use, and the faces and helpers that may use all packages.
 BELOW = frozenset(
-    {"errors", "options", "args", "_collector", "_lazy", "_monitoring", "_progress", "_threads", "_text", "_units"}
+    {
+        "errors",
+        "options",
+        "args",
+        "_collector",
+        "_durations",
+        "_lazy",
+        "_metrics",
+        "_monitoring",
+        "_progress",
+        "_renaming",
+        "_threads",
+        "_text",
+        "_units",
+    }
 )
 ABOVE = frozenset({"flags", "stop", "metadata", "policy", "caffe2", "_settings", "testing", "__main__", "__init__"})
 LISTED = re.compile(r"^ {4}(\w+) +\S", re.MULTILINE)

@@ -23,6 +23,8 @@ pytest.importorskip("mkdocs", reason='the site is built by what `pip install -e 
 pytest.importorskip("mkdocstrings")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+VOID = {"br", "col", "hr", "img", "input", "link", "meta"}
+"""Elements that have no end."""
 WIDTHS = (760, 1200, 1920)  # pixels: half a window, a laptop, a monitor
 MEASURE = """<!doctype html><body><script>
 const wide = [];
@@ -108,6 +110,15 @@ def test_examples_are_shown_as_code(reference: str) -> None:
     prose = re.sub(r"<pre.*?</pre>", "", reference, flags=re.DOTALL)
     assert reference.count("&gt;&gt;&gt;") > 50
     assert re.findall(r"(?:&gt;|>){3} .{0,60}", prose) == []
+
+
+def test_no_placeholder_is_taken_for_a_tag(site: pathlib.Path) -> None:
+    """`<epoch>` outside of code would begin an element that nothing ends, and that a browser does not show."""
+    for page in site.rglob("index.html"):
+        text = page.read_text(encoding="utf-8")
+        for tag in set(re.findall(r"<([A-Za-z][\w-]*)", text)) - VOID:
+            begun, ended = len(re.findall(rf"<{tag}[\s>]", text)), text.count(f"</{tag}>")
+            assert begun == ended, f"{page.relative_to(site)}: <{tag}> {begun} times, </{tag}> {ended} times"
 
 
 def test_the_home_page_has_the_numbers_and_the_code_of_the_readme() -> None:

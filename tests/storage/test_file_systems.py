@@ -17,8 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.commit.protocol import Rollback
-from epochckpt.commit.rename import RenameCommits
+from epochckpt.directory.protocol import Rollback
+from epochckpt.directory.rename import RenameCommits
 from epochckpt.errors import SaveError, UnfinishedError
 from epochckpt.orbax import StepNames, linked_view
 from epochckpt.storage import PosixStore, posix

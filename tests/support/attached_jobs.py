@@ -1,4 +1,4 @@
-"""What the processes of a job do in `tests/commit/test_attached_metrics.py`; runs under `tests.support.worker`."""
+"""What the processes of a job do in `tests/directory/test_attached_metrics.py`; runs under `tests.support.worker`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import epochckpt as ec
-from epochckpt.commit import restore_vote
+from epochckpt.agreement import restore_vote
 from epochckpt.errors import CoordinationTimeoutError, EpochExistsError
 from tests.support.taps import eventually
 

@@ -29,8 +29,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import _threads
-from epochckpt.commit import coordination, opening
+from epochckpt.agreement import coordination
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochNotFoundError, say
+from epochckpt.saving import opening
 from epochckpt.storage import PosixStore, posix
 
 WAIT_SECS = 60.0

@@ -95,8 +95,9 @@ class Buckets:
         page = min(int(query.get("maxResults", query.get("max-keys", self.page))), self.page)
         found: dict[str, Blob] = {}
         prefixes: list[str] = []
-        for name, blob in sorted(self.bucket(bucket).copy().items()):
-            if not name.startswith(prefix) or name < start or (after and name <= after) or (end and name >= end):
+        below = {name: blob for name, blob in self.bucket(bucket).copy().items() if name.startswith(prefix)}
+        for name, blob in sorted(below.items()):
+            if name < start or (after and name <= after) or (end and name >= end):
                 continue
             if len(found) + len(prefixes) == page:
                 return found, prefixes, name

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from epochckpt.commit import coordination
+from epochckpt.agreement import coordination
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -381,3 +382,55 @@ def unsaved_on_one(directory: str) -> str:
         except ec.errors.InvalidArgumentError as error:
             return str(error)
     return ""
+
+
+def go_on_with_arrays(directory: str, epochs: int, targets: bool, stock: bool = False) -> dict[str, Any]:
+    """Trains arrays that lie on all devices of the job, and one on the first device; with or without targets."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    shardings = {"spread": NamedSharding(mesh, P("x"))} | ({} if stock else {"alone": NamedSharding(mesh, P())})
+    job = ec.Job()
+
+    @job.setup
+    def declare(ws: ec.Workspace) -> None:
+        for name, sharding in shardings.items() if targets else ():
+            ws.target(name, {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)})
+
+    @job.init
+    def make(ws: ec.Workspace) -> None:
+        values = np.arange(8, dtype=np.float32)
+        ws["spread"] = {"w": jax.make_array_from_callback((8,), shardings["spread"], lambda index: values[index])}
+        if not stock:
+            ws["alone"] = {"w": jnp.asarray(values)}
+
+    @job.epoch
+    def train(ws: ec.Workspace) -> None:
+        for name in shardings:
+            ws[name] = jax.tree.map(lambda array: array + 1, ws[name])
+
+    ec.epoch_limiter(job, epochs)
+    manager: Any = ocp.CheckpointManager(directory) if stock else ec.CheckpointManager(directory)
+    with manager, heard_warnings() as said:
+        runner = ec.JobRunner(job, manager)
+        try:
+            runner.train()
+        except ec.errors.InvalidArgumentError as error:
+            return {"error": str(error), "said": said}
+        found = {name: runner.workspace[name]["w"] for name in shardings}
+    forms = {name: str(getattr(array, "sharding", "NumPy")) for name, array in found.items()}
+    shards = {n: getattr(a, "addressable_shards", None) for n, a in found.items()}
+    least = {n: float(np.min(found[n] if s is None else np.asarray(s[0].data))) for n, s in shards.items()}
+    return {"forms": forms, "least": least, "said": said, "resumed": runner.result.resumed_from}
+
+
+@contextlib.contextmanager
+def heard_warnings() -> Iterator[list[str]]:
+    """The warnings that are logged meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("absl")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

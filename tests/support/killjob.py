@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt import _threads
-from epochckpt.commit import rename
+from epochckpt.directory import rename
 from tests.support.watching import Op, Watcher, watch
 
 KEEP = 3

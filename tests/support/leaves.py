@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.commit import Commits, commits_of
+from epochckpt.directory import Commits, commits_of
 from epochckpt.format.tree import DTYPES
 from epochckpt.manager import CheckpointReader
 from epochckpt.orbax import StepNames

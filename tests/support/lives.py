@@ -20,7 +20,9 @@ import obstore
 import pytest
 
 from epochckpt import _threads
-from epochckpt.commit import coordination, head_turns, opening
+from epochckpt.agreement import coordination
+from epochckpt.directory import head_turns
+from epochckpt.saving import opening
 from epochckpt.storage import PosixStore, Store, posix
 from epochckpt.storage.object_client import Client
 from tests.support.disk_walk import InMemory, Killed

@@ -4,9 +4,9 @@ import dataclasses
 
 import orbax.checkpoint as ocp
 
-from epochckpt.commit import commits_of
-from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.directory import commits_of
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
 

@@ -1,4 +1,4 @@
-"""A job that replaces an epoch and is killed on the way, for `tests/commit/test_replace.py`."""
+"""A job that replaces an epoch and is killed on the way, for `tests/saving/test_replace.py`."""
 
 from __future__ import annotations
 

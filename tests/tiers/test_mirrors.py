@@ -25,7 +25,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli.main import main
-from epochckpt.commit.rename import RenameCommits
+from epochckpt.directory.rename import RenameCommits
 from epochckpt.errors import FencedError, InvalidArgumentError, UncertainError
 from epochckpt.format import paths
 from epochckpt.storage import PosixStore
@@ -599,7 +599,7 @@ def test_a_paused_older_run_cannot_claim_the_mirror_back(place: Place) -> None:
     assert len(after.claims) == 1
     assert after.claims != ledger.claims
     commits = RenameCommits(PosixStore(place.mirror), manager._commits.names)
-    from epochckpt.commit.lineage import ClaimLineage, Lineage
+    from epochckpt.directory.lineage import ClaimLineage, Lineage
 
     old = Lineage(directory=ledger.identity.directory, claim=ledger.claims[0])
     with pytest.raises(FencedError):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from epochckpt.commit.lineage import ClaimDirectly, ClaimLineage, Lineage
+from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.errors import FencedError
 from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger
 from epochckpt.tiers.standing import Owner, Reader, Stranger, Successor, assess, claim_of, diverged

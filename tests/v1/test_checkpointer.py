@@ -578,6 +578,24 @@ def test_leaves_may_be_types_or_left_out(checkpointer: Any) -> None:
         c.load(0, {name: leaf for name, leaf in target.items() if name != "rng"})
 
 
+def test_leaves_with_other_names_are_loaded_as_the_error_says(checkpointer: Any) -> None:
+    """In the words of this interface: what `load` takes, and the options of a Context."""
+    c, tree = checkpointer, state()
+    c.save(0, tree)
+    renamed = {**tree, "weights": tree["params"]}
+    del renamed["params"]
+    for load in (c.load, lambda *given: c.load_async(*given).result()):
+        with pytest.raises(errors.MismatchError) as caught:
+            load(0, abstract(renamed))
+        said = str(caught.value)
+        assert "load(step, epochckpt.args.RenamedRestore(abstract_state, rename={'params': 'weights'}))" in said
+        assert "partial_load" in said
+        assert not any(word in said for word in ("restore_leaves", "PyTreeRestore", "StandardRestore"))
+        same(load(0, ec.args.RenamedRestore(abstract(renamed), {"params": "weights"})), renamed)
+    with pytest.raises(errors.MismatchError, match="enable_padding_and_truncation"):
+        c.load(0, {**abstract(tree), "rng": np.zeros(9, int)})
+
+
 def test_the_manager_underneath_has_the_rest(checkpointer: Any) -> None:
     c = checkpointer
     for step in range(3):

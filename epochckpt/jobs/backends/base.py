@@ -9,6 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt._renaming import Rename
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
@@ -275,9 +276,10 @@ class ItemBackend(CheckpointBackend):
         return {item: blob for item, blob in blobs.items() if only is None or blob in only}
 
     @staticmethod
-    def _argument(target: Any, form: str | None) -> ocp.args.StandardRestore:
+    def _argument(target: Any, form: str | None, rename: Rename | None = None) -> ocp.args.CheckpointArgs:
         """How an item of arrays is restored as a target; None: as saved."""
-        return ocp.args.StandardRestore({BARE: target} if form == "bare" and target is not None else target)
+        target = {BARE: target} if form == "bare" and target is not None else target
+        return blob_lib.argument(target, rename)
 
     def _as_saved(
         self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: Mapping[str, Any]
@@ -295,6 +297,9 @@ class ItemBackend(CheckpointBackend):
     def _put_back(self, epoch: int, notes: Mapping[str, Any], values: Values) -> Restored:
         """Puts what was read into the workspaces: only now that all of it is there."""
         spaces = self._spaces()
+        for blob, by_node in values.items():
+            for node, value in by_node.items():
+                blob_lib.refuse_unreachable(node, blob, value)
         names: dict[str, list[str]] = {node: [] for node in spaces}
         for blob, by_node in values.items():
             for node, value in by_node.items():
@@ -396,7 +401,11 @@ def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..
     """States of as many nodes as there are now, from those of another number of nodes."""
     if reshard is None:
         raise lacks_reshard(name, len(states), count)
-    new = list(reshard(states, len(states), count))
+    try:
+        new = list(reshard(states, len(states), count))
+    except Exception as error:  # a user's own code may raise anything
+        error.add_note(f"in ws.target({name!r}, reshard=…), which makes {count} states of {len(states)}")
+        raise
     if len(new) != count:
         raise InvalidArgumentError(f"blob {name!r}: reshard returned {len(new)} states for {count} nodes")
     return new

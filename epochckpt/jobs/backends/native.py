@@ -1,14 +1,17 @@
 """The runner on `epochckpt.CheckpointManager`."""
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
 
 from epochckpt import args as own_args
+from epochckpt.arrays import Shardings
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
@@ -17,12 +20,13 @@ from epochckpt.errors import (
     RemovalError,
     SaveError,
     UnsupportedError,
+    advice_for,
 )
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
-from epochckpt.jobs.workspace import Workspace
+from epochckpt.jobs.workspace import Reshard, Workspace
 from epochckpt.manager import CheckpointManager, HandlerNotifier, SaveResult
 
 
@@ -100,20 +104,23 @@ class NativeBackend(ItemBackend):
         for item, blob in blobs.items():
             target, own, form = first.targets.get(blob), item + blob_lib.OWN_SUFFIX, forms.get(item)
             reshard = target.reshard if target is not None and count != len(everyone) else None
+            make = None if reshard is None else functools.partial(_made_by, reshard, blob)
+            rename = blob_lib.rename_of(first, blob)
             if kinds[item] == "node":
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
-                asked[item] = own_args.NodeRestore(targets or None, reshard, by_node=True)
+                asked[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
             elif reshard is not None and count == 1 and form != "json":
                 asked[item] = self._argument(None, None) if kinds[item] == "arrays" else None
                 to_reshard[item] = reshard
             elif kinds[item] == "arrays":
-                asked[item] = self._argument(blob_lib.target_of(first, blob), form)
+                asked[item] = self._argument(blob_lib.target_of(first, blob), form, rename)
                 if kinds.get(own) == "node":
-                    asked[own] = own_args.NodeRestore(None, reshard, by_node=True)
+                    asked[own] = own_args.NodeRestore(None, make, by_node=True)
             else:
                 asked[item] = None
         try:
-            got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+            with advice_for(blob_lib.REMEDIES):
+                got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
         except NodeCountError as error:
             blob = blobs.get(error.item, blobs.get(error.item.removesuffix(blob_lib.OWN_SUFFIX), error.item))
             raise lacks_reshard(blob, error.saved_by, error.nodes) from error
@@ -134,7 +141,22 @@ class NativeBackend(ItemBackend):
                 by_node |= {node: jax.tree.map(_copied, got[item]) for node in hosted[1:]}
                 by_node |= {node: blob_lib.join(got[item], own[node]) for node in hosted if node in own}
             values[blob] = self._as_saved(blob, by_node, form, everyone, notes)
+        self._warn_of_numpy(epoch, [item for item in blobs if kinds[item] == "arrays"], blobs)
         return notes, values
+
+    def _warn_of_numpy(self, epoch: int, items: Sequence[str], blobs: Mapping[str, str]) -> None:
+        """Names the blobs that came back as NumPy arrays because the devices that they were saved on are not here."""
+        reader, _ = self._manager.source(epoch)
+        if reader is None:  # stock Orbax wrote it
+            return
+        for item in items:
+            arrays = reader.record.items[item].arrays
+            if arrays is None or any(blob_lib.target_of(ws, blobs[item]) is not None for ws in self._spaces().values()):
+                continue
+            shardings = Shardings(arrays)
+            if any(leaf.kind == "jax" and shardings.of(leaf) is None for leaf in arrays.leaves):
+                problem = f"blob {blobs[item]!r} comes back as NumPy: this job lacks the devices that it was saved on"
+                logging.warning("%s; %s", problem, blob_lib.how_to_place(blobs[item]))
 
     def prepare(self, epoch: int, names: Names) -> Any:
         states, several = self._states(names), len(self._manager.node_names) > 1
@@ -184,6 +206,12 @@ def _blob_items(kinds: Mapping[str, str]) -> list[str]:
     """The items that are blobs; beside one of arrays may be another, with what each node has of its own in the blob."""
     beside = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind == "arrays"}
     return [item for item, kind in kinds.items() if kind != "node" or item not in beside]
+
+
+def _made_by(reshard: Reshard, blob: str, states: Sequence[Any], saved_by: int, nodes: int) -> list[Any]:
+    """New states of a blob, made by a user's `reshard`; errors name the blob."""
+    del saved_by  # as many as there are states
+    return resharded(blob, states, nodes, reshard)
 
 
 def _copied(leaf: Any) -> Any:

@@ -69,14 +69,28 @@ class OrbaxBackend(ItemBackend):
         notes = self.notes(epoch)
         blobs, forms = self._blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
         ((node, workspace),) = self._spaces().items()
+        if renamed := [blob for blob in blobs.values() if blob_lib.rename_of(workspace, blob) is not None]:
+            problem = f"ws.target({renamed[0]!r}, rename=…) needs an epochckpt.CheckpointManager"
+            raise UnsupportedError(f"{self.directory}: {problem}, which reads epochs of stock Orbax, too")
         asked = {
             item: ocp.args.JsonRestore()
             if forms.get(item) == "json"
             else self._argument(blob_lib.target_of(workspace, blob), forms.get(item))
             for item, blob in blobs.items()
         }
-        got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
-        nodes = self._session.nodes
+        nodes, saved_by = self._session.nodes, notes.get("nodes") or self._session.nodes
+        try:
+            got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+        except Exception as error:  # Orbax raises many types where it has no devices for an array
+            arrays = [blob for item, blob in blobs.items() if forms.get(item) != "json"]
+            bare = [blob for blob in arrays if blob_lib.target_of(workspace, blob) is None]
+            if not bare or len(saved_by) == len(nodes):
+                raise
+            problem = f"{len(saved_by)} nodes saved checkpoint {epoch}, and here are {len(nodes)}: stock Orbax restores"
+            raise InvalidArgumentError(
+                f"{self.directory}: {problem} no arrays then without a target, such as those of {', '.join(bare)}; "
+                f"{blob_lib.how_to_place(bare[0])}. Orbax says: {say(error)}"
+            ) from error
         return notes, {
             blob: self._as_saved(blob, {node: got[item]}, forms.get(item), nodes, notes) for item, blob in blobs.items()
         }

@@ -1,0 +1,353 @@
+"""`import_`: makes an epoch out of files that something else wrote: flax msgpack, safetensors, PyTorch's DCP.
+
+A safetensors or DCP file is never taken into memory: its arrays are views of the mapped file, which the writer streams
+to storage.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from epochckpt import _text
+from epochckpt.arrays.snapshot import checked_json
+from epochckpt.convert import torch_dcp
+from epochckpt.convert.formats import IMPORTED
+from epochckpt.convert.selection import Patterns, Rename, Selection
+from epochckpt.directory import commits_of
+from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
+from epochckpt.format import flax_msgpack, grid, paths, safetensors
+from epochckpt.format import tree as tree_lib
+from epochckpt.manager import CheckpointManager, EpochStatus
+from epochckpt.manager.numbers import epoch_number
+from epochckpt.options import StorageOptions
+from epochckpt.orbax import StepNames
+from epochckpt.storage import expanded, mmap, open_store, path_text, plain
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedLeaf:
+    """One leaf of an import: its name in the epoch and in the source, and what the epoch will hold.
+
+    `dtype` is a type of Python for what is no array. `cast_from` is the dtype in the source, if another one.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    cast_from: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportPlan:
+    """What an import would do; nothing is written before `write`."""
+
+    source: str
+    directory: str
+    epoch: int
+    item: str
+    leaves: tuple[ImportedLeaf, ...]
+    _save: Callable[[bool], EpochStatus] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays in the epoch."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def write(self, *, take_over: bool = True) -> EpochStatus:
+        """Makes the epoch; raises as `import_` does, and for `take_over` as `CheckpointManager.claim`."""
+        return self._save(take_over)
+
+
+def import_(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    epoch: int,
+    *,
+    format: str | None = None,
+    item: str = paths.DEFAULT_ITEM,
+    separator: str | None = ".",
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: Any = None,
+    metrics: Any = None,
+    custom_metadata: Mapping[str, Any] | None = None,
+    options: ocp.CheckpointManagerOptions | None = None,
+    storage: StorageOptions | None = None,
+) -> EpochStatus:
+    """Makes a committed epoch out of a flax msgpack or a safetensors file, a folder of those, or a DCP directory.
+
+    Arrays become NumPy leaves, bit for bit unless they are cast. Safetensors and DCP are streamed in bounded memory,
+    whatever the size of the files (on object stores by the size of a data file's part); msgpack files are read whole.
+    torch is not needed, and no pickle runs code. One process does it. Like every manager that writes it fences off
+    whatever else writes to `directory`: do not import into that of a running job. `plan_import` says what it would do.
+
+    Args:
+        source: a local `.msgpack` file (`flax.serialization.to_bytes`, `msgpack_serialize`), a `.safetensors` file, or
+            a folder with one of them, with the parts and the index of Hugging Face, or that
+            `torch.distributed.checkpoint` saved. It must not change meanwhile.
+        directory: where the epochs live; created if it is missing.
+        epoch: the number of the new epoch.
+        format: `"msgpack"`, `"safetensors"` or `"dcp"`; None: by the files' names, else by the first bytes.
+        item: name of the item.
+        separator: safetensors and DCP: names are split at it into nested dicts; None: one flat dict. What `export`
+            wrote has its tree noted, and gets exactly that.
+        include: only these leaves: one or more names, parts of the tree, or shell patterns of names, whose keys are
+            joined by "/" (`"params"`, `"*/kernel"`).
+        exclude: not these, in the same form.
+        rename: new names: a mapping of names, or of their beginnings up to a "/", to what takes their place (`{"model":
+            "params", "lm_head/weight": "head"}`, or `""` for nothing); or a function from name to name. New keys are
+            dict keys.
+        dtype: floating arrays are cast to it.
+        metrics: kept with the epoch.
+        custom_metadata: kept with the epoch.
+        options: the step name format and the mode of folders, if they are not the default.
+        storage: how bytes get to storage.
+
+    Raises:
+        FormatError: the source is truncated, damaged or no such file. As after every other error nothing was written.
+        DamagedError: a tensor of DCP lacks its checksum.
+        UnsupportedError: a dtype that we lack, an object of Python in DCP, or several processes.
+        UnknownNameError: a pattern, or an entry of `rename`, matches nothing.
+        InvalidArgumentError: two leaves would get one name.
+        EpochExistsError: there is such an epoch, be it readable or not.
+        SaveError: storage refused; the epoch does not exist.
+        OSError: the source cannot be read.
+
+    Examples:
+        >>> from flax import serialization
+        >>> with open("params.msgpack", "wb") as file:
+        ...     written = file.write(serialization.to_bytes({"w": np.arange(3)}))
+        >>> ec.import_("params.msgpack", "run", 0).state
+        'committed'
+    """
+    arguments = dict(locals())
+    return plan_import(**arguments).write()
+
+
+def plan_import(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    epoch: int,
+    *,
+    format: str | None = None,
+    item: str = paths.DEFAULT_ITEM,
+    separator: str | None = ".",
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: Any = None,
+    metrics: Any = None,
+    custom_metadata: Mapping[str, Any] | None = None,
+    options: ocp.CheckpointManagerOptions | None = None,
+    storage: StorageOptions | None = None,
+) -> ImportPlan:
+    """What `import_` would do with these arguments: the leaves, and a method that does it. Writes nothing.
+
+    Raises:
+        EpochCheckpointError: as `import_` does for what it refuses before it writes.
+        OSError: the source cannot be read.
+    """
+    epoch = epoch_number(epoch)
+    paths.check_item_name(item, ("process_0",))
+    if separator is not None and not separator:
+        raise InvalidArgumentError("separator='' cannot split a name; None keeps names whole")
+    if not (custom_metadata is None or isinstance(custom_metadata, Mapping)):
+        raise InvalidArgumentError(f"custom_metadata must be a dict, got a {type(custom_metadata).__name__}")
+    selection = Selection.of(include, exclude, rename, dtype)
+    metrics = checked_json(metrics, "metrics")
+    custom = checked_json(dict(custom_metadata or {}), "custom_metadata")
+    if jax.process_count() > 1:
+        raise UnsupportedError(
+            f"import_ works in one process, and this job has {jax.process_count()}: import before the job starts"
+        )
+    given = options or ocp.CheckpointManagerOptions()
+    # only those that name and make folders: an import must not delete any
+    naming = ("file_options", "step_name_format", "step_prefix", "step_format_fixed_length")
+    names = ocp.CheckpointManagerOptions(**{name: getattr(given, name) for name in naming})
+    store = open_store(directory)
+    with contextlib.suppress(NotADirectoryError):  # opening it says so, once the source is known to be good
+        if epoch in commits_of(store, StepNames.of(names)).list_epochs():
+            raise EpochExistsError(
+                f"{store.root}: checkpoint {epoch} exists; delete it, or choose another number (in Orbax's words: "
+                f"Checkpoint for step {epoch} already exists)"
+            )
+    path = path_text(source, "source")
+    if "://" in path:
+        raise UnsupportedError(f"source {plain(path)!r}: only local files are imported; download it first")
+    tree, verify = _read(os.path.abspath(expanded(path)), format, separator)
+    tree, leaves = _chosen(tree, path, selection)
+    # what is imported has to fit once: a bound on copies of training state is no reason to refuse it
+    storage = dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None)
+    args: Any = ocp.args.StandardSave(tree)
+    if item != paths.DEFAULT_ITEM:
+        args = ocp.args.Composite(**{item: args})
+
+    def save(take_over: bool) -> EpochStatus:
+        verify()
+        with CheckpointManager(directory, options=names, storage=storage) as manager:
+            manager.claim(take_over=take_over)
+            manager.save(epoch, args=args, metrics=metrics, custom_metadata=custom, force=True)
+            manager.wait_until_finished()
+            return manager.status(epoch)
+
+    return ImportPlan(path, store.root, epoch, item, leaves, save)
+
+
+def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[ImportedLeaf, ...]]:
+    """The tree of the leaves that are selected, and what they are."""
+    try:
+        pairs, _ = tree_lib.flatten(tree)
+    except (ValueError, TypeError) as error:
+        raise FormatError(source, f"is no tree for JAX, which sorts the keys of each dict: {error}") from None
+    new_paths = selection.paths(source, [path for path, _ in pairs])
+    was = _text.public(tree_lib.leaf_name(pairs[number][0]) for number in new_paths)
+    now = _text.public(map(tree_lib.leaf_name, new_paths.values()))
+    found, leaves = [], list[ImportedLeaf]()
+    for number, old, new in zip(new_paths, was, now, strict=True):
+        value = pairs[number][1]
+        before = getattr(value, "dtype", None) if isinstance(value, np.ndarray | np.generic | mmap.Assembled) else None
+        dtype = selection.cast_to(before)
+        if dtype is not None and dtype != before:
+            value = _cast(value, dtype)
+        found.append((new_paths[number], value))
+        kind = str(getattr(value, "dtype", type(value).__name__))
+        form = getattr(value, "shape", ()), kind, getattr(value, "nbytes", 0)
+        leaves.append(ImportedLeaf(new, old, *form, str(before) if dtype != before else ""))
+    _check(found, source)
+    if not selection:  # dicts stay what they are, whatever their keys
+        return tree, tuple(leaves)
+    return tree_lib.nest(found, source), tuple(leaves)
+
+
+def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
+    """An array of another dtype; one of a mapped file is cast while it is written."""
+    if isinstance(value, mmap.Assembled):
+        return mmap.Assembled(value.shape, dtype, value.pieces)
+    if isinstance(value, mmap.Mapped):
+        return mmap.Assembled(value.shape, dtype, [(grid.slices(grid.whole(value.shape)), value)])
+    with np.errstate(all="ignore"):
+        return value.astype(dtype)
+
+
+def _check(pairs: Sequence[tuple[tree_lib.KeyPath, Any]], source: str) -> None:
+    """Raises an error for what a save would refuse, which is after the directory was made."""
+    seen: set[str] = set()
+    for path, value in pairs:
+        name = tree_lib.leaf_name(path)
+        if isinstance(value, torch_dcp.Unread):
+            raise UnsupportedError(f"{source}: {name[:200]!r} cannot be read ({value.why}); leave it out with exclude=")
+        if tree_lib.leaf_kind(value) is None:
+            raise UnsupportedError(f"{source}: leaf {name[:200]!r} is a {type(value).__qualname__}; it cannot be saved")
+        if name in seen:  # two keys that are NaN
+            raise FormatError(source, f"has two leaves that are called {name[:200]!r}")
+        seen.add(name)
+
+
+def _read(path: str, format: str | None, separator: str | None) -> tuple[Any, Callable[[], None]]:
+    """The tree of a file or folder, and what compares its bytes with their checksums, if it has some."""
+    if format not in (None, *IMPORTED):
+        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, IMPORTED))}")
+    if format == "dcp" or (format is None and os.path.exists(os.path.join(path, torch_dcp.METADATA))):
+        loaded = torch_dcp.load(path)
+        named = ((safetensors.split_name(name, separator), value) for name, value in loaded.entries.items())
+        pairs = [(key + inner, leaf) for key, value in named for inner, leaf in tree_lib.flatten(value)[0]]
+        return tree_lib.nest(pairs, path) if pairs else {}, loaded.verify
+    files = _files(path, format) if os.path.isdir(path) else {path: None}
+    for file, listed in files.items():
+        if listed is None and (format or _guess(file)) == "msgpack":
+            return flax_msgpack.load(file), lambda: None
+    pairs = [pair for file, listed in files.items() for pair in _tensors(file, separator, listed)]
+    return tree_lib.nest(pairs, path) if pairs else {}, lambda: None
+
+
+def _guess(path: str) -> str:
+    for name in ("msgpack", "safetensors"):
+        if path.endswith(f".{name}"):
+            return name
+    with open(path, "rb") as file:
+        head = file.read(9)
+    length = int.from_bytes(head[:8], "little")
+    is_safetensors = head[8:] == b"{" and length <= min(safetensors.MAX_READ_BYTES, os.path.getsize(path) - 8)
+    return "safetensors" if is_safetensors else "msgpack"
+
+
+def _files(path: str, format: str | None) -> Mapping[str, set[str] | None]:
+    """The files of a folder: one, or those that an index lists, with the names of the tensors in each."""
+    names = sorted(os.listdir(path))
+    indices = [n for n in names if n.endswith(INDEX_SUFFIX)] if format != "msgpack" else []
+    if len(indices) == 1:
+        return _index(os.path.join(path, indices[0]))
+    endings = (".safetensors", ".msgpack") if format is None else (f".{format}",)
+    files = [n for n in names if n.endswith(endings)]
+    if len(indices) > 1 or len(files) != 1:
+        several = ", ".join((indices or files)[:5]) or "none"
+        raise InvalidArgumentError(
+            f"{path}: expected one {' or '.join(endings)} file, or parts with one '*{INDEX_SUFFIX}'; found: {several}"
+        )
+    return {os.path.join(path, files[0]): None}
+
+
+def _index(path: str) -> dict[str, set[str]]:
+    """The names of the tensors in each file that an index of Hugging Face lists."""
+    if os.path.getsize(path) > _MAX_INDEX_BYTES:
+        raise FormatError(path, f"is larger than {_MAX_INDEX_BYTES} bytes")
+    data = pathlib.Path(path).read_bytes()
+    try:
+        weights = json.loads(data)["weight_map"]
+        listed = sorted(weights.items(), key=lambda pair: str(pair[1]))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise FormatError(path, "is not JSON with a weight_map") from None
+    if not listed:
+        raise FormatError(path, "lists no tensors")
+    found: dict[str, set[str]] = {}
+    for name, file in listed:
+        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
+            raise FormatError(path, f"says that {name[:200]!r} lies in {str(file)[:200]!r}, no file beside it")
+        found.setdefault(os.path.join(os.path.dirname(path), file), set()).add(name)
+    return found
+
+
+def _tensors(path: str, separator: str | None, listed: set[str] | None) -> list[tuple[tree_lib.KeyPath, Any]]:
+    """The leaves of one safetensors file."""
+    if listed is not None and not os.path.exists(path):
+        raise FormatError(path, "is missing; the index lists it")
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        head = file.read(8)
+        head += file.read(safetensors.header_length(path, head, size))
+    tensors, metadata = safetensors.parse(path, head, size)
+    if listed is not None and listed != tensors.keys():
+        some = ", ".join(repr(name) for name in sorted(listed ^ tensors.keys())[:5])
+        raise FormatError(path, f"does not hold the tensors that the index lists for it; they differ in {some}")
+    notes = safetensors.Notes(separator or "")
+    if separator is not None and safetensors.NOTES_KEY in metadata:
+        notes = safetensors.parse_notes(path, metadata[safetensors.NOTES_KEY])
+        separator = notes.separator
+    data = mmap.open_map(path)
+    pairs: list[tuple[tree_lib.KeyPath, Any]] = []
+    for name, tensor in tensors.items():
+        array: np.ndarray = data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)
+        by_name = safetensors.split_name(name, separator), "numpy", None
+        key, kind, impl = notes.tensors.get(name, by_name)
+        if len(key) > tree_lib.MAX_DEPTH:
+            raise FormatError(path, f"tensor {name[:200]!r} is nested deeper than {tree_lib.MAX_DEPTH}")
+        pairs.append((key, safetensors.array_of(path, array, kind, impl)))
+    for key, kind, value in notes.values:
+        empty = {} if kind == "node" else tree_lib.empty_value(kind)
+        is_value = kind in tree_lib.VALUE_KINDS
+        pairs.append((key, tree_lib.value_from_json(path, kind, value) if is_value else empty))
+    return pairs

@@ -1,0 +1,100 @@
+"""How a step that stock Orbax wrote in a bucket goes, once it is no epoch any more.
+
+Its objects carry no attempt's id: what is saved under its number may have objects of the same names, for stock Orbax.
+So the head names its folder as `leaving` until the step has been removed, or moved to where it is kept, and nothing is
+saved under this number before. Wherever a run ends in between, the next claim goes on. A move is a copy, which the
+store makes itself; an object goes only when its copy is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from absl import logging
+
+from epochckpt.errors import StorageError
+from epochckpt.format import paths
+from epochckpt.orbax import steps
+
+if TYPE_CHECKING:
+    from epochckpt.directory.head_record import Head, Leaving
+    from epochckpt.storage import Store
+
+_REMOVED = 1000  # objects between two looks at the head
+
+
+class Departures:
+    """Ends them, one after the other, in one directory.
+
+    Args:
+        store: the directory.
+        head: the head as it is now.
+        change: changes the head, see `PutCommits.change`.
+    """
+
+    def __init__(self, store: Store, head: Callable[[], Head | None], change: Callable[..., Head]):
+        self._store, self._head, self._change = store, head, change
+        self._going = threading.Lock()
+
+    def end(self, folder: str, incarnation: str = "") -> None:
+        """Removes what is left of a step, or moves it, if the head says so; for this incarnation, or for any.
+
+        Raises:
+            FencedError: another incarnation has claimed.
+            StorageError: a copy is not whole; then the originals stay.
+        """
+        with self._going:
+            found, step = self._named(folder, incarnation)
+            if found is None or step is None:
+                return
+            if not steps.is_other(self._store, folder, step.attempt):
+                self._clear(folder, step, incarnation)
+            elif folder not in found.epochs:  # else it is the view of that epoch
+                text = "%s/%s: stock Orbax has saved there anew: that stays, and the next run that claims looks at it"
+                logging.warning(text, self._store.root, folder)
+
+            def edit(now: Head) -> Head | None:
+                if now.leaving.get(folder) != step:
+                    return None
+                return now.next(leaving={f: s for f, s in now.leaving.items() if f != folder})
+
+            self._change(edit, 0, fenced=bool(incarnation))
+
+    def _named(self, folder: str, incarnation: str) -> tuple[Head | None, Leaving | None]:
+        """The head as it is now, and what it says of a folder that this incarnation, or any, may clear."""
+        found = self._head()
+        if found is None or incarnation not in ("", found.incarnation):
+            return found, None
+        return found, found.leaving.get(folder)
+
+    def _clear(self, folder: str, step: Leaving, incarnation: str) -> None:
+        store = self._store
+        sizes = {file.path: file.size for file in store.files(folder) if _is_theirs(file.path)}
+        if step.to:
+            place = paths.join(step.to, folder)
+
+            def copy(path: str) -> None:
+                with suppress(FileExistsError, FileNotFoundError):  # copied already, or moved
+                    store.copy(paths.join(folder, path), paths.join(place, path), replace=False)
+
+            there = {file.path: file.size for file in store.files(place)}
+            store.each(copy, [path for path in sizes if path not in there])
+            there = {file.path: file.size for file in store.files(place)}
+            if wrong := next((path for path, size in sizes.items() if there.get(path) != size), None):
+                problem = f"its copy {place}/{wrong} has {there.get(wrong)} bytes, {sizes[wrong]} are expected"
+                raise StorageError(f"{store.root}/{folder}/{wrong}", OSError(problem))
+        rest = [path for path in sizes if path != steps.COMMIT]
+        parts = (rest[start : start + _REMOVED] for start in range(0, len(rest), _REMOVED))
+        for part in ([path for path in sizes if path == steps.COMMIT], *parts):
+            # This may be late: an epoch that was saved here since has a view, with objects of the same names.
+            if self._named(folder, incarnation)[1] != step:
+                return
+            store.remove_all([paths.join(folder, path) for path in part])
+
+
+def _is_theirs(path: str) -> bool:
+    """Whether an object of the folder is the step's: it is not of an attempt of ours, nor about one."""
+    return paths.attempt_in(path) is None and not paths.is_about_epoch(path)

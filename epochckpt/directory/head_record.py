@@ -1,0 +1,393 @@
+"""The head of a directory in an object store, `_epochckpt/head.json`: its epochs, and the run that may write there.
+
+A change is one conditional write of the whole, so that of two changes at one moment one sees the other. Readers need
+one request and no listing.
+
+It has the newest entries. Older ones are in pages, `_epochckpt/head-<digest>.json`: objects that never change. The head
+names each page by the digest of its content, with a bit for each of its entries that still counts. So one write of the
+head decides about old entries, too. `directory.head_pages` says which entries are in pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from epochckpt.directory.lineage import LINEAGE, Lineage
+from epochckpt.directory.metrics_log import Line
+from epochckpt.errors import DamagedError
+from epochckpt.format import EpochRecord, checksums, codec, parsing, paths
+from epochckpt.format.codec import stored
+
+_MAX_METRICS_BYTES = 8192  # of one epoch: larger ones are in its record only
+_MAX_PAST = 4096
+SECTIONS = ("epochs", "stock", "aside")  # of the head: the fields whose entries may be in pages
+_DIGEST = re.compile("[0-9a-f]{32}")
+_COUNTED = re.compile("[0-9a-f]+")
+_MAX_NODES = 16  # of an epoch: what more nodes took is in its record only
+
+
+def _read_attached(fields: codec.Fields, key: str) -> dict[str, dict[str, Any]]:
+    found = codec.Fields(fields.path, fields.mapping(key), f"{fields.where}{key}.")
+    return {
+        paths.check_recorded_name(fields.path, source): codec.user_data(found, source, dict) for source in found.data
+    }
+
+
+def _write_attached(attached: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {source: checksums.pack_json(dict(metrics), "metrics") for source, metrics in attached.items()}
+
+
+_ATTACHED: codec.Codec[Mapping[str, Mapping[str, Any]]] = codec.Codec(_read_attached, _write_attached)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadEpoch:
+    """One committed epoch, as far as lists, policies and the next commit need it."""
+
+    attempt: str = stored("attempt", codec.name(limit=80))
+    started_ns: int = stored("started_ns", codec.INTEGER)
+    committed_ns: int = stored("committed_ns", codec.INTEGER)
+    nbytes: int = stored("nbytes", codec.INTEGER)
+    nodes: int = stored("nodes", codec.INTEGER)
+    secs: float = stored("secs", codec.NUMBER)  # the whole save
+    blocked_secs: float = stored("blocked_secs", codec.NUMBER)
+    # It was saved with; None also where they are `large`.
+    metrics: Any = stored("metrics", codec.user(object, "metrics"))
+    large: bool = stored("large", codec.BOOLEAN, default=False)  # its metrics are in the record only
+    # Metrics by source.
+    attached: Mapping[str, Mapping[str, Any]] = stored("attached", _ATTACHED, default_factory=dict)
+    # That each wrote; empty if they are many. The head has the names of nodes once for many epochs.
+    node_secs: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    unread: ClassVar[Mapping[str, Exception]] = {}
+
+    @property
+    def stock(self) -> bool:
+        """Whether stock Orbax wrote it."""
+        return paths.attempt_in(self.attempt) is None
+
+    @classmethod
+    def of(cls, record: EpochRecord) -> Self:
+        """The entry of an epoch that is about to be committed."""
+        packed = checksums.seal({"metrics": checksums.pack_json(record.metrics, "metrics")})
+        large, few = len(packed) > _MAX_METRICS_BYTES, record.nodes[: _MAX_NODES + 1]
+        return cls(
+            attempt=record.attempt,
+            started_ns=record.started_ns,
+            committed_ns=record.committed_ns,
+            nbytes=record.nbytes,
+            nodes=len(record.nodes),
+            secs=round(record.timings.get("secs", 0.0), 6),
+            blocked_secs=round(record.timings.get("blocked_secs", 0.0), 6),
+            metrics=None if large else record.metrics,
+            large=large,
+            node_secs={node.name: round(node.secs, 6) for node in few} if len(few) <= _MAX_NODES else {},
+        )
+
+    def with_attached(self, source: str, metrics: Mapping[str, Any]) -> Self:
+        """The entry with the metrics of a source, in place of its older ones."""
+        return dataclasses.replace(self, attached={**self.attached, source: metrics})
+
+    def to_json(self, nodes: list[list[str]]) -> dict[str, Any]:
+        """Its form in the head, which has the names of its nodes in `nodes`, once for many epochs."""
+        names = list(self.node_secs)
+        if names not in nodes:
+            nodes.append(names)
+        return {**codec.pack(self), "node_secs": [nodes.index(names), *self.node_secs.values()]}
+
+    @classmethod
+    def from_json(cls, path: str, where: str, data: object, nodes: Sequence[Sequence[str]]) -> Self:
+        """Parses that form; raises FormatError."""
+        fields = codec.Fields(path, data, f"{where}.")
+        number, *secs = fields.array("node_secs") or [-1]
+        if type(number) is not int or not 0 <= number < len(nodes) or len(secs) != len(nodes[number]):
+            raise fields.fail("node_secs", "seconds of nodes that the head names")
+        if not all(type(s) in (int, float) and abs(s) < 1e300 for s in secs):
+            raise fields.fail("node_secs", "finite numbers")
+        return codec.parse(cls, fields, node_secs=dict(zip(nodes[number], secs, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaving:
+    """A step of stock Orbax that is no epoch any more, and of which objects lie in its folder."""
+
+    attempt: str
+    to: str  # the folder of the directory that they are moved to; empty: they are removed
+
+
+def _read_folders(fields: codec.Fields, key: str) -> dict[str, str]:
+    found = fields.mapping(key)
+    for attempt, folder in found.items():
+        paths.check_recorded_name(fields.path, attempt)
+        _folder(fields.path, folder)
+    return found
+
+
+def _read_leaving(fields: codec.Fields, key: str) -> dict[str, Leaving]:
+    steps: dict[str, Leaving] = {}
+    for folder, found in fields.mapping(key).items():
+        if not isinstance(found, list) or len(found) != 2:
+            raise fields.fail(key, "attempts, and where they go")
+        attempt, to = found
+        paths.check_recorded_name(fields.path, attempt)
+        to = paths.check_recorded_name(fields.path, to, paths.is_part) if to != "" else ""
+        steps[_folder(fields.path, folder)] = Leaving(attempt=attempt, to=to)
+    return steps
+
+
+def _write_leaving(leaving: Mapping[str, Leaving]) -> dict[str, list[str]]:
+    return {folder: [step.attempt, step.to] for folder, step in leaving.items()}
+
+
+_FOLDERS: codec.Codec[Mapping[str, str]] = codec.Codec(_read_folders)
+_LEAVING: codec.Codec[Mapping[str, Leaving]] = codec.Codec(_read_leaving, _write_leaving)
+_LINEAGE = codec.maybe(LINEAGE)
+_OWNER: codec.Codec[Mapping[str, Any]] = codec.Codec(codec.Fields.mapping)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageEntry:
+    """One entry of a page."""
+
+    section: str  # one of SECTIONS
+    key: str  # of the entry in that field of the head
+    epoch: HeadEpoch
+    nbytes: int  # of its JSON
+
+    @classmethod
+    def of(cls, section: str, key: str, epoch: HeadEpoch) -> Self:
+        """The entry, measured."""
+        return cls(section, key, epoch, len(key) + len(checksums.dumps(epoch.to_json([]))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """Entries in an object of their own, which never changes.
+
+    Attributes:
+        digest: of its content, which names it.
+        data: its content; empty where it was read.
+    """
+
+    entries: tuple[PageEntry, ...]
+    digest: str
+    data: bytes = dataclasses.field(default=b"", repr=False)
+
+    @classmethod
+    def of(cls, entries: Sequence[PageEntry]) -> Self:
+        """A new page. No other page has the same content, not even one of the same entries."""
+        nodes = list[list[str]]()
+        sections = {name: {e.key: e.epoch.to_json(nodes) for e in entries if e.section == name} for name in SECTIONS}
+        data = codec.seal_fields("head page", {"id": paths.new_id(), "nodes": nodes, **sections})
+        ordered = [entry for name in SECTIONS for entry in entries if entry.section == name]
+        return cls(tuple(ordered), checksums.digest(data), data)
+
+    @property
+    def path(self) -> str:
+        """Where it lies in the directory."""
+        return paths.head_page(self.digest)
+
+    def counted(self, head: Head) -> list[PageEntry]:
+        """The entries that count in this head, which names the page."""
+        found = {name: getattr(head, name) for name in SECTIONS}
+        return [entry for entry in self.entries if found[entry.section].get(entry.key) is entry.epoch]
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What the head says. Folders are those of epochs, relative to the directory; attempts are ids."""
+
+    incarnation: str = stored("incarnation", codec.text(16), default="")  # of the run that may write
+    owner: Mapping[str, Any] = stored("owner", _OWNER, default_factory=dict)  # its process: host, pid, claimed_ns
+    closed: bool = stored("closed", codec.BOOLEAN, default=True)  # it has said that it writes no more
+    past: tuple[str, ...] = stored("past", codec.names(), default=())  # earlier incarnations
+    begun: Mapping[str, str] = stored("begun", _FOLDERS, default_factory=dict)  # folders, by attempt
+    # The same: nobody reads their objects any more.
+    dead: Mapping[str, str] = stored("dead", _FOLDERS, default_factory=dict)
+    # By folder; see `directory.departures`.
+    leaving: Mapping[str, Leaving] = stored("leaving", _LEAVING, default_factory=dict)
+    # Folders named like epochs that hold something else.
+    foreign: tuple[str, ...] = stored("foreign", codec.names(paths.is_part), default=())
+    # Of deleted epochs: the last lines, which come after those of the parts.
+    log: tuple[Line, ...] = stored("log", codec.objects(Line), default=())
+    # How many lines are in parts alone, see `directory.object_log`.
+    logged: int = stored("logged", codec.INTEGER, default=0)
+    # Of the directory whose mirror this is.
+    lineage: Lineage | None = stored("lineage", _LINEAGE, default=None)
+    change: str = stored("change", codec.text(16), default="")  # unlike that of every other content
+    # The entries, of which the older ones are in pages.
+    epochs: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by folder
+    stock: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
+    aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
+    pages: tuple[Page, ...] = ()  # that may have some of them
+
+    def knows(self, attempt: str) -> bool:
+        """Whether one of the runs here has made an attempt."""
+        return attempt.partition("-")[0] in {*self.past, self.incarnation}
+
+    def has(self, folder: str, attempt: str) -> bool:
+        """Whether an attempt is the epoch of a folder."""
+        return folder in self.epochs and self.epochs[folder].attempt == attempt
+
+    @property
+    def named(self) -> set[str]:
+        """The attempts whose objects are kept: of epochs, and of those that were set aside."""
+        return {entry.attempt for entries in (self.epochs, self.aside) for entry in entries.values()}
+
+    def to_bytes(self) -> bytes:
+        """The object's content."""
+        nodes = list[list[str]]()
+        pages = list[list[str]]()
+        for page in self.pages:
+            counted = {id(entry) for entry in page.counted(self)}
+            bits = sum(1 << number for number, entry in enumerate(page.entries) if id(entry) in counted)
+            pages += [[page.digest, f"{bits:x}"]] if bits else []
+        sections = {
+            name: {key: entry.to_json(nodes) for key, entry in entries.items()}
+            for name, entries in self.loose().items()
+        }
+        return codec.seal_fields("head", {**codec.pack(self), "nodes": nodes, **sections, "pages": pages})
+
+    def loose(self) -> dict[str, dict[str, HeadEpoch]]:
+        """The entries that are in no page, by section."""
+        found = {name: dict(getattr(self, name)) for name in SECTIONS}
+        for page in self.pages:
+            for entry in page.counted(self):
+                del found[entry.section][entry.key]
+        return found
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines of `log` as they are to be in parts."""
+        return [dataclasses.replace(line, number=number) for number, line in enumerate(self.log, self.logged + 1)]
+
+    def tidied(self, gone: Collection[str], moved: int) -> Head:
+        """The head without dead attempts of which nothing is left, and without the lines that are in parts."""
+        dead = {attempt: folder for attempt, folder in self.dead.items() if attempt not in gone}
+        count = min(max(moved - self.logged, 0), len(self.log))
+        return self.next(dead=dead, log=self.log[count:], logged=self.logged + count)
+
+    def back_to(self, epoch: int) -> dict[str, Any]:
+        """What a change adds to the log where the epochs after this one have not been, for all that comes after."""
+        return {"log": (*self.log, Line(epoch, back=True))} if self.log or self.logged else {}
+
+    @property
+    def listed(self) -> dict[str, HeadEpoch]:
+        """What counts as an epoch, by folder."""
+        return {**self.stock, **self.epochs}
+
+    def next(self, **changes: Any) -> Head:
+        """The head after a change."""
+        return dataclasses.replace(self, **changes, change=paths.new_id())
+
+    def without(self, *folders: str, attempt: str = "") -> dict[str, dict[str, Any]]:
+        """What a change may change, as dicts of its own: epochs of folders are gone, and the attempt is not begun."""
+        names = ("epochs", "stock", "begun", "dead", "aside", "leaving")
+        changes: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in names}
+        changes["begun"].pop(attempt, None)
+        for folder in folders:
+            changes["epochs"].pop(folder, None)
+            changes["stock"].pop(folder, None)
+        return changes
+
+    def claimed(self, owner: Mapping[str, Any], foreign: tuple[str, ...]) -> Head:
+        """The head of the next incarnation: nothing that an earlier one has begun can be committed any more."""
+        number = 1 + (int(self.incarnation[:8]) if self.incarnation else 0)
+        return self.next(
+            incarnation=f"{number:08d}{paths.new_id()[:8]}",
+            owner=dict(owner),
+            closed=False,
+            past=(*self.past, *([self.incarnation] if self.incarnation else []))[-_MAX_PAST:],
+            begun={},
+            dead={**self.dead, **self.begun},
+            foreign=foreign,
+            **({} if self.listed else self.back_to(-1)),
+        )
+
+
+def send_off(changes: dict[str, dict[str, Any]], folder: str, entry: HeadEpoch, kept: str | None) -> None:
+    """Notes in a change what becomes of an epoch that counts no more: it is kept, as `<name>/<folder>`, or dead."""
+    if kept is not None:
+        changes["aside"][kept] = entry
+    if entry.stock:
+        changes["leaving"][folder] = Leaving(entry.attempt, (kept or "").partition("/")[0])
+    elif kept is None:
+        changes["dead"][entry.attempt] = folder
+
+
+def _nodes(fields: codec.Fields) -> list[Any]:
+    nodes = fields.array("nodes")
+    for names in nodes:
+        if not isinstance(names, list):
+            raise fields.fail("nodes", "lists of names")
+        for name in names:
+            paths.check_recorded_name(fields.path, name, paths.is_node_name)
+    return nodes
+
+
+def _entries(fields: codec.Fields, section: str, nodes: Sequence[Sequence[str]]) -> dict[str, HeadEpoch]:
+    path, check = fields.path, _aside if section == "aside" else _folder
+    return {
+        check(path, key): HeadEpoch.from_json(path, f"{section}.{key}", entry, nodes)
+        for key, entry in fields.mapping(section).items()
+    }
+
+
+def _folder(path: str, name: str) -> str:
+    return paths.check_recorded_name(path, name, paths.is_part)
+
+
+def _aside(path: str, name: str) -> str:
+    into, _, folder = name.partition("/")
+    return paths.join(_folder(path, into), _folder(path, folder))
+
+
+def parse_page(digest: str, data: bytes) -> Page:
+    """Parses a page; raises like `parse`."""
+    path = paths.head_page(digest)
+    if checksums.digest(data) != digest:
+        raise DamagedError(path, f"is not the page of this name: its digest is {checksums.digest(data)}")
+    fields = parsing.open_record(path, data, "head page")
+    nodes, entries = _nodes(fields), list[PageEntry]()
+    for section in SECTIONS:
+        entries += [PageEntry.of(section, key, entry) for key, entry in _entries(fields, section, nodes).items()]
+    return Page(tuple(entries), digest)
+
+
+def _no_pages(digests: Sequence[str]) -> list[Page]:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), paths.head_page(digests[0]))
+
+
+def parse(path: str, data: bytes, read_pages: Callable[[Sequence[str]], Sequence[Page]] = _no_pages) -> Head:
+    """Parses the head; raises DamagedError, FormatError or FormatVersionError.
+
+    `read_pages` gives the pages with these digests, in their order. What it raises is raised.
+    """
+    fields = parsing.open_record(path, data, "head")
+
+    counted = dict[str, int]()
+    for found in fields.array("pages"):
+        if not (isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found)):
+            raise fields.fail("pages", "pairs of a digest and of bits")
+        digest, bits = found
+        if not _DIGEST.fullmatch(digest) or not _COUNTED.fullmatch(bits) or digest in counted:
+            raise fields.fail("pages", "different digests, each with bits in hexadecimal")
+        counted[digest] = int(bits, 16)
+    pages = tuple(read_pages(list(counted))) if counted else ()
+    entries = {name: dict[str, HeadEpoch]() for name in SECTIONS}
+    for page in pages:
+        if counted[page.digest] >> len(page.entries):
+            raise fields.fail("pages", f"no more bits than page {page.digest} has entries")
+        for number, entry in enumerate(page.entries):
+            if counted[page.digest] >> number & 1:
+                entries[entry.section][entry.key] = entry.epoch
+    nodes = _nodes(fields)
+    for name in SECTIONS:
+        entries[name] |= _entries(fields, name, nodes)
+
+    return codec.parse(Head, fields, **entries, pages=pages)

@@ -1,0 +1,82 @@
+"""The metrics of deleted epochs in an object store: lines that the head collects, and the parts that they move to.
+
+The change that deletes an epoch adds its line, or that the run went back; that costs no request of its own. Once there
+are many, they become a part of the log, after a deletion, and the next change of the head drops them. A part is an
+object that never changes. Which lines it has follows from the lines and from the number of those before, which the head
+says: whoever moves them, be it late or twice, writes the same part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from epochckpt import _threads
+from epochckpt.directory import attached_metrics, metrics_log
+from epochckpt.directory.metrics_log import COLLECTED, Line
+from epochckpt.errors import EpochCheckpointError
+from epochckpt.format import EpochRecord, paths
+
+if TYPE_CHECKING:
+    from epochckpt.directory.head_record import Head
+    from epochckpt.storage import Store
+
+
+class ObjectLog:
+    """The log of one directory.
+
+    Attributes:
+        moved: the number of the last line that is in a part, as far as this process knows.
+    """
+
+    def __init__(self, store: Store):
+        self._store, self.moved = store, 0
+
+    def noting(
+        self,
+        now: Head,
+        folder: str,
+        number_of: Callable[[str], int | None],
+        read: Callable[[str, str], EpochRecord | None],
+    ) -> dict[str, Any]:
+        """What the deletion of an epoch adds to the head; `read` gives the record of an attempt in a folder."""
+        epoch, entry = number_of(folder) or 0, now.listed[folder]
+        others = [number for name in now.listed if (number := number_of(name)) not in (None, epoch)]
+        if all(number < epoch for number in others):
+            return now.back_to(max(others, default=-1))
+        metrics = entry.metrics
+        if entry.large:
+            with suppress(EpochCheckpointError, OSError):  # whatever it is, the epoch is deleted
+                metrics = getattr(read(folder, entry.attempt), "metrics", None)
+        line = Line.of(epoch, entry.attempt, entry.committed_ns, attached_metrics.merge(metrics, entry.attached))
+        return {"log": (*now.log, line)} if line else {}
+
+    def deleted(self, now: Head) -> dict[int, Line]:
+        """See `Commits.deleted`; if lines have been moved, one listing, and one request for each part."""
+        moved = metrics_log.read_parts(self._store) if now.logged else []
+        return metrics_log.deleted([*(line for line in moved if line.number <= now.logged), *now.log])
+
+    def move(self, now: Head | None) -> None:
+        """Moves lines of the head to parts if they are many; a failure is logged."""
+        if now is not None and self.moved < now.logged + len(_part(now.lines)):
+            what = f"{self._store.root}: the metrics of deleted epochs stay in the head for now"
+            _threads.logged(what, lambda: self._move(now.lines))
+
+    def _move(self, lines: list[Line]) -> None:
+        while part := _part(lines):
+            if part[-1].number <= metrics_log.MAX_LINES:
+                with suppress(FileExistsError):  # it was moved before
+                    data = b"".join(line.to_bytes() for line in part)
+                    self._store.create(paths.metrics_part(part[0].number), data)
+            self.moved, lines = part[-1].number, lines[len(part) :]
+
+
+def _part(lines: list[Line]) -> list[Line]:
+    """The first lines, as many as make a part; none if they are too few."""
+    nbytes = 0
+    for count, line in enumerate(lines, start=1):
+        nbytes += len(line.to_bytes())
+        if count >= COLLECTED or nbytes >= metrics_log.COLLECTED_BYTES:
+            return lines[:count]
+    return []

@@ -1,0 +1,130 @@
+"""The Orbax views of the epochs in a bucket: each is written once the head names its epoch, and goes when it does not.
+
+Another process may change the head meanwhile: `orbax.object_view` says what then holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Container
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from epochckpt import _threads
+from epochckpt.errors import DamagedError, FormatError, FormatVersionError
+from epochckpt.format import EpochRecord, paths
+from epochckpt.orbax import Views, object_view
+from epochckpt.orbax.steps import COMMIT
+
+if TYPE_CHECKING:
+    from epochckpt.directory.head_record import Head, HeadEpoch
+    from epochckpt.orbax.view import View
+    from epochckpt.storage import Store
+
+
+class ObjectViews:
+    """Writes and removes views in one directory.
+
+    Args:
+        store: the directory.
+        head: the head as it is now.
+        read: an attempt's record with its items, by folder and attempt; None if it is not there.
+    """
+
+    def __init__(self, store: Store, head: Callable[[], Head | None], read: Callable[[str, str], EpochRecord | None]):
+        self._store, self._head, self._read = store, head, read
+        self._wanted = object_view.is_of_use(store)
+        self._views = Views()
+        self._planned: tuple[str, View] | None = None  # of the attempt that is about to be committed
+        self._changing = threading.Lock()  # held while a view is written or removed
+
+    def guard(self) -> None:
+        """Marks the head's folder as whole: `cleanup_tmp_directories` of stock Orbax removes every other folder."""
+        if self._wanted:
+            path = paths.join(paths.HEAD.partition("/")[0], COMMIT)
+            what = f"{self._store.root}: {path} is missing"
+            _threads.logged(what, lambda: self._store.put(path, b"", draft="", replace=True))
+
+    def plan(self, record: EpochRecord) -> EpochRecord:
+        """The record with the note of the view that its epoch will have; nothing is written."""
+        self._planned = None
+        if not self._wanted:
+            return record
+        view, noted = self._views.note(record)
+        self._planned = (record.attempt, view) if view is not None else None
+        return noted
+
+    def after_commit(self, folder: str, attempt: str, old: HeadEpoch | None) -> list[Callable[[], object]]:
+        """What writes the view of an epoch that is committed, in place of that of the `old` one if there is one."""
+        planned, self._planned = self._planned, None
+        if planned is None or planned[0] != attempt:
+            return []
+        what = f"{self._store.root}: stock Orbax does not see {folder}, which repair_view would change"
+        return [partial(_threads.logged, what, partial(self._show, folder, attempt, planned[1], old))]
+
+    def _show(self, folder: str, attempt: str, view: View, old: HeadEpoch | None = None) -> None:
+        def still() -> bool:
+            found = self._head()
+            return found is not None and folder not in found.leaving and found.has(folder, attempt)
+
+        with self._changing:
+            if old is not None and not old.stock:
+                object_view.remove(self._store, folder, self._record(folder, old.attempt))
+            elif old is not None and not still():  # the step that was here has not left yet: the next claim writes it
+                return
+            whole = False
+            try:
+                # The last look: an epoch that was deleted meanwhile must not keep the mark of a finished step.
+                whole = object_view.put(self._store, folder, view, still) and still()
+            finally:
+                if not whole and self._is_free(folder):
+                    self._store.remove_all([paths.join(folder, path) for path in {*view.files, *view.copies}])
+
+    def remove(self, folder: str, attempt: str) -> None:
+        """Removes the view of an epoch that is none any more, unless its folder has another epoch by now."""
+        if not self._wanted:
+            return
+        with self._changing:
+            if self._is_free(folder):
+                object_view.remove(self._store, folder, self._record(folder, attempt))
+
+    def _is_free(self, folder: str) -> bool:
+        found = self._head()
+        return found is not None and folder not in found.listed and folder not in found.leaving
+
+    def remove_all(self, folder: str, attempts: Container[str], files: Collection[str]) -> None:
+        """The same for those attempts that were an epoch, by the files of the folder."""
+        names = [name.removesuffix(".json") for name in files if "/" not in name and name.endswith(".json")]
+        others = [path for path in files if paths.attempt_in(path) is None and not paths.is_about_epoch(path)]
+        for attempt in names if others else ():
+            if attempt in attempts:
+                self.remove(folder, attempt)
+
+    def finish(self, found: Head) -> None:
+        """Does what a run may have been killed in: views of the newest epoch, and of those rolled back.
+
+        Also those of epochs that replaced a step of stock Orbax, which had not left yet.
+        """
+        if not self._wanted or not found.epochs:
+            return
+        for kept, entry in found.aside.items():
+            folder = kept.partition("/")[2]
+            lost = kept.startswith("rolled-back-") and folder not in found.epochs and not entry.stock
+            if lost and object_view.is_complete(self._store, folder):
+                self.remove(folder, entry.attempt)
+        newest = max(found.epochs, key=lambda folder: found.epochs[folder].committed_ns)
+        left = (self._head() or found).leaving if found.leaving else {}
+        for folder in {newest, *(found.leaving.keys() & found.epochs.keys())} - left.keys():
+            attempt = found.epochs[folder].attempt
+            if object_view.is_complete(self._store, folder):
+                continue
+            record = self._record(folder, attempt)
+            if record is not None and record.orbax_view is not None:
+                self._show(folder, attempt, self._views.build(record))
+
+    def _record(self, folder: str, attempt: str) -> EpochRecord | None:
+        """An attempt's record; None if it is lost or damaged, or needs a newer epochckpt."""
+        with suppress(DamagedError, FormatError, FormatVersionError):
+            return self._read(folder, attempt)
+        return None

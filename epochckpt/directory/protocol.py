@@ -1,0 +1,528 @@
+"""When is an epoch visible? This table is the one answer.
+
+| on storage | state | visible to |
+| --- | --- | --- |
+| only below `incarnation-*` (POSIX), or named by no epoch of the head (object store) | uncommitted | nobody |
+| `<epoch>/epoch.json` under its final name (POSIX), or an epoch of the head (object store) | committed | everybody |
+| the same, named by a `rollback.json` (POSIX) | rolled back or deleted, being moved or removed | nobody |
+| `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax.steps`) | committed | everybody |
+| the same, while a save that may replace it (`allow_overwrite`) commits | committed, old or new | everybody |
+| moved out of sight (POSIX), or gone from the head (object store) | deleted, being removed | nobody |
+
+On POSIX (`rename`) an epoch is staged whole and renamed into place. On object stores (`conditional_put`) its objects
+carry the attempt's name, and one conditional write of the head makes them the epoch. A later incarnation fences off
+earlier ones: it moves their staging folders away, or claims the head, which they can no longer change then.
+
+A rollback quarantines every later epoch, and the next save of its number quarantines a damaged one. A good epoch is
+replaced only if the caller allows it (`ReplaceCondition`).
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import logging
+
+from epochckpt import errors
+from epochckpt.directory import metrics_log
+from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
+from epochckpt.format import EpochRecord, codec, parsing, paths
+from epochckpt.format.codec import stored
+from epochckpt.orbax import StepNames, steps
+
+if TYPE_CHECKING:
+    from epochckpt.directory.head_record import HeadEpoch
+    from epochckpt.storage import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollback:
+    """`rollback.json`: epochs that no longer count. Readers obey it, and the next run that writes finishes it.
+
+    A rollback always has one. A deletion needs one only where no rename can take the epoch out of sight at once.
+    """
+
+    # The epoch that was rolled back to; None for a deletion.
+    to: int | None = stored("to", codec.maybe(codec.INTEGER))
+    epochs: tuple[int, ...] = stored("epochs", codec.integers("epochs"))
+    id: str = stored("id", codec.name())
+    # For a deletion: the folder that keeps the epochs; None: they are removed.
+    kept: str | None = stored("kept", codec.maybe(codec.name()), default=None)
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return codec.seal("rollback", self)
+
+    @property
+    def about(self) -> int:
+        """The epoch that errors are about."""
+        return self.epochs[0] if self.to is None and self.epochs else self.to or 0
+
+    @property
+    def folder(self) -> str | None:
+        """Where the epochs go: a name that no clean-up touches; None: they are removed."""
+        return self.kept if self.to is None else f"rolled-back-{self.id}"
+
+
+def parse_rollback(path: str, data: bytes) -> Rollback:
+    """Parses `rollback.json`; raises DamagedError, FormatError or FormatVersionError."""
+    return codec.parse(Rollback, parsing.open_record(path, data, "rollback"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaceCondition:
+    """Which epoch the next save of its number may replace: this attempt at it and no other."""
+
+    attempt: str | None  # None: an epoch whose commit record cannot be used
+    damage: str = ""  # a damaged epoch is quarantined first, a good one is exchanged: one is there at any moment
+
+
+_ignored: set[str] = set()  # paths that were logged as ignored, once per process
+
+
+class Commits(abc.ABC):
+    """The epochs of one directory, and how an attempt becomes one."""
+
+    def __init__(self, store: Store, names: StepNames):
+        self.store, self.names = store, names
+        self.incarnation = ""
+        self.taken_over: tuple[str, int] | None = None  # incarnation and claim of a run that had not closed it
+        self.ignored: frozenset[int] = frozenset()  # epochs on this disk that are none of the job's, see `disks`
+        self._folders: dict[int, str] = {}
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def folder(self, epoch: int) -> str:
+        """Folder of an epoch, relative to the directory."""
+        if epoch not in self._folders and self.names.several:
+            self.scan()
+        return self._folders.get(epoch) or self.names.build(epoch)
+
+    def list_epochs(self) -> list[int]:
+        """The committed epochs, ascending, as storage has them now."""
+        return self.scan()[0]
+
+    def read_record(self, epoch: int) -> EpochRecord:
+        """An epoch's commit record; an `OrbaxRecord` if stock Orbax wrote it."""
+        return self._read(epoch, parsing.parse_epoch)
+
+    def read_head(self, epoch: int) -> EpochRecord:
+        """The commit record without the items, in a small part of the time."""
+        return self._read(epoch, parsing.parse_head)
+
+    def forget_records(self) -> None:
+        """Has the next look at an epoch read its record from storage, where it may be remembered."""
+        return
+
+    def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
+        """The attempt, time and metrics of an epoch, in the fewest requests."""
+        return self.read_head(epoch)
+
+    def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]] | None:
+        """The attempts and attached metrics, by source, of epochs that have such; None where each is a file.
+
+        As of the last look.
+        """
+        return None
+
+    def attach(self, epoch: int, attempt: str, source: str, metrics: Mapping[str, Any]) -> bool:
+        """Adds metrics to what `attached` returns; False if another attempt, or none, is there by now."""
+        raise NotImplementedError
+
+    def deleted(self) -> dict[int, metrics_log.Line]:
+        """What is kept of epochs that were deleted, their metrics, ascending; numbers may be in use again."""
+        return metrics_log.deleted(metrics_log.read(self.store))
+
+    def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
+        """Adds what another directory has kept of epochs that were deleted there."""
+        raise NotImplementedError
+
+    def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
+        if epoch in self.hidden():
+            raise self._unknown(epoch)
+        folder = self.folder(epoch)
+        if (record := self.read_in(folder, epoch, parse)) is not None:
+            return record
+        try:
+            if self._is_orbax(folder):
+                return steps.read(self.store, folder, epoch)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise errors.unreadable(folder, error) from error
+        raise self._unknown(epoch)
+
+    def read_in(
+        self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    ) -> EpochRecord | None:
+        """The commit record in a folder, by default without its items; None if there is no record of ours."""
+        path = paths.join(folder, paths.EPOCH_RECORD)
+        record = parsing.read_record(self.store, path, parse)
+        if record is not None and record.epoch != epoch:
+            raise errors.FormatError(path, f"is the record of checkpoint {record.epoch}, found under the name {epoch}")
+        return record
+
+    def _unknown(self, epoch: int) -> errors.EpochNotFoundError:
+        try:
+            return errors.EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+        except NotADirectoryError:  # not about an epoch at all
+            raise
+        except OSError as error:  # another epoch's folder is not permitted, for example
+            raise errors.unreadable(self.store.root, error) from error
+
+    def moving(self) -> list[int]:
+        """Epochs that an earlier run was killed on the way to move: the next claim puts them where they belong."""
+        return []
+
+    def obstacle(self, folder: str) -> str:
+        """The reason why a folder that is named like an epoch is none, and what to do about it."""
+        where = f"{self.store.root}/{folder}"
+        if per_node := list(self._per_node(folder)):
+            return (
+                f"{where} holds epochs of single nodes ({', '.join(per_node[:5])}), each saved by itself. Read them "
+                "with ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this"
+            )
+        if self.lost_records(folder):
+            return (
+                f"{where} is an epoch of epochckpt that lost its records: it holds no {paths.EPOCH_RECORD}. Nothing "
+                "of it can be verified, so it is not read. Put a whole copy in its place, or move the folder away"
+            )
+        return (
+            f"{where} is named like an epoch but holds no {paths.EPOCH_RECORD}, and it is no finished step of stock "
+            "Orbax on a file system either. Choose another directory, or move the folder away"
+        )
+
+    def _per_node(self, folder: str) -> Iterator[str]:
+        """The nodes whose epochs, each by itself and of any number, lie in a folder."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for name in (entry.name for entry in self.store.list(folder) if entry.is_folder):
+                path = paths.join(folder, name, paths.EPOCH_RECORD)
+                with contextlib.suppress(errors.EpochCheckpointError, OSError):  # of another program
+                    record = parsing.read_record(self.store, path, parsing.parse_head)
+                    if record is not None and record.per_node:
+                        yield paths.shown_name(name)
+
+    def read_per_node(
+        self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    ) -> dict[str, EpochRecord | str]:
+        """The epochs that nodes saved by themselves in a folder (Caffe2's managers do), by the names of their folders.
+
+        A str says why a record cannot be used: it cannot be read, or is of another number. Other records of the number
+        are passed over: a node's in a folder of another name, such as a copy, and those of epochs of all nodes.
+        """
+        found: dict[str, EpochRecord | str] = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for name in (e.name for e in self.store.list(folder) if e.is_folder and paths.is_name(e.name)):
+                try:
+                    record = self.read_in(paths.join(folder, name), epoch, parse)
+                except (errors.EpochCheckpointError, OSError) as error:
+                    found[name] = errors.say(error)
+                    continue
+                if record is not None and record.per_node and record.nodes[0].folder == name:
+                    found[name] = record
+        return found
+
+    def check_shallow(self, record: EpochRecord) -> None:
+        """Raises DamagedError for the first file that is missing or has another size than recorded; reads none."""
+        folder = self.folder(record.epoch)
+        if isinstance(record, steps.OrbaxRecord):
+            steps.check(self.store, folder, record)
+        # In a directory that has the parts of one host, the nodes of the others lie elsewhere.
+        part = self.store.renames and self.store.exists(paths.HOST_RECORD)
+        for number in range(len(record.nodes)):
+            if not part or self.store.exists(paths.join(folder, record.node_folder(number))):
+                self.check_node(folder, record, number)
+
+    def check_node(self, folder: str, record: EpochRecord, number: int, sizes: Mapping[str, int] | None = None) -> None:
+        """The same as `check_shallow`, for one node of an epoch in a folder, of which `sizes` may have all files."""
+        node = record.nodes[number]
+        for file, size in [(None, node.record_size), *((f, f.size) for f in node.files)]:
+            inner = record.path(number, file)
+            path = paths.join(folder, inner)
+            try:
+                found = self.store.size(path) if sizes is None else sizes.get(inner)
+            except OSError as error:
+                raise errors.unreadable(path, error) from error
+            if found is None:
+                raise errors.DamagedError(path, "is missing")
+            if found != size:
+                raise errors.DamagedError(path, f"has {found} bytes, {size} were written")
+
+    def scan(self) -> tuple[list[int], dict[int, str]]:
+        """The committed epochs, and by number the folders that are named like an epoch and are none.
+
+        Such a folder holds no commit record of ours, and is neither a step of stock Orbax nor a remainder of ours.
+        """
+        try:
+            entries = self.store.list("")
+        except FileNotFoundError:
+            return [], {}
+        hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else self.ignored
+        folders: dict[int, str] = {}
+        foreign: dict[int, str] = {}
+        self.names.learn(entry.name for entry in entries)
+        named = [(epoch, entry) for entry in entries if (epoch := self.names.parse(entry.name)) is not None]
+        records = {entry.name: f"{entry.name}/{paths.EPOCH_RECORD}" for _, entry in named if entry.is_folder}
+        found = self.store.existing(records.values())
+        for epoch, entry in named:
+            if not entry.is_folder:
+                where = f"{self.store.root}/{entry.name}"
+                if self.store.renames and where not in _ignored:
+                    _ignored.add(where)
+                    logging.warning("%s is a symlink or a file, not a folder: not followed, and no epoch", where)
+            elif records[entry.name] in found or self._is_orbax(entry.name):
+                if epoch not in folders or entry.name == self.names.build(epoch):
+                    folders[epoch] = entry.name
+            elif epoch not in hidden:  # a deletion of ours moves a folder away before anything in it is removed
+                foreign[epoch] = entry.name
+        self._folders = folders
+        return sorted(folders.keys() - hidden), foreign
+
+    def hidden(self) -> frozenset[int]:
+        """The epochs that a rollback hides just now, or that are ignored."""
+        rollback = self.rollback()
+        return self.ignored if rollback is None else self.ignored.union(rollback.epochs)
+
+    def rollback(self) -> Rollback | None:
+        """The rollback that is under way, or was interrupted; None without one."""
+        try:
+            return parsing.read_record(self.store, paths.ROLLBACK_RECORD, parse_rollback)
+        except errors.FormatVersionError:
+            raise
+        except (errors.DamagedError, errors.FormatError) as error:
+            where = f"{self.store.root}/{paths.ROLLBACK_RECORD}"
+            remedy = (
+                "It names the epochs that an interrupted rollback, or deletion, has taken out of sight: without it "
+                "none can be listed. Move this file away; then all epochs that are there count, those that were rolled "
+                "back, too, so roll back once more before you train on"
+            )
+            raise type(error)(where, f"{error.problem}. {remedy}") from None
+
+    def _is_orbax(self, folder: str) -> bool:
+        """Whether a folder without a commit record is a step that stock Orbax finished."""
+        return steps.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
+
+    def lost_records(self, folder: str) -> bool:
+        """Whether a foreign folder is an epoch of ours that lost its records."""
+        return self.store.renames and steps.lost_records(self.store, folder)
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def write_refusal(self) -> errors.AccessError | None:
+        """Why this process may not write to the directory, if that can be seen without trying."""
+        if self.store.may_write():
+            return None
+        return errors.AccessError(
+            f"{self.store.root}: this user (uid {os.getuid()}) may read it, but not write there: nothing can be saved "
+            "or deleted. Give write access, or save to another directory"
+        )
+
+    @abc.abstractmethod
+    def owners(self) -> list[Any]:
+        """What is known of the processes whose runs have not closed the directory; see `owners.current`."""
+
+    @abc.abstractmethod
+    def lineage(self) -> Lineage | None:
+        """Whose mirror this directory is, as storage has it now; None if no directory has claimed it as one."""
+
+    @abc.abstractmethod
+    def claim(
+        self,
+        epoch: int = 0,
+        check: Callable[[], None] = lambda: None,
+        lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
+    ) -> None:
+        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps their leftovers.
+
+        The `lineage` changes with it, or the claim fails with a FencedError.
+
+        After a failure in the middle of it, a second call makes another incarnation. Errors name `epoch`. FencedError
+        says that another run has claimed at the same moment, and is the later one. `check` raises what keeps this run
+        from claiming; on object stores no other run's claim comes between a check and the claim.
+        """
+
+    @abc.abstractmethod
+    def check_claim(self, epoch: int) -> None:
+        """Raises FencedError, which names `epoch`, if a newer incarnation has claimed by now."""
+
+    @abc.abstractmethod
+    def begin(self, epoch: int, attempt: str) -> None:
+        """Primary: makes room for an attempt. Other nodes may have begun to write for it already."""
+
+    @abc.abstractmethod
+    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """Where a node writes its record and handlers' files for an attempt, whose id begins with the incarnation."""
+
+    def data_folder(self, epoch: int, attempt: str, node: str, item: str) -> str:
+        """Where a node writes the data files of an item for an attempt."""
+        del item
+        return self.node_folder(epoch, attempt, node)
+
+    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""
+        return self.node_folder(epoch, attempt, node)
+
+    def seal_node(
+        self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None
+    ) -> None:
+        """Makes the names in a node's folder and in its `folders` durable, and writes `node.json` (`record`).
+
+        It is the node's last act on its staging. `view`: None if the epoch is to have no Orbax view; else the folders
+        of databases in it where this node makes the link to its folder. The primary makes those that are missing.
+        """
+        del folders, view
+        self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
+
+    def uncache(self, epoch: int, node: str) -> None:
+        """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
+        del epoch, node
+
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """Primary: writes the Orbax view of a staged epoch, durably, where the store has symlinks.
+
+        `run` runs calls in parallel. Returns the record, which notes the leaves that the view lacks.
+        """
+        del run
+        return record
+
+    @abc.abstractmethod
+    def publish(
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+    ) -> Callable[[], None] | None:
+        """Primary: makes the epoch visible. Returns a call that removes the bytes of a good epoch that gave way.
+
+        `check` is called just before the decisive step, and raises when it is too late. An epoch of this number gives
+        way only where it is the one that `replaces` names.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            UncertainError: it may or may not have become durable; it has been taken out of sight where possible.
+            SaveError: it did not become visible.
+        """
+
+    @abc.abstractmethod
+    def discard(self, epoch: int, attempt: str) -> None:
+        """Primary: removes the files of a failed attempt; files that are gone already are no error."""
+
+    @abc.abstractmethod
+    def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
+        """Primary: takes an epoch out of sight, durably; the returned call removes its bytes.
+
+        With `logged`, its metrics stay, see `deleted`: unless it is the newest, of which a run goes back then.
+        With `into`, that subfolder of the directory keeps the epoch. Where no rename can move an epoch (overlayfs, for
+        epochs of a lower layer), a record hides it during the removal; UnfinishedError says that this has failed.
+        """
+
+    @abc.abstractmethod
+    def roll_back(self, rollback: Rollback) -> None:
+        """Primary: quarantines epochs, durably recorded before the first one moves."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Primary: ends the incarnation; removes its empty staging."""
+
+    def lost(self, epoch: int) -> errors.SaveError:
+        """The error of an attempt whose staging folder is gone."""
+        return errors.SaveError(epoch, f"files of it have disappeared from {self.store.root}")
+
+    def read_attempt(self, epoch: int) -> str | None:
+        """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
+
+        FormatVersionError: only a newer epochckpt can read its record.
+        """
+        try:
+            return self.read_head(epoch).attempt
+        except (errors.DamagedError, errors.FormatError, errors.EpochNotFoundError):
+            return None
+
+    def seen_attempt(self, epoch: int) -> str | None:
+        """The same as of the last look at the directory, where such a look tells it."""
+        return self.read_attempt(epoch)
+
+    def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
+        """Whether an attempt has become the epoch although the decisive step has reported an error."""
+        try:
+            return self.read_head(epoch).attempt == attempt
+        except errors.EpochNotFoundError:
+            return False
+        except (errors.EpochCheckpointError, OSError) as problem:
+            reason = f"{errors.say(error)}; and what is there now cannot be read ({problem})"
+            raise errors.UncertainError(epoch, reason) from error
+
+    def require(self, epoch: int) -> list[int]:
+        """The committed epochs; raises EpochNotFoundError, which lists them, unless this one is among them."""
+        epochs = self.list_epochs()
+        if epoch not in epochs:
+            raise errors.EpochNotFoundError(epoch, self.store.root, epochs)
+        return epochs
+
+    def write_once(self, parts: tuple[str, str], data: bytes) -> None:
+        """Primary: writes `folder/name` of the directory itself unless that file is there, and holds JSON."""
+        folder, name = parts
+        path, old = paths.join(folder, name), None
+        try:
+            old = self.store.read(path, limit_bytes=2**24)
+            json.loads(old)
+            return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (ValueError, RecursionError) as error:
+            if old is None:  # larger than any of ours
+                raise
+            logging.warning("%s/%s is no JSON (%s): it is written anew", self.store.root, path, error)
+        try:
+            self.make_folder(folder)
+            self.store.put(path, data, draft=self._draft(), replace=old is not None)
+        except FileExistsError:
+            logging.info("%s was written by another process", path)
+
+    def overwrite(self, path: str, data: bytes) -> None:
+        """Primary: writes `folder/name` of the directory itself, or replaces it; FencedError as `publish`."""
+        try:
+            self.make_folder(path.rpartition("/")[0])
+            self.store.put(path, data, draft=self._draft(), replace=True)
+        except FileNotFoundError as error:
+            raise self.lost(0) from error
+
+    def make_folder(self, folder: str) -> None:
+        """Makes a folder of the directory itself, durably, unless it is there."""
+        if not self.store.exists(folder):
+            with contextlib.suppress(FileExistsError):
+                self.store.make_folder(folder)
+            self.store.sync_folder("")
+
+    def _draft(self) -> str:
+        """Where a small file is written before it is renamed; the next run removes it after a kill."""
+        return paths.join(paths.incarnation_folder(self.incarnation), f"draft-{paths.new_id()}")
+
+    def finish_rollback(self) -> None:
+        """Completes a rollback, or a deletion, that was begun before, and holds since: no reader sees its epochs."""
+        rollback = self.rollback()
+        if rollback is None:
+            return
+        what = "deletion of checkpoints" if rollback.to is None else f"rollback to checkpoint {rollback.to}"
+        logging.warning("%s: finishing the %s that was begun before", self.store.root, what)
+        self._finish(rollback)
+
+    def _finish(self, rollback: Rollback) -> None:
+        try:
+            self._move_rolled_back(rollback)
+        except OSError as error:
+            raise errors.UnfinishedError(self.store.root, rollback.epochs, errors.say(error)) from error
+
+    def _finish_if_it_can(self) -> None:
+        """Completes a rollback for a claim, which succeeds without it: a failure is logged."""
+        try:
+            self.finish_rollback()
+        except errors.UnfinishedError as error:
+            logging.error("%s", error)
+
+    @abc.abstractmethod
+    def _move_rolled_back(self, rollback: Rollback) -> None:
+        """Moves or removes the epochs of a rollback, newest first, then removes its record."""

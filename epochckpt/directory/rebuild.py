@@ -1,0 +1,154 @@
+"""A head that is lost, or does not name all epochs of an object store, made anew from the epochs' own records.
+
+An epoch is taken in if all files that its record names are there in their sizes. Of several attempts in one folder
+that is the one whose record is `epoch.json`, or else the newest. Nothing is removed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterator, Mapping
+
+from epochckpt import errors
+from epochckpt.directory import attached_metrics, metrics_log, owners
+from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.lineage import ClaimDirectly
+from epochckpt.format import EpochRecord, parsing, paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebuilt:
+    """What a directory has that its head does not name."""
+
+    epochs: Mapping[str, HeadEpoch]  # by folder
+    aside: Mapping[str, HeadEpoch]  # by `<name>/<folder>`: epochs that were rolled back, or kept
+    left_out: Mapping[str, str]  # folders that are named like epochs and cannot be used, and why
+    seen: bytes | None  # the head that was looked at, if it cannot be used; None if there was none
+    change: str  # of the head that was looked at, if it can be used
+    problem: str = ""  # what is wrong with the head; empty: it can be used, and other epochs lie beside its own
+
+
+def look(commits: PutCommits) -> Rebuilt:
+    """Finds what the head should name and does not; it lists and reads, and changes nothing.
+
+    Raises:
+        InvalidArgumentError: the head can be used, and a run that may be alive has not closed the directory.
+        FormatVersionError: a newer epochckpt has written it; or the head is lost, and it has written epochs.
+    """
+    seen = commits.read_bytes()  # before the look: a head that changes in between is not replaced
+    try:
+        head, problem = commits.head(), ""
+    except errors.FormatVersionError:
+        raise
+    except (errors.DamagedError, errors.FormatError) as error:
+        head, problem = None, errors.say(error)
+    if head is None:
+        problem = problem or f"{paths.HEAD} is missing"
+    known, epochs, left_out = head or Head(), dict[str, HeadEpoch](), dict[str, str]()
+    named = {*known.epochs, *known.begun.values(), *known.dead.values(), paths.HEAD.partition("/")[0]}
+    names = [entry.name for entry in commits.store.list("") if entry.is_folder and entry.name not in named]
+
+    def record(where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:
+        try:
+            return _record(commits, where, folder, but)
+        except errors.FormatVersionError as error:
+            if problem:  # the head would have been one that this epochckpt cannot write
+                raise
+            return errors.say(error)
+
+    # What was set aside is no epoch any more.
+    aside, is_aside = dict[str, HeadEpoch](), known.named
+    for name in (name for name in names if commits.names.parse(name) is None):
+        inner = [paths.join(name, entry.name) for entry in commits.store.list(name) if entry.is_folder]
+        found = {kept: record(kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
+        aside |= {kept: HeadEpoch.of(one) for kept, one in found.items() if isinstance(one, EpochRecord)}
+    is_aside |= {entry.attempt for entry in aside.values()}
+    for name in (name for name in names if commits.names.parse(name) is not None):
+        one = record(name, name, is_aside)
+        if isinstance(one, str):
+            left_out[name] = one
+        else:
+            sources = attached_metrics.in_folder(commits, name, one.epoch, one.attempt)
+            epochs[name] = dataclasses.replace(HeadEpoch.of(one), attached=sources)
+    if head is not None and epochs:
+        owners.check_idle(commits)
+    return Rebuilt(
+        epochs=epochs,
+        aside=aside,
+        left_out=left_out,
+        seen=seen,
+        change=head.change if head else "",
+        problem=problem,
+    )
+
+
+def write(commits: PutCommits, found: Rebuilt) -> None:
+    """Writes what `look` has found. A run that is alive after all is fenced off where the head was lost.
+
+    InvalidArgumentError: the head is not what was looked at any more.
+    """
+    changed = errors.InvalidArgumentError(
+        f"{commits.store.root}: {paths.HEAD} has changed since it was looked at: a run, or another repair, has written "
+        "it. Nothing was changed here; look again"
+    )
+
+    def take_in(now: Head) -> Head | None:
+        epochs, aside = {**found.epochs, **now.epochs}, {**found.aside, **now.aside}
+        if (epochs, aside) == (now.epochs, now.aside):
+            return None
+        if now.change != found.change:
+            raise changed
+        foreign = tuple(name for name in now.foreign if name not in epochs)
+        # What is taken in was not written by the directory whose mirror this is, perhaps.
+        return now.next(epochs=epochs, aside=aside, foreign=foreign, lineage=ClaimDirectly().apply(now.lineage))
+
+    if not found.problem:
+        commits.change(take_in, 0, fenced=False)
+        return
+    attempts = [entry.attempt for entries in (found.epochs, found.aside) for entry in entries.values()]
+    runs = {attempt.partition("-")[0] for attempt in attempts}
+    last = max((run for run in runs if len(run) == 16 and run[:8].isdigit()), default="")
+    head = Head(incarnation=last, past=tuple(sorted(runs - {last})), epochs=found.epochs, aside=found.aside)
+    beside, stock = commits.beside(head)
+    foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
+    logged = max((line.number for line in metrics_log.read_parts(commits.store)), default=0)
+    head = head.claimed(owners.current(), foreign).next(closed=True, stock=stock, logged=logged)
+    if not commits.write_rebuilt(found.seen, head):
+        raise changed
+
+
+def _record(commits: PutCommits, where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:
+    """The record of the epoch whose records are in one place and whose files are in its folder, or why not.
+
+    The attempts `but` are passed over.
+    """
+    epoch = commits.names.parse(folder)
+    sizes = {file.path: file.size for file in commits.store.files(folder)}
+    usable, reason = list[EpochRecord](), f"holds no commit record that can be used ({paths.EPOCH_RECORD})"
+    for path in _candidates(commits, where):
+        try:
+            record = parsing.read_record(commits.store, path, parsing.parse_head)
+        except errors.FormatVersionError:
+            raise
+        except (errors.DamagedError, errors.FormatError) as error:
+            reason = errors.say(error)
+            continue
+        if record is None or record.epoch != epoch or record.attempt in but:
+            continue
+        lacking = next((p for p, size in record.sizes().items() if sizes.get(p) != size), None)
+        if lacking is not None:
+            reason = f"{paths.join(folder, lacking)} is missing, or has another size than recorded"
+        elif path.endswith(f"/{paths.EPOCH_RECORD}"):
+            return record
+        else:
+            usable.append(record)
+    return max(usable, key=lambda record: record.committed_ns, default=reason)
+
+
+def _candidates(commits: PutCommits, where: str) -> Iterator[str]:
+    """The paths of an epoch's copied record, then of the records of its attempts."""
+    yield paths.join(where, paths.EPOCH_RECORD)
+    for entry in commits.store.list(where):
+        if not entry.is_folder and paths.attempt_in(entry.name) is not None:
+            yield paths.join(where, entry.name)

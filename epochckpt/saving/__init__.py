@@ -1,0 +1,27 @@
+"""One save, from the snapshot to the verdict; the claim before it, and what is kept after it.
+
+Promises: only the primary commits and deletes; every wait is bounded, and its error names the node that is late.
+"""
+
+from typing import TYPE_CHECKING
+
+from epochckpt._lazy import names_of
+
+if TYPE_CHECKING:
+    from epochckpt.saving.attempt import Attempt
+    from epochckpt.saving.claiming import Claim
+    from epochckpt.saving.retention import EpochInfo, History
+    from epochckpt.saving.saver import Attempts
+else:
+    __getattr__ = names_of(
+        __name__,
+        {
+            "Attempt": "attempt",
+            "Claim": "claiming",
+            "EpochInfo": "retention",
+            "History": "retention",
+            "Attempts": "saver",
+        },
+    )
+
+__all__ = ["Attempt", "Attempts", "Claim", "EpochInfo", "History"]

@@ -1,0 +1,63 @@
+"""`_epochckpt/host.json` says that a directory is on a disk of one host, and has the parts of epochs that this one has.
+
+See `StorageOptions.local_disks`. Every such directory has an id of its own, by which two processes notice that they see
+the same one, and a job that a disk was replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+from epochckpt.format import codec, parsing, paths
+from epochckpt.format.codec import stored
+
+if TYPE_CHECKING:
+    from epochckpt.directory import Commits
+    from epochckpt.storage import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRecord:
+    """The directory of one host.
+
+    Attributes:
+        directory: its id.
+        node: the node that wrote there last.
+        mirror: the URL of the mirror.
+        disks: the ids of the directories of all hosts, by process, when a run last claimed them; empty before.
+        claim: that claim; empty before. A host with another one than the rest has an older disk.
+    """
+
+    directory: str = stored("directory", codec.text())
+    node: str = stored("node", codec.text())
+    mirror: str = stored("mirror", codec.text())
+    disks: tuple[str, ...] = stored("disks", codec.strings("ids of directories", 0, 1000), default=())
+    claim: str = stored("claim", codec.text(), default="")
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return codec.seal("host", self)
+
+
+def read_host_record(store: Store) -> HostRecord | None:
+    """The record of a directory; None if it is no host's. Raises DamagedError, FormatError or StorageError."""
+    return parsing.read_record(store, paths.HOST_RECORD, _parse)
+
+
+def _parse(path: str, data: bytes) -> HostRecord:
+    return codec.parse(HostRecord, parsing.open_record(path, data, "host"))
+
+
+def introduce(commits: Commits, node: str, mirror: str) -> HostRecord:
+    """The record of this process's directory, which gets one if it has none."""
+    if (found := read_host_record(commits.store)) is None:
+        store, made = commits.store, HostRecord(directory=paths.new_id(), node=node, mirror=mirror)
+        commits.make_folder(paths.HOST_RECORD.rpartition("/")[0])
+        with contextlib.suppress(FileExistsError):  # another process sees this directory
+            draft = f"{paths.HOST_RECORD}.{paths.new_id()}{paths.TMP_SUFFIX}"
+            store.put(paths.HOST_RECORD, made.to_bytes(), draft=draft)
+        found = read_host_record(store)
+    assert found is not None, "it has just been written"
+    return found

@@ -1,0 +1,64 @@
+"""What one run of a manager has spent its time on: counted as it goes, and recorded with every commit.
+
+Nothing is written for it: the primary's figures are part of each commit record (`format.records.RunEntry`), with those
+of the runs before, as the newest record had them when the directory was opened.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from epochckpt.format import RunEntry
+
+BLOCKED, RESTORING, WAITING = "blocked", "restoring", "waiting"
+_KEPT = 100  # runs, the newest ones
+
+
+class RunClock:
+    """The run of one manager."""
+
+    def __init__(self) -> None:
+        self._began_ns = time.time_ns()
+        self._spent: dict[str, float] = {}
+        self._saves = 0
+        self.earlier: Sequence[RunEntry] = ()  # oldest first; may end with this run itself
+
+    def spend(self, on: str, secs: float) -> None:
+        """Counts seconds that training was held up: BLOCKED, RESTORING or WAITING."""
+        self._spent[on] = self._spent.get(on, 0.0) + secs
+
+    def restored(self, began: float) -> None:
+        """Counts a restore that began at this moment of the monotonic clock."""
+        self.spend(RESTORING, time.monotonic() - began)
+
+    def so_far(self) -> Mapping[str, float]:
+        """The seconds by what they were spent on, until now."""
+        return dict(self._spent)
+
+    def committed(self) -> None:
+        """Counts a save that was committed; what `committing` says of one that fails then is in no record."""
+        self._saves += 1
+
+    def committing(
+        self,
+        epoch: int,
+        incarnation: str,
+        spent: Mapping[str, float],
+        times: tuple[int, int],
+        killed: tuple[str, int] | None,
+    ) -> tuple[RunEntry, ...]:
+        """The runs as the record of an epoch has them, which is about to be committed.
+
+        `spent`: `so_far` when its save began; `times`: when that was, and now, in Unix nanoseconds. `killed`: the
+        incarnation before this one, and when it claimed the directory, if it did not close it.
+        """
+        earlier = [run for run in self.earlier if run.incarnation != incarnation]
+        if killed is not None and killed[1] and killed[0] not in [run.incarnation for run in earlier]:
+            # It has committed nothing. Whether the run before it was killed, it has told nobody.
+            name, claimed_ns = killed
+            earlier.append(RunEntry(name, claimed_ns, claimed_ns, claimed_ns, 0, 0, 0.0, 0.0, 0.0, killed=True))
+        elif earlier and earlier[-1].killed is None:
+            earlier[-1] = dataclasses.replace(earlier[-1], killed=killed is not None)
+        blocked, restoring, waiting = (round(spent.get(on, 0.0), 6) for on in (BLOCKED, RESTORING, WAITING))
+        run = RunEntry(incarnation, self._began_ns, *times, self._saves + 1, epoch, blocked, restoring, waiting)
+        return (*earlier[1 - _KEPT :], run)
