@@ -227,7 +227,8 @@ class Matcher:
     def _array(self, number: int, leaf: Leaf, target: Any, resize: bool) -> LeafRequest:
         shape, dtype = tuple(target.shape), target.dtype
         typed = tree_lib.is_prng_dtype(dtype)
-        describes = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
+        described = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
+        describes = described or hasattr(target, "sharding_metadata")  # of Orbax's v1, and ours
         if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
             # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
             return LeafRequest(number, "jax", None, of_keys(self._sharding(target, leaf), leaf))

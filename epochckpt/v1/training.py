@@ -5,6 +5,8 @@ Policies, metadata classes and errors are Orbax's own.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import os
 import warnings
@@ -514,17 +516,52 @@ def _item_metadata(reader: CheckpointReader) -> Mapping[str, Any]:
     return dict(found.items()) if isinstance(found, ocp.args.Composite) else {names[0]: found}
 
 
+@dataclasses.dataclass(frozen=True)
+class NumpyMetadata:
+    """What is known of an array that was on no device, with the attributes of Orbax's v1; a target that asks for NumPy.
+
+    `storage_metadata` is the chunks of an array in a step of stock Orbax; in our epochs it is None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    storage_metadata: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayMetadata(NumpyMetadata):
+    """What is known of an array that was on devices; `sharding_metadata` is Orbax's form of its sharding."""
+
+    sharding_metadata: Any
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding | None:
+        """The sharding; None if its devices do not exist here, where Orbax raises ValueError."""
+        with contextlib.suppress(ValueError):
+            return self.sharding_metadata.to_jax_sharding()
+        return None
+
+
 _VALUES = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}  # by the kind of a dtype: what v1 has in place of numbers
 
 
 def _tree_of(metadata: Any) -> Any:
-    """A tree of metadata as v1 has it: values stand for Python numbers and texts."""
+    """A tree of metadata as v1 has it: values stand for Python numbers and texts, and arrays say where they were."""
 
     def leaf(found: Any) -> Any:
         if isinstance(found, ocp.metadata.StringMetadata):
             return "string"
         if isinstance(found, ocp.metadata.ScalarMetadata) and found.dtype is not None:
             return _VALUES.get(found.dtype.kind, found)
+        if isinstance(found, ocp.metadata.ArrayMetadata) and found.sharding is None:
+            return NumpyMetadata(found.shape, found.dtype, found.storage)
+        if isinstance(found, ocp.metadata.ArrayMetadata):
+            return ArrayMetadata(
+                shape=found.shape,
+                dtype=found.dtype,
+                storage_metadata=found.storage,
+                sharding_metadata=found.sharding,
+            )
         return found
 
     return jax.tree.map(leaf, metadata.tree) if isinstance(metadata, TreeMetadata) else metadata

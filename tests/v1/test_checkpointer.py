@@ -27,6 +27,7 @@ from epochckpt import errors
 from epochckpt import v1 as ocp
 from epochckpt.v1 import _ORBAX
 from epochckpt.v1 import context as contexts
+from tests.support import stock_states
 from tests.support.managers import sharding
 from tests.support.processes import run_worker
 from tests.support.taps import WAIT_SECS, Tap, fail_writes, hold_commits, hold_writes, no_space
@@ -294,10 +295,27 @@ def test_metadata(tmp_path: pathlib.Path, trainer: Trainer) -> None:
                 "rate": float,
                 "name": str,
             }
+            w, rng = found.metadata["params"]["w"], found.metadata["rng"]
+            assert w.sharding == w.sharding_metadata.to_jax_sharding() == state()["params"]["w"].sharding
+            assert not hasattr(rng, "sharding")
+            assert {hasattr(each, "storage_metadata") for each in (w, rng)} == {True}
             same(c.load(0, found.metadata), state())
             every = c.checkpointables_metadata()
             assert every.metadata.keys() == {"state"}
             assert every.metadata["state"]["params"]["w"].shape == (8, 2)
+
+
+def test_metadata_of_either_is_a_target_for_typed_keys(tmp_path: pathlib.Path) -> None:
+    """Orbax's v1 describes a typed key by its data, and so do we; both come back as the key."""
+    saved = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(3), 4), "w": jnp.ones(2)}
+    with ec.v1.training.Checkpointer(tmp_path) as c:
+        c.save(0, saved)
+        described = [c.metadata(0).metadata]
+        if hasattr(stock, "load"):
+            with stock.training.Checkpointer(tmp_path) as theirs:
+                described.append(theirs.metadata(0).metadata)
+        for each in described:
+            assert stock_states.differences(c.load(0, each), saved) == []
 
 
 @pytest.fixture
