@@ -83,6 +83,8 @@ class Manager(abc.ABC):
         self.metadata_handler = None if metadata_handler is None else check_handler(metadata_handler)
         self.notes: dict[str, Any] = {}
         self.introduced = False  # whether `set_params` was called
+        self._path_prefix: str | None = None  # as `set_params` was last given them
+        self._path_type: str | None = None
 
     @abc.abstractmethod
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
@@ -99,16 +101,22 @@ class Manager(abc.ABC):
     def set_params(
         self, nodes: Iterable[Any] | None, path_prefix: PathLike | None = None, path_type: str | None = None
     ) -> None:
-        """Tells the metadata handler, if there is one, of the nodes; the first call of a job."""
+        """Tells the metadata handler, if there is one, of the nodes; the first call of a job.
+
+        The handler alone uses `path_prefix` and `path_type`. A call without them, as that of a runner, repeats those of
+        the call before.
+        """
         names = self.take_nodes(nodes)
         _check_type("path_type", DB_TYPE if path_type is None else path_type)
+        self._path_prefix = os.fspath(path_prefix) if path_prefix else self._path_prefix
+        self._path_type = path_type or self._path_type
         if self._handler is not None:
             self._handler.set_params(
                 db_prefix=self.db_prefix,
                 db_type=DB_TYPE,
                 node_names=names,
-                path_prefix=None if path_prefix is None else os.fspath(path_prefix),
-                path_type=path_type,
+                path_prefix=self._path_prefix,
+                path_type=self._path_type,
             )
         self.introduced = True
 

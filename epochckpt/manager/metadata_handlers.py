@@ -53,7 +53,10 @@ class AbstractMetadataHandler(abc.ABC):
 
     @abc.abstractmethod
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The epoch to resume from; None if there is none. A handler may overrule the one that the user named."""
+        """The epoch to resume from; None if there is none. `user_epoch` is the one that the user has named.
+
+        With the managers of `epochckpt.caffe2` the answer counts, whatever was named; with others a named epoch does.
+        """
 
     @abc.abstractmethod
     def write(self, epoch: int) -> None:

@@ -167,10 +167,14 @@ class ItemBackend(CheckpointBackend):
 
         A run that has gone back to it already, and is started again by the same command, goes on from its newest epoch.
         Otherwise it is the newest that every node can read, also where the metadata handler says less: the run may have
-        died before it notified the handler.
+        died before it notified the handler. The handler hears of a named epoch; its answer does not count then.
         """
         if named is not None and not self._exchange.broadcast("the way back", lambda: self._has_gone_back_to(named)):
-            if self._require(named)[-1] != named:
+            latest = self._require(named)[-1]
+            if (answer := handler.last_epoch(named)) not in (None, named):  # a rollback is the user's alone to ask for
+                said = "the metadata handler answers %d; the run goes back to %d all the same, which was named"
+                logging.warning(said, answer, named)
+            if latest != named:
                 self._roll_back(named)
             return dataclasses.replace(self._put_back(named, *self._read(named)), named=True)
         self.drain()
