@@ -96,6 +96,7 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     view += _curves(found, names[:_COLUMNS])
     if found.epochs:
         view.append(_epochs(found, names, usual))
+        view += _legend(found)
     if more := names[_COLUMNS:]:
         view.append(faint(f"{_units.several(len(more), 'more metric', 'more metrics')}: {', '.join(more[:_COLUMNS])}"))
     view += kinds.problems(found.problems)
@@ -152,6 +153,18 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
     yield from usual.words()
     if unchecked := sum(row.state == rows.COMMITTED and not row.checked for row in found.epochs):
         yield Span(f"files of {several(unchecked, found.unit)} not looked at", Tone.FAINT)
+
+
+def _legend(found: rows.Overview) -> list[Block]:
+    """What the signs in the table mean, as far as they are there and the summary has not said it."""
+    said = []
+    if any(row.state == rows.COMMITTED for row in found.epochs):
+        said.append(f"✓ committed: the {noun(found.unit)} can be restored")
+    if any((row.notes or {}).get("partial") for row in found.epochs):
+        said.append("partial: saved in the middle, a run that resumes enters it")
+    if any(len(row.nodes) > 1 for row in found.epochs):
+        said.append("a bar is the time that a node wrote, × a damaged node, · one that is not in it")
+    return [kinds.Summary(tuple(Span(each, Tone.FAINT) for each in said))] if said else []
 
 
 def _metrics(found: rows.Overview) -> list[str]:
@@ -222,7 +235,20 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         points = row.history.get(metric, ())
         return Cell(drawing=_curve(points)) if len(points) > 1 else Cell()
 
+    def trained(row: rows.DirectoryRow) -> str:
+        return "" if row.trained_secs is None else _units.secs(row.trained_secs)
+
+    def rank(name: str, usual: int) -> int:
+        return 0 if name == found.sort else usual  # what rows are ordered by is never left out
+
+    def configured(name: str) -> tuple[Column, kinds.Cells[rows.DirectoryRow]]:
+        values = [row.config[name] for row in found.runs if name in row.config]
+        right = all(isinstance(value, int | float) for value in values)
+        column = Column(_text.shown(name, _NAME), rank(name, 2), right=right, tip="of the config", missed=True)
+        return column, lambda row: Span(figure(row.config.get(name)), limit=24)
+
     units = list(dict.fromkeys(row.unit for row in found.runs)) or ["epoch"]
+    names = sorted(found.differing, key=lambda name: name != found.sort)
     made = table(
         found.runs,
         (Column("run", 0, least=20), lambda row: Span(row.name, Tone.STRONG)),
@@ -234,14 +260,19 @@ def runs(found: rows.RunsOverview) -> list[Block]:
             lambda row: "" if row.latest is None else str(row.latest),
         ),
         (Column("age", 2, right=True), lambda row: Span(age(row), Tone.FAINT)),
+        (Column("trained", rank("trained", 3), right=True, tip="in all, as the runner noted"), trained),
         (
             Column(_text.shown(metric, _NAME), 1, right=True, tip=f"of the latest {' or '.join(map(noun, units))}"),
             newest,
         ),
         (Column("best", 1, right=True), best),
         (Column("curve", 1, least=8), curve),
-        (Column(" or ".join(f"{noun(unit)}s" for unit in units), 4, right=True), lambda row: _units.count(row.epochs)),
-        (Column("bytes", 5, right=True), lambda row: _units.nbytes(row.nbytes)),
+        *(configured(name) for name in names[:_COLUMNS]),
+        (
+            Column(" or ".join(f"{noun(unit)}s" for unit in units), rank("epochs", 4), right=True),
+            lambda row: _units.count(row.epochs),
+        ),
+        (Column("bytes", rank("bytes", 5), right=True), lambda row: _units.nbytes(row.nbytes)),
         (Column("why", 3, least=16), lambda row: Span(row.detail, Tone.FAINT)),
     )
     title = Line(Span(found.directory, Tone.STRONG, 1000), title=True)
@@ -413,14 +444,14 @@ def goodput(found: rows.Goodput) -> list[Block]:
     unknown = "from its newest commit to the next run: more that was lost, or nothing ran"
     shown = table(
         each,
-        (Column("began", 2), lambda row: _units.when(row.began_ns) if row is not total else "all"),
+        (Column("began", 0), lambda row: _units.when(row.began_ns) if row is not total else "all"),
         (Column("end", 1), lambda row: _end(row, row is each[len(found.runs) - 1]) if row is not total else ""),
-        (Column("saves", 4, right=True), lambda row: _units.count(row.saves)),
+        (Column("saves", 4, right=True, missed=True), lambda row: _units.count(row.saves)),
         (Column(found.unit, 3, right=True, tip="the newest"), lambda row: str(row.epoch) if row.saves else ""),
         (Column("trained", 0, right=True), lambda row: _units.secs(row.trained_secs)),
         (Column("blocked", 0, right=True, tip="by saves"), lambda row: _units.secs(row.blocked_secs)),
-        (Column("restoring", 1, right=True), lambda row: _units.secs(row.restoring_secs)),
-        (Column("waiting", 1, right=True, tip="for saves"), lambda row: _units.secs(row.waiting_secs)),
+        (Column("restoring", 1, right=True, missed=True), lambda row: _units.secs(row.restoring_secs)),
+        (Column("waiting", 1, right=True, tip="for saves", missed=True), lambda row: _units.secs(row.waiting_secs)),
         (Column("lost", 0, right=True, tip="at least"), lambda row: _lost(row)),
         (Column("unknown", 0, right=True, tip=unknown), lambda row: _units.secs(row.unknown_secs)),
         (Column("goodput", 0, right=True), lambda row: kinds.percent(row.goodput)),

@@ -227,7 +227,7 @@ def _histogram(found: rows.LeafStats) -> Cell:
     if not found.histogram or len(found.edges) != len(found.histogram) + 1:
         return Cell()
     if found.min is not None and found.min == found.max:
-        return Cell(Span(f"all are {_units.number(found.min)}", Tone.FAINT))
+        return Cell(Span(f"all {_units.number(found.min)}", Tone.FAINT))
     most, ends = max(*found.histogram, 1), [_units.number(edge) for edge in found.edges]
     tips = [f"{_units.count(n)} from {ends[i]} to {ends[i + 1]}" for i, n in enumerate(found.histogram)]
     marks = (kinds.Mark(n / most, Tone.LIVE, n, tip) for n, tip in zip(found.histogram, tips, strict=True))

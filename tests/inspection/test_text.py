@@ -192,6 +192,19 @@ def test_the_overview_says_what_there_is() -> None:
         assert said in text
 
 
+def test_the_signs_of_a_list_are_explained_below_it() -> None:
+    """Those that are there, and no others."""
+
+    def legend(*rows: EpochRow) -> str:
+        lines = lines_of(views.overview(Overview("/data/run", rows)), 200)
+        return lines[-1] if "committed:" in lines[-1] or "a bar" in lines[-1] else ""
+
+    assert legend(epoch_row(1)) == "✓ committed: the epoch can be restored"
+    assert "× a damaged node" in legend(epoch_row(1, 4))
+    assert "partial: saved in the middle" in legend(epoch_row(1, notes={"partial": True}))
+    assert legend(EpochRow(1, DAMAGED, detail="cut")) == ""
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_64_nodes_are_a_bar_each_and_the_slowest_stands_out(width: int) -> None:
     """As many nodes share a bar as it takes; the highest of them, or a damaged one, is what is shown."""
@@ -330,7 +343,7 @@ def test_an_attempt_is_measured_against_the_epoch_before() -> None:
     begun = tuple(NodeRow(f"process_{i}", 10_000_000 if i < 2 else 1_000_000) for i in range(3))
     rows = (epoch_row(1, 4, latest=True), EpochRow(2, IN_PROGRESS, nodes=begun, nbytes=21_000_000))
     lines = lines_of(views.overview(Overview("/data/run", rows)))
-    assert "██▁·" in lines[-1]
+    assert "██▁·" in line_with(lines, "2")
 
 
 def test_of_many_nodes_with_a_problem_some_are_named() -> None:
@@ -599,7 +612,7 @@ def test_500_epochs_are_a_line_each() -> None:
     """A long run is a long list, and quickly made."""
     seen = Overview("/data/run", tuple(epoch_row(i, 64) for i in range(500)), metric="loss", mode="min")
     lines = lines_of(views.overview(seen))
-    assert sum("✓" in line for line in lines) == 500
+    assert sum(bool(re.match(r" +\d+ .*✓", line)) for line in lines) == 500
 
 
 def test_what_is_faint_is_not_what_matters() -> None:
