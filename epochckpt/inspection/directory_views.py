@@ -6,7 +6,7 @@ import collections
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from epochckpt import _text, _units
 from epochckpt._metrics import flat
@@ -30,6 +30,8 @@ from epochckpt.inspection.signs import (
 _RECENT = 20  # epochs that a page shows before it folds
 _COLUMNS = 12  # metrics that have a column and a curve
 _NAME = 40  # characters of the name of a metric
+_HEAD = 10  # of them, above a column where there is no room
+_VALUE = 24  # characters of a value that is not shortened
 _WIDE = 40  # bars of a curve
 _BLOCKED = 0.1  # seconds by which a save that held training holds it longer than most
 _NODES = 12  # damaged ones that a remark names
@@ -244,8 +246,10 @@ def runs(found: rows.RunsOverview) -> list[Block]:
     def configured(name: str) -> tuple[Column, kinds.Cells[rows.DirectoryRow]]:
         values = [row.config[name] for row in found.runs if name in row.config]
         right = all(isinstance(value, int | float) for value in values)
-        column = Column(_text.shown(name, _NAME), rank(name, 2), right=right, tip="of the config", missed=True)
-        return column, lambda row: Span(figure(row.config.get(name)), limit=24)
+        column = _measures(name, map(figure, values), rank(name, 2))
+        return column._replace(right=right, tip="of the config"), lambda row: Span(
+            figure(row.config.get(name)), limit=24
+        )
 
     units = list(dict.fromkeys(row.unit for row in found.runs)) or ["epoch"]
     names = sorted(found.differing, key=lambda name: name != found.sort)
@@ -279,6 +283,12 @@ def runs(found: rows.RunsOverview) -> list[Block]:
     return [title, kinds.Summary(tuple(said)), made, *kinds.problems(found.problems)]
 
 
+def _measures(name: str, values: Iterable[str], rank: int) -> Column:
+    """The column of a metric, or of a value of a config. Where there is no room, its head is shortened, no value is."""
+    widest = max((min(len(value), _VALUE) for value in values), default=0)
+    return Column(_text.shown(name, _NAME), rank, right=True, least=max(widest, _HEAD), tip=name, missed=True)
+
+
 def metrics(found: rows.RunMetrics) -> list[Block]:
     """The metrics of a run: a row per epoch, the newest first."""
 
@@ -293,7 +303,7 @@ def metrics(found: rows.RunMetrics) -> list[Block]:
         (Column("", 0), lambda row: Span("deleted" if row.deleted else "", Tone.FAINT)),
         (Column("committed", 1), lambda row: "" if row.committed_ns is None else _units.when(row.committed_ns)),
         *(
-            (Column(_text.shown(name, _NAME), 2 + i, right=True, tip=name, missed=True), measured(name))
+            (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.rows], 2 + i), measured(name))
             for i, name in enumerate(names)
         ),
     )
@@ -360,7 +370,7 @@ def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.
         (Column("", 0), state),
         (Column("age", 0, right=True, tip="since the commit, or since the last write of a save"), age),
         *(
-            (Column(_text.shown(name, _NAME), 1 + i, right=True, tip=name, missed=True), measured(name))
+            (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.epochs], 1 + i), measured(name))
             for i, name in enumerate(names[:_COLUMNS])
         ),
         (

@@ -296,6 +296,38 @@ def test_a_difference_says_what_changed_at_every_width(width: int) -> None:
     assert "→ 4096×32768" in text or "…96×32768" in text
 
 
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_what_is_shortened_in_a_row_of_a_difference_is_below_it(width: int) -> None:
+    """Names with their middle, in which they may differ, broken between keys; and all that changed in a file."""
+    name = "decoder/transformer_block_with_a_long_name/layer_{}/{}attention/output_projection/kernel"
+    changed = "learning_rate 0.0003 → 0.0001; optimizer adam with weight decay → sgd with momentum; warmup 100 → 200"
+    before, after = leaf(name.format(0, "")), leaf(name.format(0, "self_"))
+    found = Diff(
+        "/data/run",
+        0,
+        1,
+        (
+            DiffRow("state", "", before.name, REMOVED, before=before),
+            DiffRow("state", "", after.name, ADDED, after=after),
+            DiffRow("config", "", "metadata", CHANGED, detail=changed),
+        ),
+    )
+    lines = [line.strip() for line in lines_of(views.diff(found), width)]
+    whole = "".join(line if line.endswith("/") else f"{line} " for line in lines)
+    assert all(part in whole for part in (before.name, after.name))
+    assert changed in " ".join(lines)
+    assert not any(line.endswith(("transformer", "_")) for line in lines)
+
+
+def test_long_names_of_metrics_hide_no_metric() -> None:
+    """Their heads are shortened before a column is left out, and never a value."""
+    metrics = {f"eval/a_metric_with_a_long_name_{i}": 0.1234 + i for i in range(4)}
+    rows = tuple(epoch_row(number, metrics=metrics) for number in (1, 2, 3))
+    lines = lines_of(views.overview(Overview("/data/run", rows)), 80)
+    assert "no room" not in "".join(lines)
+    assert all(f"{value:.4g}" in line_with(lines, "1") for value in metrics.values())
+
+
 @pytest.mark.parametrize("width", [40, 80, 100, 120])
 def test_no_figure_of_a_summary_is_parted_from_its_unit(width: int) -> None:
     """A line ends between two statements, and begins with none of the dots between them."""
