@@ -172,9 +172,11 @@ def parser(version: str) -> argparse.ArgumentParser:
             added.add_argument("--unit", choices=("epoch", "step"), help=unit)
         return added.add_argument
 
-    add = command(commands.ls, "/data/run --metric loss --mode min", "/data/all_my_runs")
+    add = command(commands.ls, "/data/run --metric loss --mode min", "/data/all_my_runs --sort loss")
     add("--limit", metavar="N", type=count, default=50, help="show the newest N; 0: all; default: 50")
     add("--no-check", action="store_true", help="read records only, do not look for missing files")
+    columns = "order the runs of a folder by a column, a metric or a value of the configs; --sort=-COLUMN: descending"
+    add("--sort", metavar="COLUMN", help=columns)
 
     todelete = "the folder that this option of the manager names"
     add = command(commands.du, "/data/run", "gs://bucket/run --json", marks=False)

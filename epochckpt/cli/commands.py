@@ -98,11 +98,14 @@ def ls(args: argparse.Namespace, output: Output) -> int:
     except NotACheckpointDirectoryError as error:
         try:
             metric = args.metric[0] if args.metric else None
-            runs = inspect_runs(args.directory, metric=metric, mode=args.mode, options=naming_of(args)).overview()
+            asked = {"metric": metric, "mode": args.mode, "sort": args.sort, "options": naming_of(args)}
+            runs = inspect_runs(args.directory, **asked).overview()
         except NotACheckpointDirectoryError:
             raise error from None
         output.rows(runs, lambda: render(views.of(runs)))
         return FOUND if any(row.state == DAMAGED for row in runs.runs) else OK
+    if args.sort is not None:
+        raise InvalidArgumentError(f"--sort orders the runs of a folder, and {run.directory} is one run")
     seen = run.overview(args.limit or None, check=not args.no_check)
     seen = dataclasses.replace(seen, unit=run.unit) if args.no_check else seen  # a bucket's rows do not tell it then
     output.rows(seen, lambda: render(views.overview(seen, hint="; --limit 0 shows all")))

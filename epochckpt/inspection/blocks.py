@@ -109,6 +109,7 @@ class Column(NamedTuple):
     least: int | None = None  # a narrow terminal may shorten cells to so many characters; None: never
     tip: str = ""
     missed: bool = False  # a narrow terminal that leaves it out says so
+    whole: bool = False  # a narrow terminal that shortens a cell shows all of it below the row
 
 
 class Row(NamedTuple):

@@ -6,7 +6,7 @@ import collections
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from epochckpt import _text, _units
 from epochckpt._metrics import flat
@@ -30,6 +30,8 @@ from epochckpt.inspection.signs import (
 _RECENT = 20  # epochs that a page shows before it folds
 _COLUMNS = 12  # metrics that have a column and a curve
 _NAME = 40  # characters of the name of a metric
+_HEAD = 10  # of them, above a column where there is no room
+_VALUE = 24  # characters of a value that is not shortened
 _WIDE = 40  # bars of a curve
 _BLOCKED = 0.1  # seconds by which a save that held training holds it longer than most
 _NODES = 12  # damaged ones that a remark names
@@ -96,6 +98,7 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     view += _curves(found, names[:_COLUMNS])
     if found.epochs:
         view.append(_epochs(found, names, usual))
+        view += _legend(found)
     if more := names[_COLUMNS:]:
         view.append(faint(f"{_units.several(len(more), 'more metric', 'more metrics')}: {', '.join(more[:_COLUMNS])}"))
     view += kinds.problems(found.problems)
@@ -152,6 +155,18 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
     yield from usual.words()
     if unchecked := sum(row.state == rows.COMMITTED and not row.checked for row in found.epochs):
         yield Span(f"files of {several(unchecked, found.unit)} not looked at", Tone.FAINT)
+
+
+def _legend(found: rows.Overview) -> list[Block]:
+    """What the signs in the table mean, as far as they are there and the summary has not said it."""
+    said = []
+    if any(row.state == rows.COMMITTED for row in found.epochs):
+        said.append(f"✓ committed: the {noun(found.unit)} can be restored")
+    if any((row.notes or {}).get("partial") for row in found.epochs):
+        said.append("partial: saved in the middle, a run that resumes enters it")
+    if any(len(row.nodes) > 1 for row in found.epochs):
+        said.append("a bar is the time that a node wrote, × a damaged node, · one that is not in it")
+    return [kinds.Summary(tuple(Span(each, Tone.FAINT) for each in said))] if said else []
 
 
 def _metrics(found: rows.Overview) -> list[str]:
@@ -222,7 +237,22 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         points = row.history.get(metric, ())
         return Cell(drawing=_curve(points)) if len(points) > 1 else Cell()
 
+    def trained(row: rows.DirectoryRow) -> str:
+        return "" if row.trained_secs is None else _units.secs(row.trained_secs)
+
+    def rank(name: str, usual: int) -> int:
+        return 0 if name == found.sort else usual  # what rows are ordered by is never left out
+
+    def configured(name: str) -> tuple[Column, kinds.Cells[rows.DirectoryRow]]:
+        values = [row.config[name] for row in found.runs if name in row.config]
+        right = all(isinstance(value, int | float) for value in values)
+        column = _measures(name, map(figure, values), rank(name, 2))
+        return column._replace(right=right, tip="of the config"), lambda row: Span(
+            figure(row.config.get(name)), limit=24
+        )
+
     units = list(dict.fromkeys(row.unit for row in found.runs)) or ["epoch"]
+    names = sorted(found.differing, key=lambda name: name != found.sort)
     made = table(
         found.runs,
         (Column("run", 0, least=20), lambda row: Span(row.name, Tone.STRONG)),
@@ -234,18 +264,29 @@ def runs(found: rows.RunsOverview) -> list[Block]:
             lambda row: "" if row.latest is None else str(row.latest),
         ),
         (Column("age", 2, right=True), lambda row: Span(age(row), Tone.FAINT)),
+        (Column("trained", rank("trained", 3), right=True, tip="in all, as the runner noted"), trained),
         (
             Column(_text.shown(metric, _NAME), 1, right=True, tip=f"of the latest {' or '.join(map(noun, units))}"),
             newest,
         ),
         (Column("best", 1, right=True), best),
         (Column("curve", 1, least=8), curve),
-        (Column(" or ".join(f"{noun(unit)}s" for unit in units), 4, right=True), lambda row: _units.count(row.epochs)),
-        (Column("bytes", 5, right=True), lambda row: _units.nbytes(row.nbytes)),
+        *(configured(name) for name in names[:_COLUMNS]),
+        (
+            Column(" or ".join(f"{noun(unit)}s" for unit in units), rank("epochs", 4), right=True),
+            lambda row: _units.count(row.epochs),
+        ),
+        (Column("bytes", rank("bytes", 5), right=True), lambda row: _units.nbytes(row.nbytes)),
         (Column("why", 3, least=16), lambda row: Span(row.detail, Tone.FAINT)),
     )
     title = Line(Span(found.directory, Tone.STRONG, 1000), title=True)
     return [title, kinds.Summary(tuple(said)), made, *kinds.problems(found.problems)]
+
+
+def _measures(name: str, values: Iterable[str], rank: int) -> Column:
+    """The column of a metric, or of a value of a config. Where there is no room, its head is shortened, no value is."""
+    widest = max((min(len(value), _VALUE) for value in values), default=0)
+    return Column(_text.shown(name, _NAME), rank, right=True, least=max(widest, _HEAD), tip=name, missed=True)
 
 
 def metrics(found: rows.RunMetrics) -> list[Block]:
@@ -262,7 +303,7 @@ def metrics(found: rows.RunMetrics) -> list[Block]:
         (Column("", 0), lambda row: Span("deleted" if row.deleted else "", Tone.FAINT)),
         (Column("committed", 1), lambda row: "" if row.committed_ns is None else _units.when(row.committed_ns)),
         *(
-            (Column(_text.shown(name, _NAME), 2 + i, right=True, tip=name, missed=True), measured(name))
+            (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.rows], 2 + i), measured(name))
             for i, name in enumerate(names)
         ),
     )
@@ -329,7 +370,7 @@ def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.
         (Column("", 0), state),
         (Column("age", 0, right=True, tip="since the commit, or since the last write of a save"), age),
         *(
-            (Column(_text.shown(name, _NAME), 1 + i, right=True, tip=name, missed=True), measured(name))
+            (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.epochs], 1 + i), measured(name))
             for i, name in enumerate(names[:_COLUMNS])
         ),
         (
@@ -413,14 +454,14 @@ def goodput(found: rows.Goodput) -> list[Block]:
     unknown = "from its newest commit to the next run: more that was lost, or nothing ran"
     shown = table(
         each,
-        (Column("began", 2), lambda row: _units.when(row.began_ns) if row is not total else "all"),
+        (Column("began", 0), lambda row: _units.when(row.began_ns) if row is not total else "all"),
         (Column("end", 1), lambda row: _end(row, row is each[len(found.runs) - 1]) if row is not total else ""),
-        (Column("saves", 4, right=True), lambda row: _units.count(row.saves)),
+        (Column("saves", 4, right=True, missed=True), lambda row: _units.count(row.saves)),
         (Column(found.unit, 3, right=True, tip="the newest"), lambda row: str(row.epoch) if row.saves else ""),
         (Column("trained", 0, right=True), lambda row: _units.secs(row.trained_secs)),
         (Column("blocked", 0, right=True, tip="by saves"), lambda row: _units.secs(row.blocked_secs)),
-        (Column("restoring", 1, right=True), lambda row: _units.secs(row.restoring_secs)),
-        (Column("waiting", 1, right=True, tip="for saves"), lambda row: _units.secs(row.waiting_secs)),
+        (Column("restoring", 1, right=True, missed=True), lambda row: _units.secs(row.restoring_secs)),
+        (Column("waiting", 1, right=True, tip="for saves", missed=True), lambda row: _units.secs(row.waiting_secs)),
         (Column("lost", 0, right=True, tip="at least"), lambda row: _lost(row)),
         (Column("unknown", 0, right=True, tip=unknown), lambda row: _units.secs(row.unknown_secs)),
         (Column("goodput", 0, right=True), lambda row: kinds.percent(row.goodput)),

@@ -227,7 +227,7 @@ def _histogram(found: rows.LeafStats) -> Cell:
     if not found.histogram or len(found.edges) != len(found.histogram) + 1:
         return Cell()
     if found.min is not None and found.min == found.max:
-        return Cell(Span(f"all are {_units.number(found.min)}", Tone.FAINT))
+        return Cell(Span(f"all {_units.number(found.min)}", Tone.FAINT))
     most, ends = max(*found.histogram, 1), [_units.number(edge) for edge in found.edges]
     tips = [f"{_units.count(n)} from {ends[i]} to {ends[i + 1]}" for i, n in enumerate(found.histogram)]
     marks = (kinds.Mark(n / most, Tone.LIVE, n, tip) for n, tip in zip(found.histogram, tips, strict=True))
@@ -339,7 +339,7 @@ def _changes(groups: Sequence[Sequence[rows.DiffRow]], all_rows: Sequence[rows.D
         (Column("norm", 3, right=True, tip="of the change"), lambda row: _figure(row.norm, "")),
         (Column("largest", 3, right=True, tip="greatest change of an element"), lambda row: _figure(row.largest, "")),
         (Column("elements", 5, right=True, tip="how many elements changed"), elements),
-        (Column("what", 0, least=16), _what),
+        (Column("what", 0, least=16, whole=True), _what),
     )
 
 
@@ -373,7 +373,7 @@ def _leaf_columns(found: Sequence[_Leaf], of: Sequence[_Leaf]) -> list[tuple[Col
     return [
         (Column("item", 0, least=8), lambda one: one.item if several else ""),
         (Column("node", 0, least=8), lambda one: one.node),
-        (Column("leaf", 0, least=36), name),
+        (Column("leaf", 0, least=36, whole=True), name),
     ]
 
 

@@ -167,6 +167,8 @@ class DirectoryRow:
     history: Mapping[str, tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=dict)  # as in `Overview`
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the latest, NaN and infinity too
     damaged: tuple[int, ...] = ()  # of the newest epochs, those that are damaged
+    trained_secs: float | None = None  # all runs of the job, as the runner noted
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # by `outer/inner` names, see `configs`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +176,19 @@ class RunsOverview:
     """A folder of runs."""
 
     directory: str  # path or URL
-    runs: tuple[DirectoryRow, ...]  # by name
+    runs: tuple[DirectoryRow, ...]  # by name, or as was asked for
     metric: str = ""  # whose curves a view shows
     mode: str = "max"  # or `min`
     ranked: bool = False  # whether `best` is by this metric, or it was not asked for
+    sort: str = ""  # the column by which runs are ordered
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by name
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """The values of configs that differ between the runs that have them, by name."""
+        names = dict.fromkeys(name for row in self.runs for name in row.config)
+        found = {name: {repr(row.config[name]) for row in self.runs if name in row.config} for name in names}
+        return tuple(name for name, values in found.items() if len(values) > 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,13 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from epochckpt import errors
+from epochckpt import _text, errors
 from epochckpt._metrics import numbers
 from epochckpt.directory import owners
-from epochckpt.inspection import leftovers, scan, suggest
+from epochckpt.inspection import configs, leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import Container
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, DirectoryRow, Overview, RunsOverview
@@ -38,6 +38,7 @@ def inspect_runs(
     *,
     metric: str | None = None,
     mode: str = "max",
+    sort: str | None = None,
     options: ocp.CheckpointManagerOptions | None = None,
 ) -> Runs:
     """Opens a folder of runs to look at them side by side: the checkpoint directories in it, up to four levels below.
@@ -57,16 +58,19 @@ def inspect_runs(
         directory: a path or a URL.
         metric: the metric by which each run's best epoch is found; None: the one that most runs have is shown.
         mode: which value of the metric is best: `max` or `min`.
+        sort: by which column rows are ordered: `run`, `state`, `latest`, `age`, `trained`, `best`, `epochs`, `bytes`,
+            the name of a metric (its latest value) or of a value of the configs. With `-` before it the greatest comes
+            first; runs without a value come last. None: by name.
         options: the step name format, if it is not the default.
 
     Raises:
         NotACheckpointDirectoryError: no checkpoint directory is in it; says what it looks like instead.
         AccessError: it may not be read.
-        InvalidArgumentError: an unknown mode.
+        InvalidArgumentError: an unknown mode; of `sort` when rows are asked for.
     """
     if mode not in ("max", "min"):
         raise errors.InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
-    found = Runs(directory, metric, mode, options)
+    found = Runs(directory, metric, mode, sort, options)
     if not len(found):
         inspect(directory, options=options)  # raises, and says what is there
         raise errors.NotACheckpointDirectoryError(f"{found.directory} is one checkpoint directory: use `inspect`")
@@ -81,9 +85,11 @@ class Runs(Container):
         directory: str | os.PathLike[str],
         metric: str | None,
         mode: str,
+        sort: str | None,
         options: ocp.CheckpointManagerOptions | None,
     ):
         self._store, self._metric, self._mode, self._options = open_store(directory), metric, mode, options
+        self._sort = sort
 
     @property
     def directory(self) -> str:
@@ -99,7 +105,7 @@ class Runs(Container):
         return inspect(self._store.address_of(name), metric=self._metric, mode=self._mode, options=self._options)
 
     def rows(self) -> tuple[DirectoryRow, ...]:
-        """A row per run, by name."""
+        """A row per run, by name or as was asked for."""
         return self.overview().runs
 
     def overview(self) -> RunsOverview:
@@ -113,7 +119,7 @@ class Runs(Container):
                 address = self._store.address_of(name)
                 commits = scan.open_commits(address, self._options, single=True)
                 seen = scan.look(address, check=False, known=commits, **asked)
-                found[name] = _row(name, seen, _owners(commits))
+                found[name] = _row(name, seen, _owners(commits), _config(commits, seen))
             except (errors.EpochCheckpointError, OSError) as error:
                 problems[name] = errors.say(error)
 
@@ -122,9 +128,20 @@ class Runs(Container):
         if search.left_out:
             problems[self.directory] = search.left_out
         runs = tuple(row for _, row in sorted(found.items()))
+        if self._sort is not None:
+            runs = _sorted(runs, self._sort)
         counts = collections.Counter(name for row in runs for name in dict.fromkeys([*row.history, *row.metrics]))
-        metric = self._metric or max(counts, key=lambda name: counts[name], default="")
-        return RunsOverview(self.directory, runs, metric, self._mode, self._metric is not None, problems)
+        sort = (self._sort or "").removeprefix("-")
+        asked = self._metric or (sort if sort in counts else None)
+        return RunsOverview(
+            self.directory,
+            runs,
+            metric=asked or max(counts, key=lambda name: counts[name], default=""),
+            mode=self._mode,
+            ranked=self._metric is not None,
+            sort=sort,
+            problems=problems,
+        )
 
     @property
     def plots(self) -> RunsPlots:
@@ -206,7 +223,46 @@ def _owners(commits: Commits) -> Owners:
     return Owners.ENDED if all(process.has_ended for process in processes) else Owners.ALIVE
 
 
-def _row(name: str, seen: Overview, owners: Owners) -> DirectoryRow:
+def _config(commits: Commits, seen: Overview) -> configs.RunConfig:
+    whole = [row.epoch for row in seen.epochs if row.state == COMMITTED and row.writer == "epochckpt"]
+    return configs.config_of(commits, whole[0], whole[-1]) if whole else configs.RunConfig()
+
+
+_COLUMNS: Mapping[str, Callable[[DirectoryRow], Any]] = {
+    "run": lambda row: row.name,
+    "state": lambda row: row.state,
+    "latest": lambda row: row.latest,
+    "age": lambda row: None if row.committed_ns is None else -row.committed_ns,
+    "trained": lambda row: row.trained_secs,
+    "best": lambda row: row.best_value,
+    "epochs": lambda row: row.epochs,
+    "bytes": lambda row: row.nbytes,
+}
+"""The columns that every table of runs has, and by what their rows are ordered."""
+
+
+def _sorted(runs: Sequence[DirectoryRow], sort: str) -> tuple[DirectoryRow, ...]:
+    """The rows in the order of a column, those without a value last; see `inspect_runs`."""
+    column = sort.removeprefix("-")
+    known = dict.fromkeys([*_COLUMNS, *(name for row in runs for name in (*row.metrics, *row.config))])
+    if column not in known:
+        raise errors.UnknownNameError(f"no column {_text.shown(column)!r} to sort runs by; {_text.near(column, known)}")
+
+    def value(row: DirectoryRow) -> Any:
+        if column in _COLUMNS:
+            return _COLUMNS[column](row)
+        return row.metrics.get(column, row.config.get(column))
+
+    def key(row: DirectoryRow) -> tuple[bool, Any]:  # numbers come before texts
+        found = value(row)
+        return (False, found) if isinstance(found, int | float) else (True, str(found))
+
+    having = [row for row in runs if (found := value(row)) is not None and found == found]
+    rest = [row for row in runs if row not in having]
+    return (*sorted(having, key=key, reverse=sort.startswith("-")), *rest)
+
+
+def _row(name: str, seen: Overview, owners: Owners, config: configs.RunConfig) -> DirectoryRow:
     whole = [row for row in seen.epochs if row.state == COMMITTED]
     latest = next((row for row in seen.epochs if row.latest), None)
     best = next((row for row in whole if row.best), None)
@@ -228,6 +284,8 @@ def _row(name: str, seen: Overview, owners: Owners) -> DirectoryRow:
         history=seen.history,
         metrics={} if latest is None else numbers(latest.metrics),
         damaged=tuple(row.epoch for row in epochs if row.state == DAMAGED),
+        trained_secs=config.trained_secs,
+        config=config.values,
     )
 
 

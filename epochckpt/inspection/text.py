@@ -191,6 +191,20 @@ class _Lines:
             yield Segment.line()
 
 
+def _broken(text: Text, console: Console, width: int) -> Iterator[Text]:
+    """The lines of a text that is broken at its spaces; a name of a leaf, which has none, after a `/`."""
+    if " " in text.plain or text.cell_len <= width:
+        yield from text.wrap(console, width, overflow="fold")
+        return
+    made = Text()
+    for key in text.split("/", include_separator=True):
+        if made and made.cell_len + key.cell_len > width:
+            yield from made.wrap(console, width, overflow="fold")
+            made = Text()
+        made.append_text(key)
+    yield from made.wrap(console, width, overflow="fold")
+
+
 class TextTable(_Lines):
     """Rows of cells below heads, with a cell per column; columns without any content are left out."""
 
@@ -205,8 +219,10 @@ class TextTable(_Lines):
         left = min(self._indent + 6, width // 4)
         for cells, below in self._rows:
             yield self._line(cells, widths)
-            for line in below.wrap(console, max(width - left, 10), overflow="fold") if below else []:
-                yield Text(" " * left).append_text(line)
+            cut = [n for n in widths if self._columns[n].whole and cells[n].want > widths[n]]
+            for text in [*(cells[n].draw(cells[n].want) for n in cut), below]:
+                for line in _broken(text, console, max(width - left, 10)) if text else []:
+                    yield Text(" " * left).append_text(line)
         used = {n for cells, _ in self._rows for n, cell in enumerate(cells) if cell.want}
         missed = [self._columns[n].title for n in sorted(used - widths.keys()) if self._columns[n].missed]
         if missed:

@@ -173,9 +173,11 @@ def _orbax(found: rows.EpochDetail) -> Iterator[Fact]:
         if name == "*":
             yield title, Span(f"can read nothing of it: {'; '.join(reasons.values())}", Tone.WARN, 1000)
             continue
-        why = "; ".join(f"{_text.readable(leaf)}: {reason}" for leaf, reason in list(reasons.items())[:_LEAVES])
+        each = [(_text.readable(leaf), reason) for leaf, reason in list(reasons.items())[:_LEAVES]]
+        why = "; ".join(reason if leaf == "*" else f"{leaf}: {reason}" for leaf, reason in each)  # `*` is all of it
         more = f"; … {len(reasons) - _LEAVES} more" if len(reasons) > _LEAVES else ""
-        yield title, Span(f"cannot read, of item {name}: {why}{more}", Tone.WARN, 1000)
+        what = "item" if "*" in reasons else "all of item"
+        yield title, Span(f"cannot read {what} {name}: {why}{more}", Tone.WARN, 1000)
 
 
 def _nodes(row: rows.EpochRow) -> Iterator[Block]:

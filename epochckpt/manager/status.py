@@ -103,8 +103,8 @@ class Verification:
             raise self.damage[0]
 
 
-def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
-    """Orbax's RootMetadata of a directory: what was written there, else what is given; raises DamagedError."""
+def custom_metadata(store: Store) -> dict[str, Any] | None:
+    """The user's metadata of a directory; None if none was written; raises DamagedError."""
     for path in (paths.join(*paths.ROOT_METADATA), paths.join(*paths.LEGACY_ROOT_METADATA)):
         try:
             data = checksums.unpack_json(read_json(store, path, limit_bytes=2**24))
@@ -117,5 +117,11 @@ def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
             raise DamagedError(path, "is not the metadata of a directory: expected a JSON object")
         data.pop("internal_metadata", None)
         # what remains is the user's, too: the older file holds nothing else
-        return ocp.metadata.RootMetadata(custom_metadata={**data, **custom})
-    return ocp.metadata.RootMetadata(custom_metadata=dict(given or {}))
+        return {**data, **custom}
+    return None
+
+
+def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
+    """Orbax's RootMetadata of a directory: what was written there, else what is given; raises DamagedError."""
+    written = custom_metadata(store)
+    return ocp.metadata.RootMetadata(custom_metadata=dict(given or {}) if written is None else written)

@@ -109,6 +109,17 @@ def test_a_save_that_fails_at_its_commit_is_no_save_of_the_ledger(directory: str
     assert [row.epoch for row in ec.inspect(directory).epochs()] == [1, 3]
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_each_run_of_the_ledger_says_when_it_began(tmp_path: pathlib.Path, width: int) -> None:
+    """At every width: that tells one run from another. What has no room is named."""
+    for epoch in (1, 2):
+        run(tmp_path, epoch)
+    shown = text.to_text(text.render(views.goodput(ledger(tmp_path))), width)
+    assert "began" in shown
+    assert ("no room for saves" in shown) is (width == 80)
+    assert max(map(len, shown.splitlines())) <= width
+
+
 def test_the_ledger_outlives_the_epochs(tmp_path: pathlib.Path) -> None:
     """Where one epoch is kept, its record has all runs; going on in one manager makes no run of its own."""
     for epoch in (1, 3, 5):

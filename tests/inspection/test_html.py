@@ -615,7 +615,7 @@ def test_views_of_a_real_directory(tmp_path: pathlib.Path) -> None:
     shown = Page(found[2]._repr_html_()).words
     assert "params/kernel float32 4×2" in shown
     assert "'<b>bold</b>'" in shown
-    assert "all are 2" in Page(found[2].stats("params/*")._repr_html_()).words
+    assert "all 2" in Page(found[2].stats("params/*")._repr_html_()).words
 
 
 # The style.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
+import re
 import shutil
 import time
 import uuid
@@ -54,6 +56,81 @@ def test_runs_are_found_below_a_folder(folder: pathlib.Path) -> None:
     assert [line.get_label() for line in ax.get_lines()] == ["a", "deep/b"]
     with pytest.raises(UnknownNameError, match="los"):
         runs.plots.metric("los")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Runs with configs of all kinds: an item of a job, a JSON item, metadata of a directory, and none."""
+    found = tmp_path_factory.mktemp("sweep")
+    for number, (lr, width) in enumerate([(0.1, 64), (0.01, 128), (0.3, 64)]):
+        job = ec.Job(stop_conditions=[ec.stop.max_epochs(3)])
+        job.init(lambda ws, lr=lr, width=width: ws.update(config={"lr": lr, "net": {"width": width}}, seen=0, seed=1))
+        job.epoch(lambda ws, lr=lr: ws.update(seen=ws["seen"] + 5) or {"loss": lr, "done": ws.epoch * 10.0})
+        job.run(found / f"job_{number}")
+    config = ocp.args.JsonSave({"lr": 0.03, "net": {"width": 64}, "bias": False})
+    with ec.CheckpointManager(found / "json") as manager:
+        for epoch in range(2):
+            position = ocp.args.JsonSave({"position": epoch})
+            args = ocp.args.Composite(x=ocp.args.StandardSave({"w": np.ones(2)}), config=config, reader=position)
+            manager.save(epoch, args=args, metrics={"loss": 0.02, "eval": {"acc": 0.9}}, custom_metadata={"bias": True})
+    with ec.CheckpointManager(found / "meta", metadata={"lr": "auto"}) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.ones(2)}), metrics={"loss": math.nan})
+    with ocp.CheckpointManager(found / "stock") as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.ones(2)}))
+    return found
+
+
+def test_configs_that_differ_are_columns(sweep: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What changes within a run is no config, nor what all runs that have it have alike."""
+    seen = ec.inspect_runs(sweep).overview()
+    rows = {row.name: row for row in seen.runs}
+    assert rows["job_1"].config == {"lr": 0.01, "net/width": 128, "value": 1}
+    assert rows["json"].config == {"lr": 0.03, "net/width": 64, "config/bias": False, "bias": True}
+    assert (rows["meta"].config, rows["stock"].config) == ({"lr": "auto"}, {})
+    assert seen.differing == ("lr", "net/width")
+    assert all((row.trained_secs is not None) is row.name.startswith("job") for row in seen.runs)
+    assert main.main(["ls", str(sweep), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["differing"] == ["lr", "net/width"]
+    assert [run["config"].get("lr") for run in answer["runs"]] == [0.1, 0.01, 0.3, 0.03, "auto", None]
+    text = ec.inspect_runs(sweep).to_text(120)
+    assert re.search(r"age +trained +loss +curve +lr +net/width", text)
+    assert re.search(r"job_1 .* 0\.01 +128 ", text)
+    page = ec.inspect_runs(sweep)._repr_html_()
+    assert "net/width" in page
+    assert "trained" in page
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    [
+        ("lr", ["job_1", "json", "job_0", "job_2", "meta", "stock"]),
+        ("-lr", ["meta", "job_2", "job_0", "json", "job_1", "stock"]),
+        ("loss", ["job_1", "json", "job_0", "job_2", "meta", "stock"]),
+        ("-loss", ["job_2", "job_0", "json", "job_1", "meta", "stock"]),
+        ("-run", ["stock", "meta", "json", "job_2", "job_1", "job_0"]),
+        ("eval/acc", ["json", "job_0", "job_1", "job_2", "meta", "stock"]),
+    ],
+)
+def test_runs_are_in_the_order_of_any_column(
+    sweep: pathlib.Path, sort: str, order: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those without a value, or with NaN, come last; the column is seen on a narrow terminal, too."""
+    assert main.main(["ls", str(sweep), f"--sort={sort}"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines() if re.match("(job|json|meta|stock)", line)] == order
+    assert f" {sort.removeprefix('-')} " in shown.replace("\n", " \n") or sort == "-run"
+    rows = ec.inspect_runs(sweep, sort=sort).rows()
+    assert [row.name for row in rows] == order
+
+
+def test_a_column_that_no_run_has_is_answered_with_near_ones(
+    sweep: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["ls", str(sweep), "--sort", "net/widt"]) == 3
+    assert "no column 'net/widt' to sort runs by; near: 'net/width'" in capsys.readouterr().err
+    assert main.main(["ls", str(sweep / "json"), "--sort", "loss"]) == 2
+    assert "is one run" in capsys.readouterr().err
 
 
 def test_the_command_lists_runs(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

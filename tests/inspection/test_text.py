@@ -192,6 +192,19 @@ def test_the_overview_says_what_there_is() -> None:
         assert said in text
 
 
+def test_the_signs_of_a_list_are_explained_below_it() -> None:
+    """Those that are there, and no others."""
+
+    def legend(*rows: EpochRow) -> str:
+        lines = lines_of(views.overview(Overview("/data/run", rows)), 200)
+        return lines[-1] if "committed:" in lines[-1] or "a bar" in lines[-1] else ""
+
+    assert legend(epoch_row(1)) == "✓ committed: the epoch can be restored"
+    assert "× a damaged node" in legend(epoch_row(1, 4))
+    assert "partial: saved in the middle" in legend(epoch_row(1, notes={"partial": True}))
+    assert legend(EpochRow(1, DAMAGED, detail="cut")) == ""
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_64_nodes_are_a_bar_each_and_the_slowest_stands_out(width: int) -> None:
     """As many nodes share a bar as it takes; the highest of them, or a damaged one, is what is shown."""
@@ -283,6 +296,38 @@ def test_a_difference_says_what_changed_at_every_width(width: int) -> None:
     assert "→ 4096×32768" in text or "…96×32768" in text
 
 
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_what_is_shortened_in_a_row_of_a_difference_is_below_it(width: int) -> None:
+    """Names with their middle, in which they may differ, broken between keys; and all that changed in a file."""
+    name = "decoder/transformer_block_with_a_long_name/layer_{}/{}attention/output_projection/kernel"
+    changed = "learning_rate 0.0003 → 0.0001; optimizer adam with weight decay → sgd with momentum; warmup 100 → 200"
+    before, after = leaf(name.format(0, "")), leaf(name.format(0, "self_"))
+    found = Diff(
+        "/data/run",
+        0,
+        1,
+        (
+            DiffRow("state", "", before.name, REMOVED, before=before),
+            DiffRow("state", "", after.name, ADDED, after=after),
+            DiffRow("config", "", "metadata", CHANGED, detail=changed),
+        ),
+    )
+    lines = [line.strip() for line in lines_of(views.diff(found), width)]
+    whole = "".join(line if line.endswith("/") else f"{line} " for line in lines)
+    assert all(part in whole for part in (before.name, after.name))
+    assert changed in " ".join(lines)
+    assert not any(line.endswith(("transformer", "_")) for line in lines)
+
+
+def test_long_names_of_metrics_hide_no_metric() -> None:
+    """Their heads are shortened before a column is left out, and never a value."""
+    metrics = {f"eval/a_metric_with_a_long_name_{i}": 0.1234 + i for i in range(4)}
+    rows = tuple(epoch_row(number, metrics=metrics) for number in (1, 2, 3))
+    lines = lines_of(views.overview(Overview("/data/run", rows)), 80)
+    assert "no room" not in "".join(lines)
+    assert all(f"{value:.4g}" in line_with(lines, "1") for value in metrics.values())
+
+
 @pytest.mark.parametrize("width", [40, 80, 100, 120])
 def test_no_figure_of_a_summary_is_parted_from_its_unit(width: int) -> None:
     """A line ends between two statements, and begins with none of the dots between them."""
@@ -330,7 +375,7 @@ def test_an_attempt_is_measured_against_the_epoch_before() -> None:
     begun = tuple(NodeRow(f"process_{i}", 10_000_000 if i < 2 else 1_000_000) for i in range(3))
     rows = (epoch_row(1, 4, latest=True), EpochRow(2, IN_PROGRESS, nodes=begun, nbytes=21_000_000))
     lines = lines_of(views.overview(Overview("/data/run", rows)))
-    assert "██▁·" in lines[-1]
+    assert "██▁·" in line_with(lines, "2")
 
 
 def test_of_many_nodes_with_a_problem_some_are_named() -> None:
@@ -599,7 +644,7 @@ def test_500_epochs_are_a_line_each() -> None:
     """A long run is a long list, and quickly made."""
     seen = Overview("/data/run", tuple(epoch_row(i, 64) for i in range(500)), metric="loss", mode="min")
     lines = lines_of(views.overview(seen))
-    assert sum("✓" in line for line in lines) == 500
+    assert sum(bool(re.match(r" +\d+ .*✓", line)) for line in lines) == 500
 
 
 def test_what_is_faint_is_not_what_matters() -> None:
