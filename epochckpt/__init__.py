@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         epoch_limiter,
     )
     from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, PREEMPTED_EXIT_CODE, UNSAVED_EXIT_CODE
+    from epochckpt.jobs.runner import run
     from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveResult, Verification
     from epochckpt.manager.evaluator import attach_metrics, follow
     from epochckpt.manager.repair import repair_head, repair_view
@@ -86,6 +87,7 @@ else:
             "UploadTaskGroupBuilder": "jobs",
             "Workspace": "jobs",
             "epoch_limiter": "jobs",
+            "run": "jobs.runner",
             "FENCED_OFF_EXIT_CODE": "jobs.result",
             "PREEMPTED_EXIT_CODE": "jobs.result",
             "UNSAVED_EXIT_CODE": "jobs.result",
@@ -155,6 +157,7 @@ __all__ = [
     "policy",
     "repair_head",
     "repair_view",
+    "run",
     "stop",
     "training",
 ]

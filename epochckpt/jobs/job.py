@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import inspect
 import itertools
-import os
-import sys
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from absl import logging
 
@@ -20,12 +17,6 @@ from epochckpt.jobs import stop
 from epochckpt.jobs.workspace import Workspace
 
 EPOCH, STEP = "epoch", "step"  # what a job may count
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
-    from epochckpt.jobs.result import RunResult
-    from epochckpt.jobs.session import Session
-    from epochckpt.options import StorageOptions
 
 F = TypeVar("F", bound=Callable[[Workspace], Any])
 
@@ -449,52 +440,6 @@ class Job(_Scope):
         """The same as `add_stop_condition`; returns the condition, so that it also decorates functions."""
         self.add_stop_condition(condition)
         return condition
-
-    def run(
-        self,
-        directory: str | os.PathLike[str] | None = None,
-        *,
-        session: Session | None = None,
-        exit: bool = False,
-        options: ocp.CheckpointManagerOptions | None = None,
-        storage: StorageOptions | None = None,
-        **arguments: Any,
-    ) -> RunResult:
-        """Runs the job with its checkpoints in a directory, and resumes from there: a manager and a runner in one call.
-
-        Examples:
-            >>> job = ec.Job(stop_conditions=[ec.stop.max_epochs(3)])
-            >>> _ = job.epoch(lambda ws: {"loss": 1 / ws.epoch})
-            >>> result = job.run("my_run")
-            >>> result.epoch, result.stop_reason
-            (3, 'max_epochs(3)')
-
-        Args:
-            directory: of the checkpoints: a path or a URL; None: nothing is saved.
-            session: where it runs, see `JobRunner.train`.
-            exit: end the program, with the result's `exit_code`: a scheduler then knows whether to start it again. That
-                the last epoch could not be saved is told by the exit code then, too, and not raised.
-            options: of the manager: when to save, what to keep.
-            storage: how bytes get to storage.
-            arguments: others of `JobRunner`.
-
-        Raises:
-            SystemExit: the job is over, and `exit` asks for it.
-            Others are those of `CheckpointManager` and `JobRunner.train`.
-        """
-        from epochckpt.jobs.runner import JobRunner  # which runs jobs
-        from epochckpt.manager import CheckpointManager
-
-        arguments.setdefault("raise_if_not_saved", not exit)
-        with contextlib.ExitStack() as stack:
-            manager = None
-            if directory is not None:
-                manager = stack.enter_context(CheckpointManager(directory, options=options, storage=storage))
-            runner = JobRunner(self, manager, **arguments)
-            runner.train(session)
-        if exit:
-            sys.exit(runner.result.exit_code)
-        return runner.result
 
     def setup(self, fn: F) -> F:
         """Decorator: runs at every start, before `init_group` or the restore.

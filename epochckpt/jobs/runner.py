@@ -1,11 +1,15 @@
 """`JobRunner`: runs a job to its end, checkpoints it, and goes on where it was interrupted."""
 
 import abc
+import contextlib
 import inspect
+import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt._durations import seconds
@@ -20,8 +24,9 @@ from epochckpt.jobs.result import RunResult, bar
 from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
 from epochckpt.jobs.session import DistributedSession, Session, default_session
 from epochckpt.jobs.workspace import Workspace
-from epochckpt.manager import HandlerNotifier, metadata_handlers
+from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handlers
 from epochckpt.manager.numbers import epoch_number
+from epochckpt.options import StorageOptions
 
 _RESUME, _UNSAVED = (AUTO, NEVER, MUST), (WARN, ERROR, IGNORE)
 _ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
@@ -354,3 +359,48 @@ class JobRunner:
         notifier = HandlerNotifier(handler, session.coordinator.primary, calls, accessible)
         option = "JobRunner(exchange_timeout_secs=…)"
         return backend, Exchange(session.coordinator, session.nodes, self._timeout, option=option), notifier
+
+
+def run(
+    job: Job,
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    session: Session | None = None,
+    exit: bool = False,
+    options: ocp.CheckpointManagerOptions | None = None,
+    storage: StorageOptions | None = None,
+    **arguments: Any,
+) -> RunResult:
+    """Runs a job with its checkpoints in a directory, and resumes from there: a manager and a runner in one call.
+
+    Examples:
+        >>> job = ec.Job(stop_conditions=[ec.stop.max_epochs(3)])
+        >>> _ = job.epoch(lambda ws: {"loss": 1 / ws.epoch})
+        >>> result = ec.run(job, "my_run")
+        >>> result.epoch, result.stop_reason
+        (3, 'max_epochs(3)')
+
+    Args:
+        job: what to run.
+        directory: of the checkpoints: a path or a URL; None: nothing is saved.
+        session: where it runs, see `JobRunner.train`.
+        exit: end the program, with the result's `exit_code`: a scheduler then knows whether to start it again. That
+            the last epoch could not be saved is told by the exit code then, too, and not raised.
+        options: of the manager: when to save, what to keep.
+        storage: how bytes get to storage.
+        arguments: others of `JobRunner`.
+
+    Raises:
+        SystemExit: the job is over, and `exit` asks for it.
+        Others are those of `CheckpointManager` and `JobRunner.train`.
+    """
+    arguments.setdefault("raise_if_not_saved", not exit)
+    with contextlib.ExitStack() as stack:
+        manager = None
+        if directory is not None:
+            manager = stack.enter_context(CheckpointManager(directory, options=options, storage=storage))
+        runner = JobRunner(job, manager, **arguments)
+        runner.train(session)
+    if exit:
+        sys.exit(runner.result.exit_code)
+    return runner.result

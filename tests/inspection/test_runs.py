@@ -66,7 +66,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         job = ec.Job(stop_conditions=[ec.stop.max_epochs(3)])
         job.init(lambda ws, lr=lr, width=width: ws.update(config={"lr": lr, "net": {"width": width}}, seen=0, seed=1))
         job.epoch(lambda ws, lr=lr: ws.update(seen=ws["seen"] + 5) or {"loss": lr, "done": ws.epoch * 10.0})
-        job.run(found / f"job_{number}")
+        ec.run(job, found / f"job_{number}")
     config = ocp.args.JsonSave({"lr": 0.03, "net": {"width": 64}, "bias": False})
     with ec.CheckpointManager(found / "json") as manager:
         for epoch in range(2):

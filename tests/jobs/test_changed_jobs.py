@@ -26,7 +26,7 @@ def counting_job(epochs: int) -> ec.Job:
 
 def test_a_blob_that_setup_adds_later_is_saved_from_then_on(directory: str) -> None:
     """As in a run from scratch; blobs that only an epoch's task makes stay temporary."""
-    counting_job(1).run(directory)
+    ec.run(counting_job(1), directory)
 
     def averaged(epochs: int) -> tuple[ec.Job, ec.LocalSession]:
         job, session = counting_job(epochs), ec.LocalSession()
@@ -36,7 +36,7 @@ def test_a_blob_that_setup_adds_later_is_saved_from_then_on(directory: str) -> N
 
     for epochs, expected in ((3, 20), (4, 30)):
         job, session = averaged(epochs)
-        job.run(directory, session=session, unsaved_blobs="error")
+        ec.run(job, directory, session=session, unsaved_blobs="error")
         assert session.workspace()["average"] == expected
 
 
@@ -51,13 +51,13 @@ def test_a_blob_left_out_that_init_makes_is_explained(directory: str, caplog: py
         return job
 
     with caplog.at_level(logging.WARNING):
-        cached(1).run(directory, exclude=["cache", "mesh"])
+        ec.run(cached(1), directory, exclude=["cache", "mesh"])
     (said,) = [r.getMessage() for r in caplog.records if "leave out" in r.getMessage()]
     assert "'cache'" in said
     assert "'mesh'" not in said
     assert "@job.setup" in said
     with pytest.raises(TaskError, match=r"no blob 'cache'; include= and exclude= leave it out.*@job\.setup"):
-        cached(2).run(directory, exclude=["cache", "mesh"])
+        ec.run(cached(2), directory, exclude=["cache", "mesh"])
 
 
 def test_a_misspelt_blob_is_answered_with_the_near_names() -> None:
@@ -82,13 +82,13 @@ def test_a_blob_whose_parts_have_other_names_now_comes_back(directory: str) -> N
         job.epoch(lambda ws: ws.update(model=jax.tree.map(lambda x: x + 1, ws["model"])))
         return job
 
-    model_job("dense", 1).run(directory)
+    ec.run(model_job("dense", 1), directory)
     with pytest.raises(errors.MismatchError) as caught:
-        model_job("linear", 2).run(directory)
+        ec.run(model_job("linear", 2), directory)
     assert "ws.target(blob, abstract, rename={'dense': 'linear'})" in str(caught.value)
     assert "RenamedRestore" not in str(caught.value)
     session = ec.LocalSession()
-    model_job("linear", 2, rename={"dense": "linear"}).run(directory, session=session)
+    ec.run(model_job("linear", 2, rename={"dense": "linear"}), directory, session=session)
     model = session.workspace()["model"]["linear"]
     assert (model["w"].tolist(), model["b"].tolist()) == ([3.0] * 3, [3.0] * 2)
     with pytest.raises(InvalidArgumentError, match="needs abstract="):
@@ -104,7 +104,7 @@ def test_what_is_appended_to_stop_conditions_ends_the_job() -> None:
     job.stop_conditions.append(ec.stop.max_epochs(5))
     job.stop_conditions = [*job.stop_conditions, ec.stop.max_epochs(2)]
     assert repr(job.stop_conditions) == "[max_epochs(5), max_epochs(2)]"
-    assert job.run().epoch == 2
+    assert ec.run(job).epoch == 2
     with pytest.raises(InvalidArgumentError, match=r"3 \(int\) is no stop condition"):
         job.stop_conditions[0] = cast(Any, 3)
     job.stop_conditions.clear()
@@ -141,13 +141,13 @@ def test_a_cell_that_runs_again_replaces_its_task() -> None:
     exec(compile(cell.format("new"), "cell-3", "exec"), space)
     exec(compile(cell.format("newest"), "cell-3", "exec"), space)
     session = ec.LocalSession()
-    job.run(session=session)
+    ec.run(job, session=session)
     assert session.workspace()["calls"] == ["newest", 1, 2]
 
 
 def test_caffe2_managers_refuse_the_directory_of_another_manager(tmp_path: pathlib.Path) -> None:
     """Before anything is trained or written; each kind needs its own."""
-    counting_job(1).run(tmp_path / "run")
+    ec.run(counting_job(1), tmp_path / "run")
     before = sorted(os.listdir(tmp_path / "run"))
     manager = ec.caffe2.MultiNodeCheckpointManager(tmp_path / "run", "epochckpt")
     with pytest.raises(
@@ -166,7 +166,7 @@ def test_a_stop_callable_that_raises_is_named() -> None:
 
     job.stop_when(ec.stop.max_epochs(9) | reached)
     with pytest.raises(KeyError) as caught:
-        job.run()
+        ec.run(job)
     (note,) = [note for note in caught.value.__notes__ if "stop condition" in note]
     assert "reached, epoch 1, node process_0" in note
 
@@ -174,7 +174,7 @@ def test_a_stop_callable_that_raises_is_named() -> None:
 def test_durations_of_a_runner_may_be_text() -> None:
     """As in flags and config files: one parser."""
     texts: dict[str, Any] = {"deadline_secs": "90s", "save_every_secs": "1.5h", "exchange_timeout_secs": "10min"}
-    assert counting_job(2).run(**texts).epoch == 2
+    assert ec.run(counting_job(2), **texts).epoch == 2
     with pytest.raises(InvalidArgumentError, match=r"save_every_secs is a number of seconds .* got '5 minutes'.*min"):
         ec.JobRunner(counting_job(1), save_every_secs="5 minutes")
 
@@ -198,6 +198,6 @@ def test_a_blob_of_other_nodes_is_refused_in_the_words_of_jobs(tmp_path: pathlib
         job.epoch(lambda ws: None)
         return job
 
-    job_of(2).run(tmp_path / "run")
+    ec.run(job_of(2), tmp_path / "run")
     with pytest.raises(InvalidArgumentError, match=r"blob 'reader' .* 2 nodes; here are 3: .*ws\.target\('reader', "):
-        job_of(3).run(tmp_path / "run")
+        ec.run(job_of(3), tmp_path / "run")

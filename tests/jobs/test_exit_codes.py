@@ -29,9 +29,9 @@ def job_of(epochs: int, epoch: Callable[[ec.Workspace], None] = lambda ws: None)
 
 
 def code_of(job: ec.Job, directory: pathlib.Path, **arguments: Any) -> object:
-    """The exit code of a program that is `job.run(directory, exit=True)`."""
+    """The exit code of a program that is `ec.run(job, directory, exit=True)`."""
     with pytest.raises(SystemExit) as end:
-        job.run(directory, exit=True, progress=False, **arguments)
+        ec.run(job, directory, exit=True, progress=False, **arguments)
     return end.value.code
 
 
@@ -145,7 +145,7 @@ def take_over(directory: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["README.md", "job.run", "train_cluster.py"])
+@pytest.mark.parametrize("form", ["README.md", "ec.run", "train_cluster.py"])
 def test_the_exit_codes_of_programs(tmp_path: pathlib.Path, form: str) -> None:
     """75 after SIGTERM, 76 after a takeover, 74 when the directory has gone, and 0 at the end, one after the other."""
     directory = tmp_path / "run"

@@ -27,7 +27,7 @@ def test_a_target_is_refused_before_anything_is_trained(tmp_path: pathlib.Path) 
     trained = list[int]()
     job.epoch(lambda ws: trained.append(ws.epoch))
     with pytest.raises(InvalidArgumentError, match=r"ws\.target\('parms', …\): no node has .* near: 'params'"):
-        job.run(tmp_path / "run")
+        ec.run(job, tmp_path / "run")
     assert (trained, [name for name in os.listdir(tmp_path / "run") if name.isdigit()]) == ([], [])
 
 
@@ -38,21 +38,21 @@ def test_a_target_may_be_that_of_another_node(tmp_path: pathlib.Path) -> None:
     ec.Task(lambda ws: ws.update(reader=0), group=job.init_group, node="reader")
     job.setup(lambda ws: ws.target("reader", reshard=lambda states, old, new: states * new))
     job.epoch(lambda ws: None)
-    assert job.run(tmp_path / "run", include=["reader", "total"], exclude=["reader"]).epoch == 1
+    assert ec.run(job, tmp_path / "run", include=["reader", "total"], exclude=["reader"]).epoch == 1
 
 
 def test_a_target_of_a_resumed_run_is_answered_with_the_near_names(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error if it has none of them, else a warning: the epoch may be older than the blob."""
-    job_of(1).run(tmp_path / "run")
+    ec.run(job_of(1), tmp_path / "run")
     job = job_of(2)
     job.setup(lambda ws: ws.target("parms", 0.0))
     with pytest.raises(InvalidArgumentError, match=r"of 'parms' near: 'params'.*or correct the names"):
-        job.run(tmp_path / "run")
+        ec.run(job, tmp_path / "run")
     job.setup(lambda ws: ws.target("params", 0.0))
     with caplog.at_level(logging.WARNING):
-        assert job.run(tmp_path / "run").epoch == 2
+        assert ec.run(job, tmp_path / "run").epoch == 2
     assert "of 'parms' near: 'params'" in caplog.text
 
 
@@ -60,19 +60,19 @@ def test_a_target_of_a_resumed_run_is_answered_with_the_near_names(
 def test_include_is_refused_when_init_has_run(tmp_path: pathlib.Path, pattern: str) -> None:
     """Later blobs are not checkpointed, so that it can match nothing any more."""
     with pytest.raises(InvalidArgumentError, match=r"include=\['parm.*no node has such a blob when .* near: 'params'"):
-        job_of(1).run(tmp_path / "run", include=["cache", pattern])
+        ec.run(job_of(1), tmp_path / "run", include=["cache", pattern])
 
 
 def test_include_of_a_resumed_run_may_name_a_blob_that_its_epoch_lacks(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unless nothing at all would be saved."""
-    job_of(1).run(tmp_path / "run")
+    ec.run(job_of(1), tmp_path / "run")
     with caplog.at_level(logging.WARNING):
-        assert job_of(2).run(tmp_path / "run", include=["params", "parms", "cache"]).epoch == 2
+        assert ec.run(job_of(2), tmp_path / "run", include=["params", "parms", "cache"]).epoch == 2
     assert "include=['parms']: no node has such a blob after epoch 1" in caplog.text
     with pytest.raises(InvalidArgumentError, match=r"include=\['parms'\].* after epoch 2; .*'params'"):
-        job_of(3).run(tmp_path / "run", include=["parms"])
+        ec.run(job_of(3), tmp_path / "run", include=["parms"])
 
 
 def test_exclude_is_refused_after_the_first_epoch(tmp_path: pathlib.Path) -> None:
@@ -80,18 +80,18 @@ def test_exclude_is_refused_after_the_first_epoch(tmp_path: pathlib.Path) -> Non
     job = job_of(3)
     job.epoch(lambda ws: ws.update(scratch=1))
     asked = {"unsaved_blobs": "error", "exclude": ["scratch", "none_of_them*"]}
-    assert job.run(tmp_path / "run", **asked).epoch == 3
+    assert ec.run(job, tmp_path / "run", **asked).epoch == 3
     with pytest.raises(InvalidArgumentError, match=r"exclude=\['cahce'\]: .* first epoch of this run; .*near: 'cache'"):
-        job_of(3).run(tmp_path / "new", exclude=["cahce"])
+        ec.run(job_of(3), tmp_path / "new", exclude=["cahce"])
     with ec.CheckpointManager(tmp_path / "new") as manager:
         assert manager.all_steps() == [0]
 
 
 def test_exclude_keeps_no_run_from_resuming(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """The blob may be one of an epoch that is not the first of this run."""
-    job_of(1).run(tmp_path / "run")
+    ec.run(job_of(1), tmp_path / "run")
     with caplog.at_level(logging.WARNING):
-        assert job_of(2).run(tmp_path / "run", exclude=["cahce"]).epoch == 2
+        assert ec.run(job_of(2), tmp_path / "run", exclude=["cahce"]).epoch == 2
     assert "exclude=['cahce']: no node has such a blob after the first epoch of this run; near: 'cache'" in caplog.text
 
 
@@ -102,7 +102,7 @@ def test_a_condition_on_a_blob_that_no_node_has_is_refused_after_the_first_epoch
     job.epoch(lambda ws: ws.update(done=False))
     job.stop_when(name)
     with pytest.raises(InvalidArgumentError, match=rf"stop condition blob '{name}'.*no node has it .*; {near}"):
-        job.run()
+        ec.run(job)
 
 
 def test_the_output_of_a_task_that_does_not_exist_is_answered_with_the_near_names() -> None:
@@ -145,18 +145,18 @@ def test_a_condition_of_ones_own_that_raises_is_named(compose: Any) -> None:
     job.epoch(lambda ws: {"loss": 1.0})
     job.stop_when(compose(Broken("call")))
     with pytest.raises(ZeroDivisionError) as caught:
-        job.run()
+        ec.run(job)
     (note,) = [note for note in caught.value.__notes__ if "stop condition" in note]
     assert note == "in stop condition Broken(call), epoch 1, node process_0"
 
 
 def test_a_condition_that_raises_when_a_run_is_started_again_is_named(tmp_path: pathlib.Path) -> None:
     """It is asked whether training is over before anything is trained."""
-    job_of(1).run(tmp_path / "run")
+    ec.run(job_of(1), tmp_path / "run")
     job = job_of(5)
     job.stop_when(Broken("holds"))
     with pytest.raises(ZeroDivisionError) as caught:
-        job.run(tmp_path / "run")
+        ec.run(job, tmp_path / "run")
     assert "in stop condition Broken(holds), epoch 1, node process_0" in caught.value.__notes__
 
 
@@ -165,7 +165,7 @@ def test_a_condition_whose_state_cannot_be_had_is_named(tmp_path: pathlib.Path) 
     job = job_of(5)
     job.stop_when(Broken("get_state"))
     with pytest.raises(ZeroDivisionError) as caught:
-        job.run(tmp_path / "run")
+        ec.run(job, tmp_path / "run")
     assert "in the state of stop condition Broken(get_state)" in caught.value.__notes__
 
 
@@ -180,11 +180,11 @@ def test_an_error_of_reshard_names_the_blob(tmp_path: pathlib.Path) -> None:
         job.epoch(lambda ws: None)
         return job
 
-    nodes(2).run(tmp_path / "run")
+    ec.run(nodes(2), tmp_path / "run")
     with pytest.raises(InvalidArgumentError, match=r"blob 'the reader': reshard returned 2 states for 3 nodes"):
-        nodes(3, lambda states, old, new: states).run(tmp_path / "run")
+        ec.run(nodes(3, lambda states, old, new: states), tmp_path / "run")
     with pytest.raises(ZeroDivisionError) as caught:
-        nodes(3, lambda states, old, new: 1 // 0).run(tmp_path / "run")
+        ec.run(nodes(3, lambda states, old, new: 1 // 0), tmp_path / "run")
     assert "in ws.target('the reader', reshard=…), which makes 3 states of 2" in caught.value.__notes__
 
 
@@ -198,8 +198,8 @@ def test_a_blob_that_a_node_never_had_is_not_missed_by_its_successor(tmp_path: p
         job.epoch(lambda ws: None)
         return job
 
-    of("b", 1).run(tmp_path / "run")
+    ec.run(of("b", 1), tmp_path / "run")
     job, session = of("c", 2), ec.LocalSession()
-    job.run(tmp_path / "run", session=session)
+    ec.run(job, tmp_path / "run", session=session)
     assert dict(session.workspace("a")) == {"reader": 1}
     assert dict(session.workspace("c")) == {"total": 0}

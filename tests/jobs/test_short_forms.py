@@ -61,16 +61,16 @@ def test_the_workspace_of_several_nodes_is_that_of_all() -> None:
 
 def test_a_job_runs_in_a_directory_and_resumes_from_it(directory: str) -> None:
     """With the manager's options and the runner's arguments; without a directory nothing is saved."""
-    assert counting_job(2).run(directory).epoch == 2
+    assert ec.run(counting_job(2), directory).epoch == 2
     session = ec.LocalSession()
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
-    result = counting_job(4).run(directory, session=session, options=options, resume="must")
+    result = ec.run(counting_job(4), directory, session=session, options=options, resume="must")
     assert (result.resumed_from, result.epoch, session.workspace()["total"]) == (2, 4, 10)
     with ec.CheckpointManager(directory) as manager:
         assert manager.all_steps() == [4]
-    assert counting_job(3).run().last_committed_epoch is None
+    assert ec.run(counting_job(3)).last_committed_epoch is None
     with pytest.raises(TypeError, match="no_such_argument"):
-        counting_job(1).run(no_such_argument=1)
+        ec.run(counting_job(1), no_such_argument=1)
 
 
 class Away(ec.metadata.JsonMetadataHandler):
@@ -88,11 +88,11 @@ def test_a_job_ends_the_program_with_its_exit_code(tmp_path: pathlib.Path, what:
         job.epoch(lambda ws: os.kill(os.getpid(), signal.SIGTERM) if ws.epoch == 2 else None)
     arguments: dict[str, Any] = {"metadata_handler": Away()} if what == "unsaved" else {}
     with pytest.raises(SystemExit) as ended:
-        job.run(tmp_path / "run", exit=True, **arguments)
+        ec.run(job, tmp_path / "run", exit=True, **arguments)
     assert ended.value.code == code
     if what == "unsaved":
         with pytest.raises(SaveError, match="it is the last of the run"):
-            job.run(tmp_path / "run", **arguments)
+            ec.run(job, tmp_path / "run", **arguments)
     else:
         with ec.CheckpointManager(tmp_path / "run") as manager:
             assert manager.latest_step() == (3 if what == "finished" else 2)
@@ -108,7 +108,7 @@ def test_a_job_without_a_stop_condition_says_that_it_trains_for_ever(
         job.stop_when(condition)
     job.epoch(lambda ws: os.kill(os.getpid(), signal.SIGTERM) if ws.epoch == 2 else None)
     with caplog.at_level(logging.INFO, logger="absl"):
-        result = job.run()
+        result = ec.run(job)
     assert (result.preempted, result.epoch) == (True, 2)
     said = [record for record in caplog.records if "no stop condition" in record.getMessage()]
     assert [record.levelname for record in said] == (["WARNING"] if condition in (None, ec.stop.preempted) else [])

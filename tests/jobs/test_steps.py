@@ -163,7 +163,7 @@ def test_a_dropped_epoch_after_one_that_was_not_to_be_saved(tmp_path: pathlib.Pa
             while not ws.should_stop():
                 pass
 
-    result = job.run(tmp_path, save_every_secs=3600.0, deadline_secs=0.0)
+    result = ec.run(job, tmp_path, save_every_secs=3600.0, deadline_secs=0.0)
     assert (result.epoch, result.last_committed_epoch, result.unsaved, result.exit_code) == (2, 0, "", 75)
 
 

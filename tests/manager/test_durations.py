@@ -64,7 +64,7 @@ def test_a_save_waits_for_the_seconds_of_its_text(tmp_path: pathlib.Path) -> Non
     job = ec.Job(stop_conditions=[ec.stop.max_epochs(1)])
     job.init(lambda ws: ws.update(total=0))
     storage = ec.StorageOptions(save_timeout_secs="10min", open_timeout_secs="1min", max_blocked_secs="30s")
-    assert job.run(tmp_path / "run", storage=storage).last_committed_epoch == 1
+    assert ec.run(job, tmp_path / "run", storage=storage).last_committed_epoch == 1
     assert list(ec.follow(tmp_path / "run", timeout_secs="1ms", interval_secs="1ms")) == [0, 1]
 
 

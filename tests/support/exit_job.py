@@ -1,4 +1,4 @@
-"""A job as a program, in README's form or as `job.run`: `python -m tests.support.exit_job FORM DIRECTORY EPOCHS`."""
+"""A job as a program, in README's form or as `ec.run`: `python -m tests.support.exit_job FORM DIRECTORY EPOCHS`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def train(ws: ec.Workspace) -> None:
 
 
 job.stop_when(ec.stop.max_epochs(int(epochs)))
-if form == "job.run":
-    job.run(directory, exit=True)
+if form == "ec.run":
+    ec.run(job, directory, exit=True)
 with ec.CheckpointManager(directory) as manager:
     runner = ec.JobRunner(job, manager, raise_if_not_saved=False)
     runner.train()
