@@ -595,9 +595,13 @@ def _lines(trace: TracebackType | None) -> list[str]:
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """An error as JSON for another process: its type, its message and its plain attributes; no pickle."""
+    """An error as JSON for another process: its type, message, notes and plain attributes; no pickle.
+
+    Notes say where it was raised; those of `kept` are long, and stay here.
+    """
     data = {k: v for k, v in vars(error).items() if k != "__notes__" and _is_plain(v)}
-    return {"type": type(error).__name__, "message": str(error) or repr(error), "data": data}
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_RAISED)]
+    return {"type": type(error).__name__, "message": str(error) or repr(error), "data": data, "notes": notes}
 
 
 def _is_plain(value: Any) -> bool:
@@ -611,5 +615,9 @@ def from_wire(data: dict[str, Any]) -> EpochCheckpointError:
     cls = globals().get(str(data.get("type")))
     wide = (SaveErrorGroup, MismatchError)  # they hold more than plain attributes
     if not isinstance(cls, type) or not issubclass(cls, EpochCheckpointError) or cls in wide:
-        return CoordinationError(f"{data.get('type')} in another process: {data.get('message')}")
-    return _rebuild(cls, (str(data.get("message")),), dict(data.get("data") or {}))
+        error = CoordinationError(f"{data.get('type')} in another process: {data.get('message')}")
+    else:
+        error = _rebuild(cls, (str(data.get("message")),), dict(data.get("data") or {}))
+    for note in data.get("notes") or ():
+        error.add_note(str(note))
+    return error

@@ -7,10 +7,11 @@ import os
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 import epochckpt as ec
-from epochckpt.errors import InvalidArgumentError
+from epochckpt.errors import InvalidArgumentError, MismatchError
 
 
 def job_of(epochs: int, **blobs: Any) -> ec.Job:
@@ -203,3 +204,27 @@ def test_a_blob_that_a_node_never_had_is_not_missed_by_its_successor(tmp_path: p
     ec.run(job, tmp_path / "run", session=session)
     assert dict(session.workspace("a")) == {"reader": 1}
     assert dict(session.workspace("c")) == {"total": 0}
+
+
+def test_a_target_that_does_not_fit_is_named(tmp_path: pathlib.Path) -> None:
+    """Beside the table of leaves: the words for a restore by hand are not those of a job."""
+    ec.run(job_of(1, params={"w": np.ones(3)}), tmp_path / "run")
+    job = job_of(2)
+    job.setup(lambda ws: ws.target("params", {"v": np.ones(3)}))
+    with pytest.raises(MismatchError) as caught:
+        ec.run(job, tmp_path / "run")
+    assert any("blob 'params' is ws.target('params', …)" in note for note in caught.value.__notes__)
+
+
+def test_a_single_blob_to_load_that_an_epoch_lacks_is_logged(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is left out, as in Caffe2."""
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        runner = ec.JobRunner(job_of(1), manager)
+        runner.train()
+        session = ec.LocalSession()
+        with caplog.at_level(logging.WARNING):
+            assert runner.load_blobs_from_checkpoints(["params", "process_0/cache", "cahce"], 1, session)
+    assert dict(session.workspace()) == {"params": 1.5, "cache": 2}
+    assert [r.getMessage() for r in caplog.records] == ["checkpoint 1 has no blob 'cahce'; near: 'cache'"]

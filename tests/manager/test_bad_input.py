@@ -1053,9 +1053,12 @@ def test_an_error_is_the_same_after_pickling(error: Exception) -> None:
 
 @pytest.mark.parametrize("error", examples(), ids=lambda e: type(e).__name__)
 def test_an_error_reaches_other_processes(error: Exception) -> None:
-    """As JSON: the same class and message, or one that says what it was."""
+    """As JSON: the same class, message and notes, or one that says what it was."""
+    error = copy.deepcopy(error)
+    error.add_note("in a condition, epoch 3")
     again = errors.from_wire(json.loads(json.dumps(errors.to_wire(error))))
     assert str(error) in str(again)
+    assert again.__notes__ == ["in a condition, epoch 3"]
     if not isinstance(error, errors.SaveErrorGroup | errors.MismatchError):
         assert type(again) is type(error)
         assert repr(again.__dict__) == repr(error.__dict__)

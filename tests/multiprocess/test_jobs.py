@@ -70,7 +70,13 @@ def test_a_stop_that_is_decided_on_one_node_stops_all_after_the_same_epoch(tmp_p
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What became of several jobs that two processes have run."""
-    functions = ["stop_on_the_word_of_one_node", "save_beside", "load_by_one", "unsaved_on_one"]
+    functions = [
+        "stop_on_the_word_of_one_node",
+        "save_beside",
+        "load_by_one",
+        "unsaved_on_one",
+        "condition_raises_on_one",
+    ]
     return run("one_after_the_other", 2, directory=str(tmp_path_factory.mktemp("on_two")), functions=functions)
 
 
@@ -98,6 +104,14 @@ def test_a_load_by_one_process_alone_harms_no_later_run(on_two: list[dict[str, A
 def test_a_blob_that_one_process_would_lose_is_an_error_on_all(on_two: list[dict[str, Any]]) -> None:
     """If it was asked for; the node is named."""
     assert ["'momentum' of node process_1" in ends["unsaved_on_one"] for ends in on_two] == [True, True]
+
+
+def test_a_condition_that_raises_on_one_node_is_named_on_all(on_two: list[dict[str, Any]]) -> None:
+    """With its node; a target may be that of a blob of one node alone."""
+    for ends in on_two:
+        text, notes = ends["condition_raises_on_one"]
+        assert "division" in text
+        assert next(note for note in notes if "OnOne" in note).endswith("OnOne, epoch 1, node process_1")
 
 
 @pytest.mark.slow

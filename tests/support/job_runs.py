@@ -384,6 +384,25 @@ def unsaved_on_one(directory: str) -> str:
     return ""
 
 
+def condition_raises_on_one(directory: str) -> list[Any]:
+    """A stop condition of the user's own class raises on process 1; setup names a blob that only process 0 makes."""
+
+    class OnOne(ec.stop.Condition):
+        def holds(self, ctx: ec.stop.Context) -> bool:
+            return bool(1 // (1 - jax.process_index()))
+
+    job = ec.Job(stop_conditions=[OnOne()])
+    job.setup(lambda ws: ws.target("first", reshard=lambda old, n, m: old))
+    job.init(lambda ws: ws.update(first=1) if jax.process_index() == 0 else ws.update(second=2))
+    job.epoch(lambda ws: None)
+    with ec.CheckpointManager(directory) as manager:
+        try:
+            ec.JobRunner(job, manager).train(ec.DistributedSession())
+        except (ZeroDivisionError, ec.errors.CoordinationError) as error:
+            return [str(error), error.__notes__]
+    return []
+
+
 def go_on_with_arrays(directory: str, epochs: int, targets: bool, stock: bool = False) -> dict[str, Any]:
     """Trains arrays that lie on all devices of the job, and one on the first device; with or without targets."""
     mesh = Mesh(np.array(jax.devices()), ("x",))

@@ -9,6 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt import _text
 from epochckpt._renaming import Rename
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
@@ -324,6 +325,8 @@ class ItemBackend(CheckpointBackend):
                     wanted.setdefault(name, set()).update(nodes)
                 elif blob in available and node in nodes:
                     wanted.setdefault(blob, set()).add(node)
+                elif blob not in available:
+                    logging.warning("checkpoint %d has no blob %r; %s", epoch, name, _text.near(name, available))
             notes, values = self._read_named(epoch, wanted)
         except EpochNotFoundError:  # deleted just now
             return False

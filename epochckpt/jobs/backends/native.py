@@ -16,6 +16,7 @@ from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
     FormatError,
+    MismatchError,
     NodeCountError,
     RemovalError,
     SaveError,
@@ -124,6 +125,10 @@ class NativeBackend(ItemBackend):
         except NodeCountError as error:
             blob = blobs.get(error.item, blobs.get(error.item.removesuffix(blob_lib.OWN_SUFFIX), error.item))
             raise lacks_reshard(blob, error.saved_by, error.nodes) from error
+        except MismatchError as error:
+            blob = blobs.get(error.item, error.item)
+            error.add_note(f"the target of blob {blob!r} is ws.target({blob!r}, …), or else what @job.setup has made")
+            raise
 
         # What each node of this process gets of it.
         values: dict[str, dict[str, Any]] = {}
@@ -141,7 +146,8 @@ class NativeBackend(ItemBackend):
                 by_node |= {node: jax.tree.map(_copied, got[item]) for node in hosted[1:]}
                 by_node |= {node: blob_lib.join(got[item], own[node]) for node in hosted if node in own}
             values[blob] = self._as_saved(blob, by_node, form, everyone, notes)
-        self._warn_of_numpy(epoch, [item for item in blobs if kinds[item] == "arrays"], blobs)
+        if only is None:
+            self._warn_of_numpy(epoch, [item for item in blobs if kinds[item] == "arrays"], blobs)
         return notes, values
 
     def _warn_of_numpy(self, epoch: int, items: Sequence[str], blobs: Mapping[str, str]) -> None:
