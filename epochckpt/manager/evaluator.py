@@ -40,7 +40,7 @@ def follow(
         timeout_secs: end when no new epoch appeared for this long, in seconds or as `"10min"`; None: never.
         interval_secs: how often to look, in the same form.
         options: the step name format, if it is not the default.
-        stop: called after each look; ends when it returns True.
+        stop: called after each look, when what it found is yielded; ends when it returns True.
 
     Raises:
         InvalidArgumentError: interval_secs is not above 0, or a time is none.
@@ -72,10 +72,11 @@ def follow(
             yielded[epoch] = attempt
             yield epoch
             deadline = Deadline(wait_secs)
-        if (deadline.passed() and not late) or (stop is not None and stop()):
+        if late:
+            continue
+        if deadline.passed() or (stop is not None and stop()):
             return
-        if not late:
-            pause.wait(max(0.0, min(interval, deadline.left())))
+        pause.wait(max(0.0, min(interval, deadline.left())))
 
 
 def _forget_replaced(commits: Commits, epochs: Collection[int], yielded: dict[int, str | None]) -> None:

@@ -1223,6 +1223,13 @@ def test_follow_yields_what_is_committed(directory: str) -> None:
         next(ec.follow(directory, interval_secs=0))
 
 
+def test_a_slow_reader_that_follows_gets_every_epoch_before_the_end(directory: str) -> None:
+    """It looks anew when it has taken longer than the interval; `stop` ends it only when nothing is left."""
+    with ec.CheckpointManager(directory) as m:
+        save_all(m, [0, 1, 5])
+    assert list(ec.follow(directory, interval_secs=1e-6, stop=lambda: True)) == [0, 1, 5]
+
+
 def test_follow_yields_what_is_saved_anew(directory: str) -> None:
     """After a rollback, or a deletion, and only that; a manager that reads has what came in its place."""
     followed = ec.follow(directory, timeout_secs=0.05, interval_secs=0.01)
