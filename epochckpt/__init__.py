@@ -15,7 +15,7 @@
     inspection  look, compare, tidy
     cli         the command `epochckpt`
 
-A package imports only packages above it in this list; `tests/repo/test_packages.py` checks it. Beside them lie the
+A package imports only packages above it in this list; `lint-imports` checks it. Beside them lie the
 modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`, `caffe2`) and a few
 private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_lazy`, `_metrics`, `_renaming`,
 `_text`, `_units`, `_durations`, `_settings`). What takes long to import (jax, Orbax) is imported when it is used, see
