@@ -6,7 +6,7 @@
     arrays      one epoch's arrays: plan, snapshot, write, read, restore
     directory   the epochs of one directory: which there are, who may write, how they appear and go
     agreement   how the processes of a job agree
-    saving      one save, from the snapshot to the verdict; the claim before it, what is kept after it
+    saving      one save, from the snapshot to the verdict, with the claim before it and retention after it
     tiers       an epoch in more than one place: copies, and the mirror of a directory
     manager     what a user does to a directory: save, restore, delete, follow
     convert     epochs as files of other programs, and back: safetensors, Hugging Face, flax, torch, plain Orbax

@@ -1,8 +1,8 @@
 """Which process has claimed a directory, and whether that process is known to have ended.
 
 Guarantees:
-- "has ended" is said only of what is proved: the process is gone from this machine, or its machine has booted since;
-- what an owner's record says serves messages and this question alone, and may be anything: nothing fails because of it.
+- a process has ended only if that is proved: it is gone from this machine, or its machine has booted since;
+- a record of an owner may contain anything. It serves messages and this question alone, and makes nothing fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One save, from the snapshot to the verdict; the claim before it, and what is kept after it.
+"""One save, from the snapshot to the verdict. A claim of the directory comes before the first, retention after each.
 
 Promises: only the primary commits and deletes; every wait is bounded, and its error names the node that is late.
 """
