@@ -52,11 +52,12 @@ _RULES = """
 & .live { color:$live }
 & .problem { margin:.4em 0; padding:.35em .7em; border-left:3px solid $bad; background:$bad-bg; color:$fg }
 & .scroll { overflow-x:auto; max-width:100%; container-type:inline-size }
-& table { width:100%; margin:.3em 0; border:0; border-collapse:collapse; font-size:1em; background:$bg; color:$fg }
+& table { min-width:min(100%,44em); margin:.3em 0; border:0; border-collapse:collapse; font-size:1em;
+  background:$bg; color:$fg }
 & tr, & tbody tr:nth-child(n), & tbody tr:nth-child(n):hover { background:transparent; color:$fg; border:0 }
 & tbody tr.row:nth-child(n):hover { background:$soft }
 & tr td, & tr th { padding:.25em .45em; border:0; border-top:1px solid $line; text-align:left; vertical-align:top;
-  max-width:24em; line-height:1.45; font-weight:400; color:inherit; background:transparent }
+  max-width:24em; overflow-wrap:break-word; line-height:1.45; font-weight:400; color:inherit; background:transparent }
 & tr td:first-child { min-width:5.5em }
 & tr th { border-top:0; color:$faint; white-space:nowrap }
 & tr td.right, & tr th.right, & .tree .right { text-align:right; white-space:nowrap }
@@ -86,7 +87,7 @@ _RULES = """
 & summary:hover { background:$soft }
 & summary:focus-visible { outline:2px solid $live; outline-offset:-1px }
 & .section { margin:.8em 0 0; border-top:1px solid $line; padding-top:.5em }
-& .tree { min-width:32em }
+& .tree { min-width:32em; max-width:72em }
 & .placed { min-width:41em }
 & .tree .bar { min-width:3em }
 & .tree details { margin:0 }
