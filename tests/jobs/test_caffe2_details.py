@@ -188,7 +188,7 @@ def test_the_log_names_what_is_saved_loaded_and_looked_for(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In words of its own: programs read `runner.result`, or have a metadata handler."""
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="absl"):
         for named in (None, 1):
             runner = ec.JobRunner(job_of(2), manager_of("many nodes", tmp_path / "run"), named)
             runner.train(ec.LocalSession())

@@ -623,7 +623,7 @@ BAD_HANDLERS: list[Callable[[], Any]] = [
     *(lambda v=v: metadata.SqliteMetadataHandler("x", v) for v in ("", 3, b"x")),
     *(
         lambda v=v: metadata.SqliteMetadataHandler("x", timeout_secs=v)
-        for v in (0, -1, math.nan, math.inf, "3", None, True)
+        for v in (0, -1, math.nan, math.inf, "soon", None, True)
     ),
     *(lambda v=v: metadata.JsonMetadataHandler(v) for v in ("", 3, b"x", "http://h/x.json", "https://h/x.json")),
 ]
