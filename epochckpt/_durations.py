@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, Generic, TypeVar
 
 from epochckpt import _units
@@ -23,10 +24,12 @@ def seconds(name: str, value: Any, *, zero: bool = False) -> float:
         secs = _units.parse_secs(value) if isinstance(value, str) else value
     except ValueError as error:
         raise InvalidArgumentError(f"{expected}, got {value!r}: {error}") from None
-    number = isinstance(secs, int | float) and not isinstance(secs, bool)
-    if not number or not (secs > 0 or (zero and secs == 0)):
+    if isinstance(secs, bool) or not isinstance(secs, numbers.Real):
         raise InvalidArgumentError(f"{expected}, got {value!r}")
-    return secs
+    number = secs if isinstance(secs, int | float) else float(secs)  # one of NumPy
+    if not (number > 0 or (zero and number == 0)):
+        raise InvalidArgumentError(f"{expected}, got {value!r}")
+    return number
 
 
 class Duration(Generic[S]):

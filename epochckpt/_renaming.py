@@ -35,7 +35,12 @@ def new_names(where: str, rename: Rename, names: Sequence[str]) -> list[str]:
     UnknownNameError: an entry matches no leaf for which it counts. InvalidArgumentError: two leaves would get one name,
     or a function gives something that is no name.
     """
-    call = rename if callable(rename) else _Entries(where, rename, names).new_name
+    if callable(rename):
+        call = rename
+    else:
+        entries = _Entries(rename)
+        entries.check_used(where, names)
+        call = entries.new_name
     owner = dict[str, str]()
     for name in names:
         new = call(name)
@@ -48,10 +53,18 @@ def new_names(where: str, rename: Rename, names: Sequence[str]) -> list[str]:
     return list(owner)
 
 
-class _Entries:
-    """The entries of a mapping, each of which has been used for one of `names`."""
+def lenient(rename: Rename) -> Callable[[str], str]:
+    """A rename as a function, to which an entry that matches no leaf means nothing.
 
-    def __init__(self, where: str, rename: Mapping[str, str], names: Sequence[str]):
+    It is for a program that renames at each of its starts: it saves the new names, and finds them at the next one.
+    """
+    return rename if callable(rename) else _Entries(rename).new_name
+
+
+class _Entries:
+    """The entries of a mapping."""
+
+    def __init__(self, rename: Mapping[str, str]):
         self._plain: dict[str, str] = {}
         self._patterns: dict[int, list[tuple[re.Pattern[str], str, str]]] = {}  # by the number of keys
         self._used = set[str]()
@@ -62,6 +75,9 @@ class _Entries:
                 self._patterns.setdefault(clean.count("/") + 1, []).append((pattern, clean, new.strip("/")))
             else:
                 self._plain[clean] = new.strip("/")
+
+    def check_used(self, where: str, names: Sequence[str]) -> None:
+        """Raises UnknownNameError or InvalidArgumentError for an entry that is used for none of `names`."""
         for name in names:
             self.new_name(name)
         known = [*self._plain, *(old for some in self._patterns.values() for _, old, _ in some)]

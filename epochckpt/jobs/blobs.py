@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt import _renaming, _text
 from epochckpt import args as own_args
 from epochckpt._renaming import Rename
 from epochckpt.errors import InvalidArgumentError, Remedies, UnsupportedError, say
@@ -85,10 +86,10 @@ def target_of(workspace: Workspace, name: str) -> Any:
     return live if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(live)) else None
 
 
-def rename_of(workspace: Workspace, name: str) -> Rename | None:
-    """The new names of the leaves of a blob, see `Workspace.target`."""
+def rename_of(workspace: Workspace, name: str) -> Callable[[str], str] | None:
+    """What gives the leaves of a blob their new names, see `Workspace.target`; epochs may have them already."""
     target = workspace.targets.get(name)
-    return None if target is None else target.rename
+    return None if target is None or target.rename is None else _renaming.lenient(target.rename)
 
 
 def argument(target: Any, rename: Rename | None) -> ocp.args.CheckpointArgs:
@@ -228,10 +229,17 @@ def split(tree: Any) -> tuple[Any, dict[str, Any]]:
     return tree_lib.unflatten(treedef, leaves), own
 
 
-def join(tree: Any, own: Mapping[str, Any]) -> Any:
-    """The inverse of `split`: a node's own leaves replace those of the primary where the two differ."""
+def join(tree: Any, own: Mapping[str, Any], new_name: Callable[[str], str] | None = None) -> Any:
+    """The inverse of `split`: a node's own leaves replace those of the primary where the two differ.
+
+    `new_name` gives the names in the tree of those that were saved.
+    """
+    if new_name is not None:
+        own = {new_name(_text.readable(name)): leaf for name, leaf in own.items()}
     pairs, treedef = tree_lib.flatten(tree)
     named = [(tree_lib.leaf_name(path), leaf) for path, leaf in pairs]
+    if new_name is not None:
+        named = [(_text.readable(name), leaf) for name, leaf in named]
     leaves = [own[name] if name in own and not _alike(leaf, own[name]) else leaf for name, leaf in named]
     return tree_lib.unflatten(treedef, leaves)
 

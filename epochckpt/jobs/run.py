@@ -472,16 +472,13 @@ class TrainingRun:
         return verdict
 
     def _check_excluded(self, known: Sequence[str]) -> None:
-        """On the primary, after the first epoch: refuses a name in `exclude` that no node has: it is misspelt.
+        """On the primary, after the first epoch: warns of a name in `exclude` that no node has: it may be misspelt.
 
-        Patterns may match nothing. A resumed run goes on: the blob may be one of an epoch that is not the first.
+        Patterns may match nothing, and a task may make the blob in a later epoch.
         """
         names = [name for name in self.settings.exclude or () if not any(mark in name for mark in "*?[")]
         for name in (name for name in names if name not in known):
             problem = f"exclude=[{name!r}]: no node has such a blob after the first {self.job.unit} of this run"
-            if self._result.resumed_from is None:
-                remedy = f"correct the name, or leave it out; {_text.near(name, known)}"
-                raise InvalidArgumentError(f"{problem}; {remedy}")
             logging.warning("%s; %s", problem, _text.near(name, known))
 
     def _check_blobs(self, epoch: int) -> None:

@@ -80,7 +80,7 @@ class JobRunner:
             there are none.
         metadata_handler: hears what is saved; may be given to the manager instead.
         include: shell patterns of the blobs to checkpoint, each of which must match one when init has run; None: all.
-        exclude: shell patterns of blobs not to checkpoint; a name must be that of a blob after the first epoch.
+        exclude: shell patterns of blobs not to checkpoint; a warning says what no node has after the first epoch.
         deadline_secs: how long tasks that ask `ws.should_stop()` may go on with an epoch after a preemption notice;
             then it is dropped, or saved if it is resumable. None: until it is finished.
         max_consecutive_save_failures: end the run when more saves in a row have failed; None: never.

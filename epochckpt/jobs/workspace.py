@@ -81,7 +81,7 @@ class Workspace(MutableMapping[str, Any]):
                 example `jax.eval_shape` of what makes the blob; None: as the epoch has it.
             reshard: for a blob that differs per node, see `epochckpt.args.NodeRestore`.
             rename: for a blob whose leaves had other names when it was saved, see `epochckpt.args.RenamedRestore`; it
-                needs `abstract`.
+                needs `abstract`. It may stay for ever: an entry that matches nothing in an epoch means nothing there.
 
         Raises:
             InvalidArgumentError: `rename` is none, or comes without `abstract`.

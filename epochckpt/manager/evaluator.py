@@ -40,7 +40,7 @@ def follow(
         timeout_secs: end when no new epoch appeared for this long, in seconds or as `"10min"`; None: never.
         interval_secs: how often to look, in the same form.
         options: the step name format, if it is not the default.
-        stop: called after each look, when what it found is yielded; ends when it returns True.
+        stop: called after each look. When it returns True, one more look follows, and what that finds is the last.
 
     Raises:
         InvalidArgumentError: interval_secs is not above 0, or a time is none.
@@ -57,13 +57,13 @@ def follow(
     wait_secs = math.inf if timeout_secs is None else seconds("timeout_secs", timeout_secs, zero=True)
     commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
     yielded: dict[int, str | None] = {}  # attempts by epoch, ascending; None: its record is damaged
-    deadline, pause = Deadline(wait_secs), threading.Event()
+    deadline, pause, ending = Deadline(wait_secs), threading.Event(), False
     while True:
         epochs, look, late = commits.list_epochs(), Deadline(interval), False
         _forget_replaced(commits, epochs, yielded)
         last = next(reversed(yielded), -1 if after is None else after)
         for number, epoch in enumerate(e for e in epochs if e > last):
-            late = bool(number) and look.passed()
+            late = bool(number) and look.passed() and not ending
             if late:
                 break  # the caller took its time: some of these may be deleted by now
             attempt = commits.seen_attempt(epoch)
@@ -72,11 +72,11 @@ def follow(
             yielded[epoch] = attempt
             yield epoch
             deadline = Deadline(wait_secs)
-        if late:
-            continue
-        if deadline.passed() or (stop is not None and stop()):
+        if ending or (not late and deadline.passed()):
             return
-        pause.wait(max(0.0, min(interval, deadline.left())))
+        ending = stop is not None and stop()
+        if not (late or ending):
+            pause.wait(max(0.0, min(interval, deadline.left())))
 
 
 def _forget_replaced(commits: Commits, epochs: Collection[int], yielded: dict[int, str | None]) -> None:

@@ -167,7 +167,8 @@ def restore_args(abstract: Any, context: Any) -> Any:
     if abstract is None:
         return None
     if isinstance(abstract, RenamedRestore):
-        return dataclasses.replace(abstract, item=jax.tree.map(_target, abstract.item))
+        partial = abstract.partial or context.pytree_options.loading.partial_load
+        return dataclasses.replace(abstract, item=jax.tree.map(_target, abstract.item), partial=partial)
     target = jax.tree.map(_target, abstract)
     resize = context.array_options.loading.enable_padding_and_truncation
     if not context.pytree_options.loading.partial_load:

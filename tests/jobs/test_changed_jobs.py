@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import epochckpt as ec
-from epochckpt import errors
+from epochckpt import _renaming, errors
 from epochckpt.errors import InvalidArgumentError, TaskError, UnsupportedError
+from epochckpt.jobs import blobs
 
 
 def counting_job(epochs: int) -> ec.Job:
@@ -91,10 +92,19 @@ def test_a_blob_whose_parts_have_other_names_now_comes_back(directory: str) -> N
     ec.run(model_job("linear", 2, rename={"dense": "linear"}), directory, session=session)
     model = session.workspace()["model"]["linear"]
     assert (model["w"].tolist(), model["b"].tolist()) == ([3.0] * 3, [3.0] * 2)
+    again = ec.run(model_job("linear", 3, rename={"dense": "linear"}), directory)  # which has the new names by now
+    assert (again.resumed_from, again.epoch) == (2, 3)
     with pytest.raises(InvalidArgumentError, match="needs abstract="):
         ec.Workspace().target("model", rename={"dense": "linear"})
     with pytest.raises(InvalidArgumentError, match="rename must map names to names"):
         ec.Workspace().target("model", {}, rename=cast(Any, {"dense": 1}))
+
+
+def test_what_a_node_has_of_its_own_gets_its_new_name_too() -> None:
+    """In a blob that holds arrays of the whole job."""
+    saved_once = {"my rank": 100, "w": np.ones(2)}
+    joined = blobs.join(saved_once, {"rank": 101, "w": np.ones(2)}, _renaming.lenient({"rank": "my rank"}))
+    assert joined["my rank"] == 101
 
 
 def test_what_is_appended_to_stop_conditions_ends_the_job() -> None:

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import epochckpt as ec
@@ -66,6 +67,7 @@ def test_a_save_waits_for_the_seconds_of_its_text(tmp_path: pathlib.Path) -> Non
     storage = ec.StorageOptions(save_timeout_secs="10min", open_timeout_secs="1min", max_blocked_secs="30s")
     assert ec.run(job, tmp_path / "run", storage=storage).last_committed_epoch == 1
     assert list(ec.follow(tmp_path / "run", timeout_secs="1ms", interval_secs="1ms")) == [0, 1]
+    assert list(ec.follow(tmp_path / "run", timeout_secs=np.int64(0), interval_secs=np.float32(0.5))) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -1230,6 +1230,18 @@ def test_a_slow_reader_that_follows_gets_every_epoch_before_the_end(directory: s
     assert list(ec.follow(directory, interval_secs=1e-6, stop=lambda: True)) == [0, 1, 5]
 
 
+def test_a_reader_that_is_slower_than_the_training_is_asked_whether_to_stop(directory: str) -> None:
+    """It never catches up: each time that it has read an epoch there are two more."""
+    found: list[int] = []
+    with ec.CheckpointManager(directory) as m:
+        save_all(m, [0, 1])
+        for epoch in ec.follow(directory, interval_secs=1e-6, stop=lambda: True):
+            found.append(epoch)
+            assert epoch < 20, "it does not end"
+            save_all(m, [2 * epoch + 2, 2 * epoch + 3])
+    assert found == [0, 1, 2, 3]
+
+
 def test_follow_yields_what_is_saved_anew(directory: str) -> None:
     """After a rollback, or a deletion, and only that; a manager that reads has what came in its place."""
     followed = ec.follow(directory, timeout_secs=0.05, interval_secs=0.01)

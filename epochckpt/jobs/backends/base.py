@@ -171,10 +171,8 @@ class ItemBackend(CheckpointBackend):
         died before it notified the handler. The handler hears of a named epoch; its answer does not count then.
         """
         if named is not None and not self._exchange.broadcast("the way back", lambda: self._has_gone_back_to(named)):
+            self._exchange.broadcast("the handler's answer", lambda: self._tell_named(named, handler))
             latest = self._require(named)[-1]
-            if (answer := handler.last_epoch(named)) not in (None, named):  # a rollback is the user's alone to ask for
-                said = "the metadata handler answers %d; the run goes back to %d all the same, which was named"
-                logging.warning(said, answer, named)
             if latest != named:
                 self._roll_back(named)
             return dataclasses.replace(self._put_back(named, *self._read(named)), named=True)
@@ -184,6 +182,14 @@ class ItemBackend(CheckpointBackend):
             return None
         newest, found = self._read_newest(epochs)
         return self._put_back(newest, *found)
+
+    @staticmethod
+    def _tell_named(named: int, handler: HandlerNotifier) -> None:
+        """On the primary: tells the handler of a named epoch. Going back is the user's alone to ask for."""
+        answer = handler.last_epoch(named)
+        if answer not in (None, named):
+            said = "the metadata handler answers %d; the run goes back to %d all the same, which was named"
+            logging.warning(said, answer, named)
 
     def _candidates(self, resume: str, handler: HandlerNotifier) -> list[int]:
         """On the primary: the epochs that a run may go on from by itself, ascending; none: from scratch."""

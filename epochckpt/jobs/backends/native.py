@@ -144,7 +144,8 @@ class NativeBackend(ItemBackend):
                 own = got.get(item + blob_lib.OWN_SUFFIX) or {}
                 by_node = {hosted[0]: got[item]}
                 by_node |= {node: jax.tree.map(_copied, got[item]) for node in hosted[1:]}
-                by_node |= {node: blob_lib.join(got[item], own[node]) for node in hosted if node in own}
+                new_name = blob_lib.rename_of(first, blob)
+                by_node |= {node: blob_lib.join(got[item], own[node], new_name) for node in hosted if node in own}
             values[blob] = self._as_saved(blob, by_node, form, everyone, notes)
         if only is None:
             self._warn_of_numpy(epoch, [item for item in blobs if kinds[item] == "arrays"], blobs)
