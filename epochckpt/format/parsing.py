@@ -26,6 +26,7 @@ _MAX_SMALL_ITEMS = 1000  # items among which short ones are searched for
 _MAX_ITEM_TEXT = 65_536  # bytes of a short one
 _ITEMS = b',"items":{'
 _KIND = b'":{"kind":"'  # with which the text of an item begins, after its name
+_ITEM_TEXTS = tuple(f'{{"kind":"{kind}","handler":"'.encode() for kind in ("arrays", "files", "node"))
 _SHOWN_FEATURES = 10  # in an error
 _OPENING = ord("{")
 _PLAIN = bytes(set(range(256)) - set(b'"{}'))  # bytes that neither begin nor end a string or an object
@@ -120,8 +121,8 @@ class SmallItems(NamedTuple):
 def parse_small_items(path: str, data: bytes) -> SmallItems:
     """The items in `epoch.json` that no node has arrays of and whose text is short, in a very small part of the time.
 
-    There is none in a record whose fields are in another order than ours. It raises like `parse_epoch`, but does not
-    notice faults in the rest.
+    A record of another writer, with its fields in another order, seems to have none. It raises like `parse_epoch`, but
+    does not notice faults in the rest.
     """
     checksums.check_seal(path, data)
     start, end = data.find(_ITEMS), data.find(b',"default_item":')
@@ -140,14 +141,15 @@ def parse_small_items(path: str, data: bytes) -> SmallItems:
 def _item_texts(data: bytes, start: int, end: int) -> Iterator[tuple[str, bytes]]:
     """The names of items, and the beginnings of their texts. As quotes in strings are escaped, it finds keys only."""
     while (end_of_name := data.find(_KIND, start, end)) >= 0:
-        name = data[data.rfind(b'"', start, end_of_name) + 1 : end_of_name]
         text = end_of_name + 2
-        yield name.decode(errors="replace"), data[text : min(text + _MAX_ITEM_TEXT, end)]
+        if data.startswith(_ITEM_TEXTS, text):  # else it is in the metadata of an item
+            name = data[data.rfind(b'"', start, end_of_name) + 1 : end_of_name]
+            yield name.decode(errors="replace"), data[text : min(text + _MAX_ITEM_TEXT, end)]
         start = text
 
 
 def _decoded(text: bytes) -> object | None:
-    """The object with which a text begins; None if it does not end there."""
+    """The JSON value with which a text begins; None if it does not end there."""
     try:
         return json.JSONDecoder().raw_decode(text.decode(errors="ignore"))[0]
     except ValueError:

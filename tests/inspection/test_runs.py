@@ -222,10 +222,12 @@ def test_configs_are_read_without_the_arrays(tmp_path: pathlib.Path, monkeypatch
     """Their cost does not depend on how many leaves a run saves: of a record only short items are parsed."""
     with ec.CheckpointManager(tmp_path / "a") as manager:
         for epoch in range(2):
-            state = ocp.args.StandardSave({f"w{n}": np.zeros(1) for n in range(300)})
+            tree = {f"w{n}": np.zeros(1) for n in range(300)}
+            state = ocp.args.StandardSave(tree, custom_metadata={"optimizer": {"kind": "adam"}})
             config = ocp.args.JsonSave({"lr": 0.1})
             values = ocp.args.StandardSave({"depth": 3, "width": 4})
-            manager.save(epoch, args=ocp.args.Composite(state=state, config=config, values=values))
+            args = {"state": state, "config": config, "values": values}
+            manager.save(epoch, args=ocp.args.Composite(**args))
     parsed: list[int] = []
     parse_leaf = items._parse_leaf
 
