@@ -12,7 +12,9 @@ from epochckpt import _text, _units
 from epochckpt._durations import Duration
 from epochckpt.errors import InvalidArgumentError
 
-_SECRET = re.compile("key|secret|token|passw|credential|signature|auth", re.IGNORECASE)
+SECRET = re.compile("key|secret|token|passw|credential|signature|auth", re.IGNORECASE)
+"""In the name of what looks like a secret, which is neither taken as a setting nor shown."""
+
 _MAX_SECS = 3600.0
 SNAPSHOTS = ("auto", "device", "pinned_host", "host")  # the values of `StorageOptions.snapshot`
 
@@ -170,7 +172,7 @@ def _of_query(text: str, where: str) -> dict[str, str]:
 
 def _unknown(name: str) -> str:
     shown = repr(_text.shown(name, limit=40))
-    if _SECRET.search(name):
+    if SECRET.search(name):
         return (
             f"{shown} is a secret and no setting: URLs and settings stand in logs and in lists of processes. Give it "
             "in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, or "

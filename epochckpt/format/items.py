@@ -42,7 +42,7 @@ def items(nodes: str | None) -> Codec[Mapping[str, ItemRecord]]:
 
     def read(fields: Fields, key: str) -> dict[str, ItemRecord]:
         count = 1 if nodes is None else len(fields.found[nodes])
-        return {name: _parse_item(fields.path, name, entry, count) for name, entry in fields.mapping(key).items()}
+        return {name: parse_item(fields.path, name, entry, count) for name, entry in fields.mapping(key).items()}
 
     def write(found: Mapping[str, ItemRecord]) -> checksums.Json:
         texts = {name: checksums.dumps_fields(_item_fields(item)) for name, item in found.items()}
@@ -63,7 +63,8 @@ def _item_fields(item: ItemRecord) -> dict[str, Any]:
     }
 
 
-def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
+def parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
+    """An item of as many nodes; raises FormatError, with the path of the record."""
     paths.check_recorded_name(path, name)
     fields = Fields(path, entry, f"items.{name}.")
     kind, handler = fields.text("kind"), fields.text("handler")

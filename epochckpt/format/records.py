@@ -121,7 +121,7 @@ class NodeEntry:
         return sum(f.size for f in self.files)
 
 
-_NODE_ROWS = Rows(NodeEntry, ["name", "process", "record_size", "record_digest", "secs", "files"])
+NODE_ROWS = Rows(NodeEntry, ["name", "process", "record_size", "record_digest", "secs", "files"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,7 @@ class EpochRecord:
     # It lies in an object store, where paths have the attempt in them, see `paths.part_folder`.
     objects: bool = stored("objects", BOOLEAN)
     plan: str = stored("plan", _TEXT)  # digest of the plan, equal on all nodes
-    nodes: tuple[NodeEntry, ...] = stored("nodes", _NODE_ROWS.codec())
+    nodes: tuple[NodeEntry, ...] = stored("nodes", NODE_ROWS.codec())
     items: Mapping[str, ItemRecord] = stored("items", items("nodes"))
     default_item: bool = stored("default_item", BOOLEAN)  # its one item has no name in the caller's arguments
     metrics: Any = stored("metrics", codec.user(object, "metrics"))

@@ -1,10 +1,11 @@
-"""What a run was configured with, as far as its directory tells. Reads records and small files, no arrays."""
+"""What a run was configured with, as far as its directory tells. Reads small parts of records and small files."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -12,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from epochckpt._metrics import flat
 from epochckpt.errors import EpochCheckpointError
-from epochckpt.format import EpochRecord, paths
+from epochckpt.format import parsing, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.jobs.notes import NOTES
 from epochckpt.manager import status
+from epochckpt.options import SECRET
 
 if TYPE_CHECKING:
     from epochckpt.directory import Commits
+    from epochckpt.inspection.rows import EpochRow
 
 _MAX_BYTES = 16_384  # of a file of JSON that counts as a config
-_MAX_VALUES = 1000  # of an item of Python values that does
+_MAX_FILES = 20  # such files of an epoch that are read
+_Values = dict[tuple[str, str], Any]  # by item (empty for metadata) and name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +36,25 @@ class RunConfig:
     trained_secs: float | None = None
 
 
-def config_of(commits: Commits, first: int, newest: int) -> RunConfig:
+def config_of(commits: Commits, first: EpochRow, newest: EpochRow) -> RunConfig:
     """The config of a run from two of its epochs: what both have alike, since what changes is no config.
 
     It comes from the metadata of the directory and of the epochs, from JSON items, and from items that have only Python
     values. A value in an inner mapping is named `outer/inner`. If items have a value of one name, the
-    item's name stands before it.
+    item's name stands before it. Values whose name looks like that of a secret are left out, and so are those of items
+    that cannot be read. Of a directory in a bucket nothing is read.
     """
+    if not commits.store.renames:
+        return RunConfig()
     ours = _of_epoch(commits, newest)
-    earlier = ours if first == newest else _of_epoch(commits, first)
+    earlier = ours if first is newest else _of_epoch(commits, first)
     same = {key: value for key, value in ours.items() if key in earlier and repr(earlier[key]) == repr(value)}
     with contextlib.suppress(EpochCheckpointError, OSError):  # the epochs tell the rest
-        same |= {("", name): value for name, value in flat(status.custom_metadata(commits.store) or {}).items()}
+        metadata = status.custom_metadata(commits.store, limit_bytes=_MAX_BYTES) or {}
+        same |= _plain("", metadata)
     count = collections.Counter(name for _, name in same)
     values = {name if count[name] == 1 or not item else f"{item}/{name}": value for (item, name), value in same.items()}
-    return RunConfig(values, _trained(ours.get((NOTES, "total_secs"))))
+    return RunConfig(values, _trained((newest.notes or {}).get("total_secs")))
 
 
 def _trained(secs: Any) -> float | None:
@@ -54,35 +62,56 @@ def _trained(secs: Any) -> float | None:
     return float(secs) if is_number and math.isfinite(secs) else None
 
 
-def _of_epoch(commits: Commits, epoch: int) -> dict[tuple[str, str], Any]:
-    """The values in an epoch by item (empty for its metadata) and name; nothing if it cannot be read."""
+def _plain(item: str, content: Mapping[str, Any]) -> _Values:
+    """The values that a table may show: no secrets, and at most lists, since deeper values may be of any depth."""
+    found = {(item, name): value for name, value in flat(content).items() if not _is_secret(item, name)}
+    return {key: value for key, value in found.items() if not _is_nested(value)}
+
+
+def _is_secret(item: str, name: str) -> bool:
+    return SECRET.search(item) is not None or SECRET.search(name) is not None
+
+
+def _is_nested(value: Any) -> bool:
+    return any(isinstance(each, list | Mapping) for each in (value if isinstance(value, list) else [value]))
+
+
+def _of_epoch(commits: Commits, row: EpochRow) -> _Values:
+    """The values in an epoch, without those that cannot be read."""
+    custom = {name: value for name, value in (row.custom_metadata or {}).items() if name != NOTES}
+    found = _plain("", custom)
+    with contextlib.suppress(EpochCheckpointError, OSError):
+        path = paths.join(row.folder, paths.EPOCH_RECORD)
+        small = parsing.read_record(commits.store, path, parsing.parse_small_items)
+        if small is not None:
+            found |= _python_values(small)
+            for item, file in itertools.islice(_json_files(small, row.folder), _MAX_FILES):
+                found |= _plain(item, _json(commits, file))
+    return found
+
+
+def _python_values(small: parsing.SmallItems) -> _Values:
+    found: _Values = {}
+    for item, entry in small.items.items():
+        if entry.arrays is not None and len(entry.values) == len(entry.arrays.leaves):
+            kinds = [leaf.kind for leaf in entry.arrays.leaves]
+            values = [tree_lib.value_from_json(paths.EPOCH_RECORD, kinds[i], entry.values[i]) for i in entry.values]
+            found |= _plain(item, dict(zip(entry.arrays.public_names, values, strict=True)))
+    return found
+
+
+def _json_files(small: parsing.SmallItems, folder: str) -> Iterator[tuple[str, str]]:
+    """The paths of the files of JSON items that have one small file, by item."""
+    for item, entry in small.items.items():
+        files = [(node.folder, file) for node in small.nodes for file in node.files if file.item == item]
+        if entry.handler.endswith("JsonCheckpointHandler") and len(files) == 1 and files[0][1].size <= _MAX_BYTES:
+            yield item, paths.join(folder, files[0][0], files[0][1].path)
+
+
+def _json(commits: Commits, path: str) -> Mapping[str, Any]:
+    """The values in a file of JSON; none if it cannot be read, whatever it holds."""
     try:
-        record = commits.read_record(epoch)
-        found = dict(_values(commits, record))
-        custom = {name: value for name, value in record.custom_metadata.items() if name != NOTES}
-        notes = record.custom_metadata.get(NOTES)
-        found |= {("", name): value for name, value in flat(custom).items()}
-        return found | ({(NOTES, "total_secs"): notes.get("total_secs")} if isinstance(notes, Mapping) else {})
-    except (EpochCheckpointError, OSError, ValueError):
+        content = json.loads(commits.store.read(path, limit_bytes=_MAX_BYTES))
+    except (EpochCheckpointError, OSError, ValueError, RecursionError):
         return {}
-
-
-def _values(commits: Commits, record: EpochRecord) -> Iterator[tuple[tuple[str, str], Any]]:
-    for item, entry in record.items.items():
-        if entry.arrays is not None and 0 < len(entry.arrays.leaves) <= _MAX_VALUES:
-            leaves = entry.arrays.leaves
-            if all(leaf.kind in tree_lib.VALUE_KINDS for leaf in leaves):
-                for number, name in enumerate(entry.arrays.public_names):
-                    kind = leaves[number].kind
-                    yield (item, name), tree_lib.value_from_json(paths.EPOCH_RECORD, kind, entry.values[number])
-        elif entry.handler.endswith("JsonCheckpointHandler"):
-            yield from (((item, name), value) for name, value in _json(commits, record, item).items())
-
-
-def _json(commits: Commits, record: EpochRecord, item: str) -> dict[str, Any]:
-    files = [(number, file) for number, node in enumerate(record.nodes) for file in node.files if file.item == item]
-    if len(files) != 1 or files[0][1].size > _MAX_BYTES:
-        return {}
-    path = paths.join(commits.folder(record.epoch), record.path(*files[0]))
-    content = json.loads(commits.store.read(path, limit_bytes=_MAX_BYTES))
-    return flat(content) if isinstance(content, Mapping) else {}
+    return content if isinstance(content, Mapping) else {}

@@ -215,8 +215,8 @@ def runs(found: rows.RunsOverview) -> list[Block]:
     def age(row: rows.DirectoryRow) -> str:
         return "" if row.committed_ns is None else _units.age((now - row.committed_ns) / 1e9)
 
-    def newest(row: rows.DirectoryRow) -> Words:
-        value = row.metrics.get(metric)
+    def newest(row: rows.DirectoryRow, name: str) -> Words:
+        value = row.metrics.get(name)
         if value is None:
             return ""
         return Span(_units.number(value), Tone.STRONG if math.isfinite(value) else Tone.BAD)
@@ -243,6 +243,10 @@ def runs(found: rows.RunsOverview) -> list[Block]:
     def rank(name: str, usual: int) -> int:
         return 0 if name == found.sort else usual  # what rows are ordered by is never left out
 
+    def measured(name: str) -> Column:
+        tip = f"of the latest {' or '.join(map(noun, units))}"
+        return Column(_text.shown(name, _NAME), rank(name, 1), right=True, tip=tip)
+
     def configured(name: str) -> tuple[Column, kinds.Cells[rows.DirectoryRow]]:
         values = [row.config[name] for row in found.runs if name in row.config]
         right = all(isinstance(value, int | float) for value in values)
@@ -252,7 +256,13 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         )
 
     units = list(dict.fromkeys(row.unit for row in found.runs)) or ["epoch"]
-    names = sorted(found.differing, key=lambda name: name != found.sort)
+    shown = dict.fromkeys(found.differing)
+    measures = [metric]
+    if any(found.sort in row.metrics for row in found.runs):
+        measures = list(dict.fromkeys([metric, found.sort]))
+    elif any(found.sort in row.config for row in found.runs):
+        shown[found.sort] = None
+    names = sorted(shown, key=lambda name: name != found.sort)
     made = table(
         found.runs,
         (Column("run", 0, least=20), lambda row: Span(row.name, Tone.STRONG)),
@@ -260,16 +270,13 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         (Column("state", 0), lambda row: Cell(Span(row.state, tones.get(row.state, Tone.LIVE)), tip=row.detail)),
         (Column("", 0), lambda row: Cell(Span(damage(row), Tone.BAD), tip=damage(row) and "damaged epochs")),
         (
-            Column("latest", 1, right=True, tip=" or ".join(units)),
+            Column("latest", rank("latest", 1), right=True, tip=" or ".join(units)),
             lambda row: "" if row.latest is None else str(row.latest),
         ),
-        (Column("age", 2, right=True), lambda row: Span(age(row), Tone.FAINT)),
+        (Column("age", rank("age", 2), right=True), lambda row: Span(age(row), Tone.FAINT)),
         (Column("trained", rank("trained", 3), right=True, tip="in all, as the runner noted"), trained),
-        (
-            Column(_text.shown(metric, _NAME), 1, right=True, tip=f"of the latest {' or '.join(map(noun, units))}"),
-            newest,
-        ),
-        (Column("best", 1, right=True), best),
+        *((measured(name), lambda row, name=name: newest(row, name)) for name in measures),
+        (Column("best", rank("best", 1), right=True), best),
         (Column("curve", 1, least=8), curve),
         *(configured(name) for name in names[:_COLUMNS]),
         (

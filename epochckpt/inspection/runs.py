@@ -224,7 +224,7 @@ def _owners(commits: Commits) -> Owners:
 
 
 def _config(commits: Commits, seen: Overview) -> configs.RunConfig:
-    whole = [row.epoch for row in seen.epochs if row.state == COMMITTED and row.writer == "epochckpt"]
+    whole = [row for row in seen.epochs if row.state == COMMITTED and row.writer == "epochckpt"]
     return configs.config_of(commits, whole[0], whole[-1]) if whole else configs.RunConfig()
 
 
@@ -257,9 +257,11 @@ def _sorted(runs: Sequence[DirectoryRow], sort: str) -> tuple[DirectoryRow, ...]
         found = value(row)
         return (False, found) if isinstance(found, int | float) else (True, str(found))
 
-    having = [row for row in runs if (found := value(row)) is not None and found == found]
-    rest = [row for row in runs if row not in having]
-    return (*sorted(having, key=key, reverse=sort.startswith("-")), *rest)
+    def has_value(row: DirectoryRow) -> bool:
+        return (found := value(row)) is not None and found == found
+
+    having = sorted(filter(has_value, runs), key=key, reverse=sort.startswith("-"))
+    return (*having, *itertools.filterfalse(has_value, runs))
 
 
 def _row(name: str, seen: Overview, owners: Owners, config: configs.RunConfig) -> DirectoryRow:

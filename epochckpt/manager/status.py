@@ -103,11 +103,11 @@ class Verification:
             raise self.damage[0]
 
 
-def custom_metadata(store: Store) -> dict[str, Any] | None:
+def custom_metadata(store: Store, *, limit_bytes: int = 2**24) -> dict[str, Any] | None:
     """The user's metadata of a directory; None if none was written; raises DamagedError."""
     for path in (paths.join(*paths.ROOT_METADATA), paths.join(*paths.LEGACY_ROOT_METADATA)):
         try:
-            data = checksums.unpack_json(read_json(store, path, limit_bytes=2**24))
+            data = checksums.unpack_json(read_json(store, path, limit_bytes=limit_bytes))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             continue
         except (ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 import uuid
+from typing import Any
 
 import matplotlib.axes
 import numpy as np
@@ -18,8 +19,11 @@ import pytest
 import epochckpt as ec
 from epochckpt.cli import main
 from epochckpt.errors import NotACheckpointDirectoryError, UnknownNameError
+from epochckpt.format import items
+from epochckpt.format.codec import Fields
 from epochckpt.inspection import runs as looking
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, EpochRow, Overview
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, DirectoryRow, EpochRow, Overview
+from epochckpt.storage.object_client import Client
 
 
 def save(directory: pathlib.Path, losses: list[float]) -> None:
@@ -122,6 +126,147 @@ def test_runs_are_in_the_order_of_any_column(
     assert f" {sort.removeprefix('-')} " in shown.replace("\n", " \n") or sort == "-run"
     rows = ec.inspect_runs(sweep, sort=sort).rows()
     assert [row.name for row in rows] == order
+
+
+@pytest.mark.parametrize("sort", ["latest", "age", "trained", "best", "epochs", "bytes", "eval/acc", "lr", "seen_by"])
+def test_the_column_of_the_order_has_room(sweep: pathlib.Path, tmp_path: pathlib.Path, sort: str) -> None:
+    """Also where another metric is asked for, and where all runs have the same value."""
+    shutil.copytree(sweep, tmp_path / "runs", symlinks=True)
+    with ec.CheckpointManager(tmp_path / "runs" / "one", metadata={"seen_by": 7}) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.ones(2)}), metrics={"loss": 1.0})
+    text = ec.inspect_runs(tmp_path / "runs", metric="loss", sort=sort).to_text(30)
+    assert re.search(rf"^run .*\b{sort}\b", text, re.MULTILINE), text
+
+
+def json_runs(folder: pathlib.Path, config: dict[str, object], **kwargs: object) -> None:
+    """Two runs with an item `config` each."""
+    for number in range(2):
+        with ec.CheckpointManager(folder / f"run_{number}", **kwargs) as manager:  # type: ignore[arg-type]
+            args = ocp.args.Composite(config=ocp.args.JsonSave({**config, "number": number}))
+            manager.save(0, args=args, metrics={"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("[" * 8000, {}),
+        ('{"a":' * 2000, {}),
+        ('{"a":' * 2000 + "1" + "}" * 2000, {}),
+        ('{"a": ' + "[" * 400 + "]" * 400 + ', "b": 2}', {"b": 2}),
+        ('{"a": 1' + "0" * 6000 + "}", {}),
+        ('{"a": 1' + "0" * 4000 + "}", {"a": 10**4000}),
+        ('{"a": "' + "x" * 20_000 + '"}', {}),
+        ('{"\\ud800": "\\u001b[2J\\ud800", "b": Infinity}', {"\ud800": "\x1b[2J\ud800", "b": math.inf}),
+        ("[1, 2]", {}),
+        ("", {}),
+    ],
+)
+def test_a_hostile_json_item_hides_no_run(
+    tmp_path: pathlib.Path, content: str, found: dict[str, object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    json_runs(tmp_path, {"lr": 0.1})
+    file = tmp_path / "run_0" / "0" / "process_0" / "config" / "metadata"
+    file.chmod(0o644)
+    file.write_text(content)
+    for asked in ([], ["--json"], ["--sort=a"] * ("a" in found)):
+        assert main.main(["ls", str(tmp_path), *asked]) == 0
+        shown = capfd.readouterr().out
+        assert "run_0" in shown
+        assert "\x1b" not in shown
+    rows = ec.inspect_runs(tmp_path).rows()
+    assert [row.config for row in rows] == [found, {"lr": 0.1, "number": 1}]
+    assert "run_0" in (ec.inspect_runs(tmp_path)._repr_html_() or "")
+
+
+def test_a_hostile_json_item_is_read_up_to_a_limit(tmp_path: pathlib.Path) -> None:
+    """Also the metadata of a directory."""
+    json_runs(tmp_path, {"lr": 0.1, "much": "x" * 17_000}, metadata={"much": "x" * 17_000})
+    assert [row.config for row in ec.inspect_runs(tmp_path).rows()] == [{}, {}]
+
+
+def test_notes_of_the_runner_are_no_config(tmp_path: pathlib.Path) -> None:
+    """Also where a run has one epoch left, so that nothing tells what changes."""
+    for number in range(2):
+        job = ec.Job(stop_conditions=[ec.stop.max_epochs(2)])
+        job.init(lambda ws, number=number: ws.update(config={"lr": number}))
+        job.epoch(lambda ws: {"loss": 1.0})
+        ec.run(job, tmp_path / f"run_{number}", options=ocp.CheckpointManagerOptions(max_to_keep=1))
+    rows = ec.inspect_runs(tmp_path).rows()
+    assert [(row.epochs, row.config) for row in rows] == [(1, {"lr": 0}), (1, {"lr": 1})]
+    assert all(row.trained_secs is not None for row in rows)
+
+
+def test_secrets_are_no_values_of_configs(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither by the name of a value, nor by that of its item, or of the mapping that it is in."""
+    for number in range(2):
+        hidden = f"hidden{number}"
+        tree = {"password": hidden, "depth": number}
+        with ec.CheckpointManager(tmp_path / f"run_{number}", metadata={"HF_TOKEN": hidden}) as manager:
+            args = ocp.args.Composite(
+                config=ocp.args.JsonSave({"api_key": hidden, "auth": {"user": hidden}, "lr": number}),
+                secrets=ocp.args.JsonSave({"first": hidden}),
+                values=ocp.args.StandardSave(tree),
+            )
+            manager.save(0, args=args, custom_metadata={"net": {"Credentials": hidden, "width": number}})
+    assert [row.config for row in ec.inspect_runs(tmp_path).rows()] == [
+        {"lr": number, "depth": number, "net/width": number} for number in range(2)
+    ]
+    for asked in ([], ["--json"]):
+        assert main.main(["ls", str(tmp_path), *asked]) == 0
+        shown = capsys.readouterr().out
+        assert "depth" in shown
+        assert "hidden" not in shown
+
+
+def test_configs_are_read_without_the_arrays(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their cost does not depend on how many leaves a run saves: of a record only short items are parsed."""
+    with ec.CheckpointManager(tmp_path / "a") as manager:
+        for epoch in range(2):
+            tree = {f"w{n}": np.zeros(1) for n in range(300)}
+            state = ocp.args.StandardSave(tree, custom_metadata={"optimizer": {"kind": "adam"}})
+            config = ocp.args.JsonSave({"lr": 0.1})
+            values = ocp.args.StandardSave({"depth": 3, "width": 4})
+            args = {"state": state, "config": config, "values": values}
+            manager.save(epoch, args=ocp.args.Composite(**args))
+    parsed: list[int] = []
+    parse_leaf = items._parse_leaf
+
+    def counted(fields: Fields, number: int, *rest: Any) -> Any:
+        parsed.append(number)
+        return parse_leaf(fields, number, *rest)
+
+    monkeypatch.setattr(items, "_parse_leaf", counted)
+    assert ec.inspect_runs(tmp_path).rows()[0].config == {"lr": 0.1, "depth": 3, "width": 4}
+    assert parsed == [0, 1, 0, 1]
+
+
+def test_in_a_bucket_no_request_is_made_for_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = f"memory://{uuid.uuid4().hex}"
+    with ec.CheckpointManager(f"{root}/runs/a", metadata={"lr": 1}) as manager:
+        manager.save(3, args=ocp.args.JsonSave({"lr": 0.1}), metrics={"loss": 1.0})
+    asked: list[str] = []
+    get = Client.get
+
+    def counted(self: Client, path: str, limit_bytes: int) -> Any:
+        asked.append(path)
+        return get(self, path, limit_bytes)
+
+    monkeypatch.setattr(Client, "get", counted)
+    (row,) = ec.inspect_runs(f"{root}/runs").rows()
+    assert (row.latest, row.config) == (3, {})
+    assert asked
+    assert not [path for path in asked if "a/3/" in path or path.endswith("ROOT_METADATA")]
+
+
+def test_rows_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to order many runs does not grow with the square of their number."""
+
+    def refuse(self: DirectoryRow, other: object) -> bool:
+        raise AssertionError(f"{self.name} is compared with {other}")
+
+    monkeypatch.setattr(DirectoryRow, "__eq__", refuse)
+    rows = [DirectoryRow(str(n), "closed", best_value=float(n) if n % 2 else None) for n in range(4)]
+    assert [row.name for row in looking._sorted(rows, "-best")] == ["3", "1", "0", "2"]
 
 
 def test_a_column_that_no_run_has_is_answered_with_near_ones(
