@@ -230,7 +230,7 @@ def test_the_usual_end_of_a_loop_saves_the_last_epoch_once(
 
     The forced save returns False then, and a line says why; once the caller has waited, it is an error again.
     """
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     tap = hold_commits(m)
     assert save(m, 0)
     assert m.latest_step() != 0
