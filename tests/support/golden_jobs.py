@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import uuid
@@ -20,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import epochckpt as ec
 from epochckpt.storage import PosixStore, open_store
 from tests.support.jobs import global_mesh, place
+from tests.support.taps import eventually
 
 Composite, Save, JsonSave = ocp.args.Composite, ocp.args.StandardSave, ocp.args.JsonSave
 Options = ocp.CheckpointManagerOptions
@@ -203,6 +205,8 @@ def mirrored(directory: str) -> None:
         for epoch in range(4):
             manager.save(epoch, args=Save({"w": jnp.full(3, epoch)}), metrics={"loss": float(epoch)})
             manager.wait_until_finished()
+            # What the mirror lacks stays, beyond two epochs as well.
+            assert eventually(functools.partial(os.path.exists, f"{directory}/mirror/{epoch}/epoch.json"))
 
 
 def steps(directory: str) -> dict[str, Any]:
