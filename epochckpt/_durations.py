@@ -36,10 +36,12 @@ class Duration(Generic[S]):
     """A field of a dataclass that is set to seconds or to a text, and is read as seconds. `none`: it may be None."""
 
     def __init__(self, default: S, *, none: bool = False):
-        self._default, self._none = default, none
+        self._default = default
+        self._none = none
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name, self._where = name, f"{owner.__name__}.{name}"
+        self._name = name
+        self._where = f"{owner.__name__}.{name}"
 
     def __get__(self, instance: Any, owner: type | None = None) -> S:
         return self._default if instance is None else instance.__dict__[self._name]

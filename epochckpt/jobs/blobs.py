@@ -234,11 +234,10 @@ def join(tree: Any, own: Mapping[str, Any], new_name: Callable[[str], str] | Non
 
     `new_name` gives the names in the tree of those that were saved.
     """
-    if new_name is not None:
-        own = {new_name(_text.readable(name)): leaf for name, leaf in own.items()}
     pairs, treedef = tree_lib.flatten(tree)
     named = [(tree_lib.leaf_name(path), leaf) for path, leaf in pairs]
-    if new_name is not None:
+    if new_name is not None:  # which takes and gives names as people read them
+        own = {new_name(_text.readable(name)): leaf for name, leaf in own.items()}
         named = [(_text.readable(name), leaf) for name, leaf in named]
     leaves = [own[name] if name in own and not _alike(leaf, own[name]) else leaf for name, leaf in named]
     return tree_lib.unflatten(treedef, leaves)

@@ -57,7 +57,9 @@ def follow(
     wait_secs = math.inf if timeout_secs is None else seconds("timeout_secs", timeout_secs, zero=True)
     commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
     yielded: dict[int, str | None] = {}  # attempts by epoch, ascending; None: its record is damaged
-    deadline, pause, ending = Deadline(wait_secs), threading.Event(), False
+    deadline = Deadline(wait_secs)
+    pause = threading.Event()
+    ending = False  # `stop` has said so: one more look
     while True:
         epochs, look, late = commits.list_epochs(), Deadline(interval), False
         _forget_replaced(commits, epochs, yielded)
