@@ -29,7 +29,7 @@ from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.numbers import epoch_number
-from epochckpt.saving.attempt import NodeReport
+from epochckpt.saving.reports import NodeReport
 from epochckpt.storage import open_store, plain
 from epochckpt.tiers import EpochCopy, check_place
 

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING
 from epochckpt._lazy import names_of
 
 if TYPE_CHECKING:
-    from epochckpt.saving.attempt import Attempt
     from epochckpt.saving.claiming import Claim
+    from epochckpt.saving.queue import SaveQueue
     from epochckpt.saving.retention import EpochInfo, History
-    from epochckpt.saving.saver import Attempts
+    from epochckpt.saving.save import Save, SaveRequest
 else:
     __getattr__ = names_of(
         __name__,
         {
-            "Attempt": "attempt",
             "Claim": "claiming",
             "EpochInfo": "retention",
             "History": "retention",
-            "Attempts": "saver",
+            "Save": "save",
+            "SaveQueue": "queue",
+            "SaveRequest": "save",
         },
     )
 
-__all__ = ["Attempt", "Attempts", "Claim", "EpochInfo", "History"]
+__all__ = ["Claim", "EpochInfo", "History", "Save", "SaveQueue", "SaveRequest"]

@@ -29,8 +29,8 @@ from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.directory.rename import RenameCommits
 from epochckpt.format import paths
 from epochckpt.saving import disks, opening
-from epochckpt.saving.attempt import Attempt
 from epochckpt.saving.opening import Opened, Survey
+from epochckpt.saving.save import Save
 
 _PLACING_SECS = 30.0  # what other processes get at least to put their part of a save in place
 _KEPT = 64  # keys in the coordination service
@@ -140,48 +140,48 @@ class Hosts:
     # -- a save --------------------------------------------------------------------------------------------------
 
     def commit(
-        self, attempt: Attempt, id: str, record: bytes, check: Callable[[], None], key: Callable[[str, Attempt], str]
+        self, save: Save, id: str, record: bytes, check: Callable[[], None], key: Callable[[str, Save], str]
     ) -> None:
         """On the primary: has all processes put their part of a save in place, and waits until they have.
 
-        `key` gives the prefixes of an attempt's keys. SaveError says that a process has not.
+        `key` gives the prefixes of a save's keys. SaveError says that a process has not.
         """
         check()
         text = base64.b64encode(zlib.compress(record, 1)).decode()
-        self._coordinator.put(f"{key('record', attempt)}/0", {"record": text})
-        attempt.offered = True
-        self._keys.add(self._coordinator, key("record", attempt), key("placed", attempt))
-        self._commits.publish(attempt.epoch, id, record, lambda: None, attempt.replaces)
+        self._coordinator.put(f"{key('record', save)}/0", {"record": text})
+        save.offered = True
+        self._keys.add(self._coordinator, key("record", save), key("placed", save))
+        self._commits.publish(save.epoch, id, record, lambda: None, save.request.replaces)
         try:
-            self._coordinator.gather_all(key("placed", attempt), {}, max(attempt.deadline.left(), _PLACING_SECS))
+            self._coordinator.gather_all(key("placed", save), {}, max(save.deadline.left(), _PLACING_SECS))
         except errors.CoordinationTimeoutError as error:
-            raise errors.SaveError(attempt.epoch, f"its commit is not on all disks: {error}") from error
+            raise errors.SaveError(save.epoch, f"its commit is not on all disks: {error}") from error
 
-    def place(self, offer: Mapping[str, Any], prefix: str, attempt: Attempt, id: str) -> None:
+    def place(self, offer: Mapping[str, Any], prefix: str, save: Save, id: str) -> None:
         """On the other processes: puts this process's part in place, and tells the primary."""
 
         def placed() -> dict[str, Any]:
-            record, here = zlib.decompress(base64.b64decode(offer["record"])), attempt.replaces
+            record, here = zlib.decompress(base64.b64decode(offer["record"])), save.request.replaces
             if here is not None:  # it was found damaged together, and here it may be another attempt
-                here = ReplaceCondition(self._commits.read_attempt(attempt.epoch), here.damage)
-            self._commits.publish(attempt.epoch, id, record, lambda: None, here)
+                here = ReplaceCondition(self._commits.read_attempt(save.epoch), here.damage)
+            self._commits.publish(save.epoch, id, record, lambda: None, here)
             return {}
 
         coordination.answered(placed, prefix, self._coordinator)
 
-    def take_back(self, attempt: Attempt, id: str, failure: BaseException) -> BaseException:
+    def take_back(self, save: Save, id: str, failure: BaseException) -> BaseException:
         """Takes this process's part of a failed save out of sight, if it is in place, and removes it.
 
         Returns why the save has failed; an UncertainError if that could not be done.
         """
-        if self._coordinator.primary and not attempt.offered:
+        if self._coordinator.primary and not save.offered:
             return failure
         try:
-            if self._commits.incarnation and self._commits.read_attempt(attempt.epoch) == id:
-                self._commits.hide(attempt.epoch)()
+            if self._commits.incarnation and self._commits.read_attempt(save.epoch) == id:
+                self._commits.hide(save.epoch)()
         except Exception as problem:
             reason = f"{errors.say(failure)}; and it could not be taken out of sight here ({errors.say(problem)})"
-            return errors.UncertainError(attempt.epoch, reason)
+            return errors.UncertainError(save.epoch, reason)
         return failure
 
     def here(self, epochs: Sequence[int]) -> list[int]:
