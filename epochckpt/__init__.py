@@ -11,12 +11,13 @@
     manager     what a user does to a directory: save, restore, delete, follow
     convert     epochs as files of other programs, and back: safetensors, Hugging Face, flax, torch, plain Orbax
     v1          the same in Orbax's v1 style
-    jobs        a whole run: job, stop conditions, resume, the runner, Caffe2's managers
+    jobs        a whole run: job, stop conditions, resume, the runner
+    caffe2      Caffe2's managers and names, over jobs
     inspection  look, compare, tidy
     cli         the command `epochckpt`
 
 A package imports only packages above it in this list; `lint-imports` checks it. Beside them lie the
-modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`, `caffe2`) and a few
+modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`) and a few
 private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_lazy`, `_metrics`, `_renaming`,
 `_text`, `_units`, `_durations`, `_settings`). What takes long to import (jax, Orbax) is imported when it is used, see
 `_lazy`.

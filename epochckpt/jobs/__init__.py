@@ -1,4 +1,4 @@
-"""A whole training run: jobs and their tasks, stop conditions, resume, the runner, and Caffe2's managers.
+"""A whole training run: jobs and their tasks, stop conditions, resume, and the runner.
 
 Promises: a run ends with all that it trained on storage, or its `RunResult` and exit code tell what is not; a run that
 is started again goes on after the newest epoch that all nodes can read.
