@@ -23,9 +23,9 @@ private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_colle
 `_lazy`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from epochckpt.options import StorageOptions
     from epochckpt.v1 import training
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "args": "",
             "caffe2": "",
             "errors": "",
@@ -109,8 +109,9 @@ else:
             "repair_view": "manager.repair",
             "StorageOptions": "options",
             "training": "v1",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __version__ = "0.1.0"
 

@@ -3,9 +3,9 @@
 Promises: only the primary commits and deletes; every wait is bounded, and its error names the node that is late.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.saving.attempt import Attempt
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from epochckpt.saving.retention import EpochInfo, History
     from epochckpt.saving.saver import Attempts
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "Attempt": "attempt",
             "Claim": "claiming",
             "EpochInfo": "retention",
             "History": "retention",
             "Attempts": "saver",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __all__ = ["Attempt", "Attempts", "Claim", "EpochInfo", "History"]
