@@ -3,19 +3,20 @@
 Promises: every wait is bounded, and its error names the processes that did not come; all processes get the same answer.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.agreement.coordination import Calls, Coordinator
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "Calls": "coordination",
             "Coordinator": "coordination",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __all__ = ["Calls", "Coordinator"]

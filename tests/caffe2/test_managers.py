@@ -20,9 +20,9 @@ import epochckpt as ec
 from epochckpt import caffe2, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import SavePlan
+from epochckpt.caffe2 import epochs as caffe2_epochs
+from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.format import paths
-from epochckpt.jobs import caffe2_epochs
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from epochckpt.saving import Save
 from epochckpt.storage import posix
 from tests.support import caffe2_jobs
