@@ -327,7 +327,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
         """Whether the options ask for this epoch to be saved, after those that were requested so far.
 
-        It is False if this epoch or a later one was requested; with `ignore_later` those do not count.
+        It is False if this epoch or a later one was requested; with `ignore_later` those do not count. It is False, and that
+        is logged, if a folder that is no epoch lies in its place (see `foreign_folders`). Such a folder does not keep
+        epochs of other numbers from being saved.
         """
         step = epoch_number(step)
         if self._options.read_only:
@@ -340,7 +342,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
         saving, preempted, pace = self.is_saving_in_progress, self.reached_preemption(step), self._history.pace
-        return retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace)
+        if not retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace):
+            return False
+        if step in self._foreign and step not in self._overwrites:
+            logging.error("%s", self._blocked(step))
+            return False
+        return True
+
+    def _blocked(self, step: int) -> str:
+        """Why an epoch cannot be saved whose place a foreign folder has, and what to do."""
+        return f"checkpoint {step} cannot be saved: {self._foreign[step]}; then call reload(), or take another number"
 
     def save(
         self,
@@ -374,7 +385,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             Whether the epoch is to be saved. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
-            EpochExistsError: with force, the epoch exists; or a foreign folder lies in its place.
+            EpochExistsError: with force, the epoch exists, or a folder that is no epoch lies in its place.
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
             InvalidArgumentError: something in `args` cannot be saved; names it.
@@ -408,9 +419,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 "looked, reload() or claim() tells"
             )
         if step in self._foreign and overwrite is None:
-            raise EpochExistsError(
-                f"checkpoint {step} cannot be saved: {self._foreign[step]}; then call reload(), or take another number"
-            )
+            raise EpochExistsError(self._blocked(step))
         timeout = self._storage.save_timeout_secs
         attempt: Attempt | None = None
         try:
