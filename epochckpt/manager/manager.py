@@ -109,7 +109,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             item_names: names of the items, if several are saved together with `args.Composite`.
             item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
                 select what our engine does; others are run.
-            logger: an Orbax logger, which is given an entry for every commit and every `restore`.
+            logger: an Orbax logger, which is given an entry for every commit and every `restore`; without it Orbax's
+                `StandardLogger`, which writes the entries to the log at INFO.
             handler_registry: an Orbax `CheckpointHandlerRegistry`, instead of item_handlers.
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
@@ -327,9 +328,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
         """Whether the options ask for this epoch to be saved, after those that were requested so far.
 
-        It is False if this epoch or a later one was requested; with `ignore_later` those do not count. It is False, and that
-        is logged, if a folder that is no epoch lies in its place (see `foreign_folders`). Such a folder does not keep
-        epochs of other numbers from being saved.
+        It is False if this epoch or a later one was requested; with `ignore_later` those do not count. It is False, and
+        that is logged, if a folder that is no epoch lies in its place (see `foreign_folders`). Such a folder does not
+        keep epochs of other numbers from being saved.
         """
         step = epoch_number(step)
         if self._options.read_only:
