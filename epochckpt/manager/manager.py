@@ -109,7 +109,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             item_names: names of the items, if several are saved together with `args.Composite`.
             item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
                 select what our engine does; others are run.
-            logger: an Orbax logger, which is given an entry for every commit and every `restore`.
+            logger: an Orbax logger, which is given an entry for every commit and every `restore`; without it Orbax's
+                `StandardLogger`, which writes the entries to the log at INFO.
             handler_registry: an Orbax `CheckpointHandlerRegistry`, instead of item_handlers.
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
@@ -335,7 +336,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
         """Whether the options ask for this epoch to be saved, after those that were requested so far.
 
-        It is False if this epoch or a later one was requested; with `ignore_later` those do not count.
+        It is False if this epoch or a later one was requested; with `ignore_later` those do not count. It is False, and
+        that is logged, if a folder that is no epoch lies in its place (see `foreign_folders`). Such a folder does not
+        keep epochs of other numbers from being saved.
         """
         step = epoch_number(step)
         if self._options.read_only:
@@ -348,7 +351,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
         saving, preempted, pace = self.is_saving_in_progress, self.reached_preemption(step), self._history.pace
-        return retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace)
+        if not retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace):
+            return False
+        if step in self._foreign and step not in self._overwrites:
+            logging.error("%s", self._blocked(step))
+            return False
+        return True
+
+    def _blocked(self, step: int) -> str:
+        """Why an epoch cannot be saved whose place a foreign folder has, and what to do."""
+        return f"checkpoint {step} cannot be saved: {self._foreign[step]}; then call reload(), or take another number"
 
     def save(
         self,
@@ -382,7 +394,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             Whether the epoch is to be saved. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
-            EpochExistsError: with force, the epoch exists; or a foreign folder lies in its place.
+            EpochExistsError: with force, the epoch exists, or a folder that is no epoch lies in its place.
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
             InvalidArgumentError: something in `args` cannot be saved; names it.
@@ -416,9 +428,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 "looked, reload() or claim() tells"
             )
         if step in self._foreign and overwrite is None:
-            raise EpochExistsError(
-                f"checkpoint {step} cannot be saved: {self._foreign[step]}; then call reload(), or take another number"
-            )
+            raise EpochExistsError(self._blocked(step))
         snapshot: Snapshot | None = None
         try:
             # Plan the save, wait until older ones leave room for it, then copy what can still change.

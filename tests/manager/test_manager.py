@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import inspect
 import logging
@@ -866,14 +867,24 @@ def test_the_interpreter_drains_before_it_ends(tmp_path: pathlib.Path) -> None:
     assert not list(tmp_path.glob("incarnation-*"))
 
 
-def test_a_save_logs_one_line(directory: str, m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture) -> None:
-    """At INFO, with epoch, place, size, nodes and times."""
+def test_a_save_logs_one_line_and_an_entry(
+    directory: str, m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At INFO: a line with epoch, place, size, nodes and times, and the entry that Orbax logs without `logger=`."""
     with caplog.at_level(logging.INFO, logger="absl"):
         save_all(m, [3])
-    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    lines = [message for message in messages if not message.startswith("{")]
     assert len(lines) == 1, lines
     assert "checkpoint 3 committed" in lines[0]
     assert "1 node" in lines[0]
+    (entry,) = [ast.literal_eval(message) for message in messages if message.startswith("{")]
+    assert (entry["step"], entry["event_type"], entry["directory"]) == (3, "save", m.root)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="absl"):
+        m.restore(3)
+    (entry,) = [ast.literal_eval(r.getMessage()) for r in caplog.records if r.getMessage().startswith("{")]
+    assert (entry["step"], entry["event_type"]) == (3, "restore")
 
 
 def test_the_loggers_entry(directory: str) -> None:
