@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from epochckpt._lazy import names_of
 
 if TYPE_CHECKING:
-    from epochckpt.agreement.coordination import Calls, Coordinator
+    from epochckpt.agreement.collective import CollectiveCalls
+    from epochckpt.agreement.coordination import Coordinator
 else:
     __getattr__ = names_of(
         __name__,
         {
-            "Calls": "coordination",
+            "CollectiveCalls": "collective",
             "Coordinator": "coordination",
         },
     )
 
-__all__ = ["Calls", "Coordinator"]
+__all__ = ["CollectiveCalls", "Coordinator"]

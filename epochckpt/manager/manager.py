@@ -16,7 +16,7 @@ from orbax.checkpoint import checkpoint_manager
 
 from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
-from epochckpt.agreement import Calls, coordination
+from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.snapshot import checked_json, root_metadata
@@ -167,7 +167,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._attempts = Attempts(opened, self._claim, *saving)
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
-        self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
+        self._calls = CollectiveCalls(coordinator, opened.prefix, lambda: self._attempts.last)
         common = self._options, self._mirror, self._hosts, self._storage.open_timeout_secs
         self._common = CommonCalls(self._commits, self._claim, self._history, *common)
         parts = self._commits, self._history, self._attempts, self._step_log
@@ -948,7 +948,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """In a forked child: this process can only read; its parent goes on with what is being saved."""
         self._forked = True
         self._coordinator = coordination.Coordinator()
-        self._calls = Calls(self._coordinator, "", lambda: self._attempts.last)
+        self._calls = CollectiveCalls(self._coordinator, "", lambda: self._attempts.last)
         self._readers.begin = apart
         self._restores.connect(self._coordinator, self._calls)
         self._attempts.after_fork()

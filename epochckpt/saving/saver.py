@@ -10,7 +10,7 @@ Guarantees:
 An attempt is called `<epoch>-<number>` on every process, because all processes make the same calls. Its keys lie below
 the prefix that the processes agreed on when they opened the directory, so that a relaunched job never meets an old one:
 `report/<attempt>/<process>`, the primary's `verdict/<attempt>/0` and, until every process has reported once, the
-primary's `claim/<attempt>/0`. The first save of the other processes waits for the claim, later saves for no process.
+primary's `claim/<attempt>`. The first save of the other processes waits for the claim, later saves for no process.
 """
 
 import collections
@@ -27,6 +27,7 @@ from absl import logging
 
 from epochckpt import _monitoring, _threads, _units, errors
 from epochckpt._threads import Deadline
+from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
@@ -320,14 +321,17 @@ class Attempts:
             self._let_older_ones_end(attempt)
             return self._claim.take(attempt.epoch)
 
-        key, left = f"{self._key('claim', attempt)}/0", max(attempt.deadline.left(), 0.001)
+        left = max(attempt.deadline.left(), 0.001)
+        patience = Timeouts(collect_secs=left, hear_secs=left)
+        key = self._key("claim", attempt)
         if self._coordinator.primary:
-            self._claim.learn(take() if self._claim_is_known else self._coordinator.agree(key, take, left), left)
+            claim = take() if self._claim_is_known else broadcast(self._coordinator, key, take, patience)
+            self._claim.learn(claim, left)
             self._commits.begin(attempt.epoch, self._id(attempt))
         elif not self._claim.known:
             attempt.state = "waiting for the primary to claim the directory"
             try:
-                self._claim.learn(self._coordinator.agree(key, take, left), left)
+                self._claim.learn(broadcast(self._coordinator, key, take, patience), left)
             except errors.CoordinationTimeoutError:
                 raise errors.LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
 
