@@ -16,7 +16,7 @@ from orbax.checkpoint import checkpoint_manager
 
 from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
-from epochckpt.agreement import Calls, coordination
+from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.snapshot import Snapshot, checked_json, root_metadata
@@ -175,7 +175,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         )
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
-        self._calls = Calls(coordinator, opened.prefix, lambda: self._saves.last)
+        self._calls = CollectiveCalls(coordinator, opened.prefix, lambda: self._saves.last)
         common = self._options, self._mirror, self._hosts, self._storage.open_timeout_secs
         self._common = CommonCalls(self._commits, self._claim, self._history, *common)
         parts = self._commits, self._history, self._saves, self._step_log
@@ -969,7 +969,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """In a forked child: this process can only read; its parent goes on with what is being saved."""
         self._forked = True
         self._coordinator = coordination.Coordinator()
-        self._calls = Calls(self._coordinator, "", lambda: self._saves.last)
+        self._calls = CollectiveCalls(self._coordinator, "", lambda: self._saves.last)
         self._readers.begin = apart
         self._restores.connect(self._coordinator, self._calls)
         self._saves.after_fork()

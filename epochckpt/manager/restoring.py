@@ -14,8 +14,9 @@ from absl import logging
 
 from epochckpt import _monitoring, _progress, _threads, errors
 from epochckpt._threads import Deadline, Future
-from epochckpt.agreement import Calls, Coordinator
-from epochckpt.agreement.restore_vote import Look, newest_readable, patience, try_together
+from epochckpt.agreement import CollectiveCalls, Coordinator
+from epochckpt.agreement.collective import hear_secs
+from epochckpt.agreement.restore_vote import Look, newest_readable, vote
 from epochckpt.directory import Commits
 from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.manager.numbers import epoch_number
@@ -127,7 +128,7 @@ class Restores:
         self._storage, self._look = storage, look
         self._reading = weakref.WeakSet[Future]()  # a result is its caller's alone
 
-    def connect(self, coordinator: Coordinator, calls: Calls) -> None:
+    def connect(self, coordinator: Coordinator, calls: CollectiveCalls) -> None:
         """Says who takes part in the restores to come."""
         self._coordinator, self._calls = coordinator, calls
 
@@ -199,8 +200,8 @@ class Restores:
         own = commits is self._commits  # of another directory nothing is remembered
         wait = self._storage.restore_timeout_secs
         known = [info.step for info in self._history.committed() if own and info.step == epoch]
-        with self._calls.vote(f"restore({epoch})", known, patience(wait)) as (listed, prefix):
-            value, error = try_together(restore, self._coordinator, f"{prefix}/1", wait)
+        with self._calls.vote(f"restore({epoch})", known, hear_secs(wait)) as (listed, prefix):
+            value, error = vote(restore, self._coordinator, f"{prefix}/1", wait)
         if error is None:
             return value[0]
         if own and isinstance(error, errors.EpochNotFoundError):
@@ -252,13 +253,13 @@ class Restores:
             if commits is self._commits:
                 self._look()
             else:
-                history.adopt(self._calls.answer("look", commits.list_epochs, 2 * self._storage.open_timeout_secs))
+                history.adopt(self._calls.broadcast("look", commits.list_epochs, 2 * self._storage.open_timeout_secs))
             return allowed(), {e: c.damage for e, c in history.damaged.items() if among is None or e in among}
 
         candidates, wait = allowed() if among is None else list(among), self._storage.restore_timeout_secs
         within = _voting.set(True)
         try:
-            with self._calls.vote("restore(None)", candidates, patience(wait)) as (found, prefix):
+            with self._calls.vote("restore(None)", candidates, hear_secs(wait)) as (found, prefix):
                 epoch, value, rejected = newest_readable(
                     found, restore_one, look_again, self._coordinator, prefix, wait, commits.store.root
                 )

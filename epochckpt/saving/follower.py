@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from epochckpt import _threads, errors
+from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.format import Nodes
 from epochckpt.saving import in_flight
 from epochckpt.saving.auto_interval import SaveCost
@@ -45,8 +46,10 @@ class Follower(Part):
         if self._claim.known:
             return
         left = max(save.deadline.left(), 0.001)
+        patience = Timeouts(collect_secs=left, hear_secs=left)
         try:
-            self._claim.learn(self._coordinator.agree(f"{self._key('claim', save)}/0", dict, left), left)
+            claim = broadcast(self._coordinator, self._key("claim", save), dict, patience)
+            self._claim.learn(claim, left)
         except errors.CoordinationTimeoutError:
             raise errors.LateNodesError(save.epoch, [self.nodes.names[0]], save.deadline.secs) from None
 

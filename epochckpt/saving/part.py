@@ -13,7 +13,7 @@ The calls of a save, in order; `SaveQueue` makes them in the background:
 A save is called `<epoch>-<number>` on every process, because all processes make the same calls. Its keys lie below the
 prefix that the processes agreed on when they opened the directory, so that a relaunched job never meets an old one:
 `report/<save>/<process>`, the primary's `verdict/<save>/0` and, until every process has reported once, the primary's
-`claim/<save>/0`. The first save of the other processes waits for the claim, later saves for no process.
+`claim/<save>`. The first save of the other processes waits for the claim, later saves for no process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from absl import logging
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Lane, Pool
-from epochckpt.agreement.coordination import Coordinator
+from epochckpt.agreement import Coordinator
 from epochckpt.directory import Commits
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions

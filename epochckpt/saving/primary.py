@@ -10,6 +10,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _monitoring, _threads, errors
+from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.format import EpochRecord, Nodes
 from epochckpt.orbax import events
@@ -52,8 +53,9 @@ class Primary(Part):
     def begin(self, save: Save) -> None:
         left = max(save.deadline.left(), 0.001)
         take = functools.partial(self._take_claim, save)
-        key = f"{self._key('claim', save)}/0"
-        claim = take() if self._claim_is_known else self._coordinator.agree(key, take, left)
+        patience = Timeouts(collect_secs=left, hear_secs=left)
+        key = self._key("claim", save)
+        claim = take() if self._claim_is_known else broadcast(self._coordinator, key, take, patience)
         self._claim.learn(claim, left)
         self._commits.begin(save.epoch, self.save_id(save))
 

@@ -11,6 +11,7 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Future
+from epochckpt.agreement.collective import Timeouts, collective
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import items
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
@@ -305,19 +306,14 @@ class Continuous:
         prefix = f"{prefix}/{name}"
 
         def agree() -> int:
-            if coordinator.process:
-                coordinator.put(f"{prefix}/last/{coordinator.process}", answered)
-            following = coordinator.agree(f"{prefix}/next", gather, (1 if coordinator.primary else 2) * _VOTE_SECS)
+            patience = Timeouts(
+                collect_secs=_VOTE_SECS,
+                hear_secs=2 * _VOTE_SECS,
+                late_text=f"{{names}} did not end save {name} within {{secs:g}} s",
+            )
+            following = collective(coordinator, prefix, lambda: answered, lambda counts: max(counts) + 1, patience)
             if coordinator.primary:
                 self._kept.add(coordinator, prefix)
             return following
-
-        def gather() -> int:
-            others = set(range(1, coordinator.processes))
-            found, missing = coordinator.gather(f"{prefix}/last", others, Deadline(_VOTE_SECS))
-            if missing:
-                late = coordinator.named(missing)
-                raise errors.CoordinationTimeoutError(f"{late} did not end save {name} within {_VOTE_SECS:g} s")
-            return max([answered, *found.values()]) + 1
 
         _threads.start(lambda: vote.result.run(agree))

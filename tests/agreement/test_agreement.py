@@ -243,7 +243,7 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
             hear = manager._history.commit
 
             def late(done: Any) -> None:
-                manager._coordinator.get(f"{manager._prefix}/call/2-0/delete(2)/0", WAIT_SECS)
+                manager._coordinator.get(f"{manager._prefix}/call/2-0/delete(2)/0/decision", WAIT_SECS)
                 hear(done)
 
             manager._history.commit = late
