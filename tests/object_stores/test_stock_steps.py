@@ -373,7 +373,7 @@ def test_what_comes_late_of_a_view_takes_no_number(url: str) -> None:
             store.create(f"7/{name}", late[name])
         with ec.CheckpointManager(url) as manager:
             manager.claim()
-            save(manager, 7)
+            save(manager, 7, metrics={"loss": 1.0})
         assert is_ours(url, 7)
     for name, content in {"8/default/d/0": b"x", "9/default/metadata": b"{}", "10/_CHECKPOINT_METADATA": b"{}"}.items():
         store.create(name, content)
