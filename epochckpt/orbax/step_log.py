@@ -72,7 +72,7 @@ class StepLog:
 
     def committed(
         self,
-        entry: dict[str, Any],
+        entry: Mapping[str, Any],
         committed_ns: int,
         secs: float,
         writing_secs: float,
