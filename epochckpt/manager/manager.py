@@ -319,6 +319,22 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return checkpoint_manager.checkpoint_info.CheckpointInfos(infos)
 
     @property
+    def _default_item(self) -> Any:
+        """Whether this manager handles one unnamed item, in Orbax's `OptionalRef`: a copy; None if not yet known."""
+        known = None if self._multi is None else not self._multi
+        return checkpoint_manager.threading_lib.OptionalRef(known)
+
+    def _root_metadata_file_path(self, legacy: bool = False) -> epath.Path:
+        """The file of the directory's metadata, which the first write makes; `legacy`: that of an older Orbax."""
+        known = (paths.ROOT_METADATA, paths.LEGACY_ROOT_METADATA)
+        if not any(self._store.exists(paths.join(*path)) for path in known):
+            raise InvalidArgumentError(
+                f"{self.root} has no metadata: those that `metadata=` gives are written with the first save or delete "
+                "(in Orbax's words: Root Metadata directory is not initialized)"
+            )
+        return self.directory.joinpath(*known[legacy])
+
+    @property
     def _step_name_format(self) -> Any:
         """Orbax's NameFormat of the steps."""
         return self._commits.names.name_format
@@ -330,7 +346,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether JAX's preemption notice has reached every process; all must call it with the same steps."""
+        """Whether JAX's preemption notice has reached every process, also at an earlier step.
+
+        All processes must call it with the same steps.
+        """
         return self._preemption.reached(step)
 
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
