@@ -26,12 +26,12 @@ _KEPT = 1000  # results that are kept until they are popped; the newest
 class Listener:
     """The `saving.saver.SaveListener` of a manager, which also hears of its claim to the directory."""
 
-    _commits: Commits
-    _options: ocp.CheckpointManagerOptions
-    _history: History
-    _notifier: HandlerNotifier
-    _log: StepLog
-    _mirror: Mirror | None = None
+    commits: Commits
+    options: ocp.CheckpointManagerOptions
+    history: History
+    notifier: HandlerNotifier
+    log: StepLog
+    mirror: Mirror | None = None
     heard: Callable[[Attempt, SaveError | None], None] = lambda attempt, failure: None  # of every attempt that ends
     _results: collections.deque[SaveResult] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_KEPT))
 
@@ -45,21 +45,21 @@ class Listener:
 
     def claimed(self, epochs: Sequence[int]) -> None:
         """On every process, when the directory is claimed: these epochs are committed."""
-        new, gone = self._history.adopt(e for e in epochs if e not in self._history.damaged)
+        new, gone = self.history.adopt(e for e in epochs if e not in self.history.damaged)
         changes = (("committed checkpoint", new), ("deleted checkpoint", gone))
         told = " and ".join(f"{verb} {', '.join(map(str, found[:10]))}" for verb, found in changes if found)
         if told:
             text = "%s: since this manager opened it, another run has %s: all_steps() follows that"
-            logging.warning(text, self._commits.store.root, told)
+            logging.warning(text, self.commits.store.root, told)
 
     def announce(self, attempt: Attempt, commit: Committed) -> None:
-        if self._mirror is not None:
-            self._mirror.committed(commit.epoch)
-        self._notifier.committed(commit.epoch, attempt.node_secs)
+        if self.mirror is not None:
+            self.mirror.committed(commit.epoch)
+        self.notifier.committed(commit.epoch, attempt.node_secs)
         nbytes = sum(file.size for report in attempt.node_reports for file in report.entry.files)
         secs = attempt.elapsed_secs, time.monotonic() - attempt.writing
-        self._log.committed(attempt.log_entry, commit.committed_ns, *secs, nbytes, attempt.node_secs)
-        callback = getattr(self._options.async_options, "post_finalization_callback", None)
+        self.log.committed(attempt.log_entry, commit.committed_ns, *secs, nbytes, attempt.node_secs)
+        callback = getattr(self.options.async_options, "post_finalization_callback", None)
         if callback is not None:
             callback()
 

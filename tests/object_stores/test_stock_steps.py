@@ -129,7 +129,7 @@ def test_a_replacement_that_fails_leaves_the_step(url: str, monkeypatch: pytest.
             raise ec.errors.StorageError("head", OSError("refused"))
 
         with monkeypatch.context() as patch:
-            patch.setattr(manager._commits, "_put", refused)
+            patch.setattr(manager.parts.directory.commits, "_put", refused)
             assert manager.save(3, args=state(3), force=True)
             with pytest.raises(ec.errors.SaveError):
                 manager.wait_until_finished()
