@@ -155,7 +155,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         policy = retention.save_policy(self._options)
         asynchronous = self._options.enable_async_checkpointing and self._handlers.asynchronous
-        self._step_log = step_log.StepLog(logger, self.root, policy, coordinator.primary, asynchronous)
+        self._step_log = step_log.StepLog(
+            logger=logger,
+            root=self.root,
+            policy=policy,
+            primary=coordinator.primary,
+            asynchronous=asynchronous,
+        )
 
         # Each part uses only parts above it.
         readers = Readers(
@@ -559,13 +565,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def status(self, epoch: int) -> status.EpochStatus:
         """The status of an epoch, from storage and from the saves of this process."""
         epoch = epoch_number(epoch)
-        for attempt in self.parts.saves.queue.in_flight():
+        queue = self.parts.saves.queue
+        for attempt in queue.in_flight():
             if attempt.epoch == epoch:
                 return status.EpochStatus(epoch, "saving", attempt.state)
         found = self.parts.readers.status(epoch)
-        failure = self.parts.saves.queue.failure(epoch)
+        failure = queue.failure(epoch)
         if found.state == "absent" and failure is not None:
-            return status.EpochStatus(epoch, *failure)
+            state, detail = failure
+            return status.EpochStatus(epoch, state, detail)
         return found
 
     def verify(self, epoch: int) -> status.Verification:

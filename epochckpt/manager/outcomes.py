@@ -57,8 +57,14 @@ class Listener:
             self.mirror.committed(commit.epoch)
         self.notifier.committed(commit.epoch, attempt.node_secs)
         nbytes = sum(file.size for report in attempt.node_reports for file in report.entry.files)
-        secs = attempt.elapsed_secs, time.monotonic() - attempt.writing
-        self.log.committed(attempt.log_entry, commit.committed_ns, *secs, nbytes, attempt.node_secs)
+        self.log.committed(
+            entry=attempt.log_entry,
+            committed_ns=commit.committed_ns,
+            secs=attempt.elapsed_secs,
+            writing_secs=time.monotonic() - attempt.writing,
+            nbytes=nbytes,
+            nodes=attempt.node_secs,
+        )
         callback = getattr(self.options.async_options, "post_finalization_callback", None)
         if callback is not None:
             callback()
@@ -69,7 +75,14 @@ class Listener:
             _monitoring.event("/epochckpt/write/failure", kind=type(failure).__name__)
         if attempt.error is not None:  # this process could not begin it: `save` has raised the error
             return
-        detail = "" if failure is None else failure.reason
-        times = attempt.blocked_secs, attempt.elapsed_secs, attempt.node_secs
-        behind = isinstance(failure, StorageBehindError)
-        self._results.append(SaveResult(attempt.epoch, failure is None, detail, *times, behind=behind))
+        self._results.append(
+            SaveResult(
+                epoch=attempt.epoch,
+                committed=failure is None,
+                detail="" if failure is None else failure.reason,
+                blocked_secs=attempt.blocked_secs,
+                secs=attempt.elapsed_secs,
+                nodes=attempt.node_secs,
+                behind=isinstance(failure, StorageBehindError),
+            )
+        )

@@ -91,7 +91,10 @@ class Readers:
         context: RestoreContext | None = None,
         mirror: MirrorCopies | None = None,
     ):
-        self.commits, self._pool, self._verify, self._mirror = commits, pool, verify, mirror
+        self.commits = commits
+        self._pool = pool
+        self._verify = verify
+        self._mirror = mirror
         self._context = context or RestoreContext(Handlers())
 
     def take_nodes(self, nodes: Nodes) -> None:
@@ -104,7 +107,7 @@ class Readers:
         if store.is_same(self.commits.store):
             return self
         commits = commits_of(store, self.commits.names)
-        return Readers(commits, self._pool, self._verify, self._context)
+        return Readers(commits, self._pool, verify=self._verify, context=self._context)
 
     def open(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; raises EpochNotFoundError, DamagedError or FormatError."""
@@ -140,7 +143,7 @@ class Readers:
         if not isinstance(error, EpochNotFoundError) or isinstance(error, EpochDeletedError):
             _monitoring.event("/epochckpt/read/mirror", kind=type(error).__name__)
             logging.warning("checkpoint %d is read from its mirror %s: %s", epoch, there.store.root, error)
-        return Readers(there, self._pool, self._verify, self._context)
+        return Readers(there, self._pool, verify=self._verify, context=self._context)
 
     def _open(self, epoch: int, sharing: Sharing | None = None) -> CheckpointReader:
         reader = self.of_record(self.commits.folder(epoch), self.commits.read_record(epoch))
@@ -152,19 +155,33 @@ class Readers:
         """A reader of the epoch that has this record, in this folder."""
         if isinstance(record, OrbaxRecord):
             return OrbaxReader(self.commits, folder, record, self._context)
-        return NativeReader(self.commits, folder, record, self._context, self._native(folder, record))
+        return NativeReader(
+            commits=self.commits,
+            folder=folder,
+            record=record,
+            context=self._context,
+            native=self._native(folder, record),
+        )
 
     def _native(self, folder: str, record: EpochRecord) -> EpochReader:
         """A reader of an epoch of ours: of what this host has of it where each has a disk of its own."""
-        store, here = self.commits.store, None
+        store = self.commits.store
+        here: frozenset[int] | None = None
         if store.renames and not record.per_node and read_host_record(store) is not None:
             try:
                 found = {entry.name for entry in store.list(folder)}
             except FileNotFoundError as error:
                 raise EpochDeletedError(record.epoch, store.root, str(error)) from error
             here = frozenset(number for number in range(len(record.nodes)) if record.node_folder(number) in found)
-        copy = functools.partial(self._copy, record)
-        return EpochReader(store, folder, record, self._pool, self._verify, here, copy)
+        return EpochReader(
+            store=store,
+            folder=folder,
+            record=record,
+            pool=self._pool,
+            verify=self._verify,
+            here=here,
+            copy=functools.partial(self._copy, record),
+        )
 
     def _copy(self, record: EpochRecord) -> EpochReader | None:
         """A reader of the mirror's copy of the save that `record` is of; None if there is none."""
@@ -174,7 +191,13 @@ class Readers:
         if (copy.plan, len(copy.nodes)) != (record.plan, len(record.nodes)):
             return None
         logging.info("checkpoint %d: what this host lacks is read from the mirror %s", record.epoch, there.store.root)
-        return EpochReader(there.store, there.folder(record.epoch), copy, self._pool, self._verify)
+        return EpochReader(
+            store=there.store,
+            folder=there.folder(record.epoch),
+            record=copy,
+            pool=self._pool,
+            verify=self._verify,
+        )
 
     @_monitoring.timed("/epochckpt/verify_secs")
     def verify(self, epoch: int) -> Verification:

@@ -148,7 +148,8 @@ def in_background(fn: Callable[[], T]) -> Future[T]:
 
 def finished_by_caller(finish: Callable[[], T], after: Future[T] | None) -> Response[T]:
     """A response whose `result` calls `finish`, once, in the thread that asks first, when what is `after` has ended."""
-    found, once = Future[T](), _threads.Once()
+    found = Future[T]()
+    once = _threads.Once()
 
     def wait(timeout: float | None) -> T:
         if after is not None and not after.wait(timeout):
@@ -205,7 +206,13 @@ class Restores:
         """What a call of `CheckpointManager.restore` asks for."""
         args, several = self._saves.arguments.of_restore(items, restore_kwargs, args)
         readers = self._readers if directory is None else self._readers.elsewhere(directory, self._storage.store)
-        return ArgumentsRequest(readers, args, several, self._saves, self._access)
+        return ArgumentsRequest(
+            readers=readers,
+            args=args,
+            several=several,
+            saves=self._saves,
+            access=self._access,
+        )
 
     def drain(self) -> None:
         """Waits until nothing is read in the background any more."""
@@ -214,7 +221,8 @@ class Restores:
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """See `_threads`: a thread in the middle of jax's calls would abort the interpreter as it ends."""
-        deadline, reading = Deadline(self._storage.restore_timeout_secs), list(self._reading)
+        deadline = Deadline(self._storage.restore_timeout_secs)
+        reading = list(self._reading)
 
         def wait() -> None:
             for future in reading:
@@ -233,7 +241,9 @@ class Restores:
             whole = in_background(lambda: self.run(step, request))
             self._reading.add(whole)
             return Response(whole.result)
-        restore, ahead, first = EpochRestore(request, self._shared), None, step
+        restore = EpochRestore(request, self._shared)
+        ahead: Future[T] | None = None
+        first = step
         if step is None and request.readers.commits is self._commits and (known := self._history.committed()):
             first = known[-1].step
         if first is not None and self._shared is None:
@@ -309,7 +319,7 @@ class Restores:
         self, commits: Commits, history: History, restore: Callable[[int], T], among: Sequence[int] | None = None
     ) -> tuple[int, T]:
         """The processes vote, see `agreement.restore_vote`; `history` learns which epochs are damaged."""
-        search = _Search(
+        search = _NewestSearch(
             commits=commits,
             history=history,
             restore=restore,
@@ -333,7 +343,7 @@ class Restores:
         return epoch, value
 
 
-class _Search(Generic[T]):
+class _NewestSearch(Generic[T]):
     """A search for the newest epoch of a directory that every process can restore, as this process takes part in it.
 
     `look` is how a manager looks at its own directory again; of another directory nothing but the epochs is asked.

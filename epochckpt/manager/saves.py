@@ -124,7 +124,13 @@ class Saves:
             log=step_log,
             mirror=mirror,
         )
-        self.claim = Claim(directory.commits, directory.refused, self._claimed, root_files, hosts)
+        self.claim = Claim(
+            commits=directory.commits,
+            refused=directory.refused,
+            on_claim=self._claimed,
+            root_files=root_files,
+            hosts=hosts,
+        )
         self.queue = Attempts(
             opened=directory,
             claim=self.claim,
@@ -168,13 +174,13 @@ class Saves:
             logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
         return retention.decide_save(
-            self._policy,
-            self._options,
-            step,
-            requested,
-            self._in_progress,
-            self._reached_preemption(step),
-            self._history.pace,
+            policy=self._policy,
+            options=self._options,
+            step=step,
+            requested=requested,
+            saving=self._in_progress,
+            preempted=self._reached_preemption(step),
+            pace=self._history.pace,
         )
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -263,7 +269,8 @@ class Saves:
                 attempt.snapshot = plan.snapshot()  # handlers begin to write here, and nothing after it may be refused
             if (copying_secs := time.monotonic() - room) > LONG_SECS:
                 text = "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: "
-                size, secs = _units.nbytes(attempt.snapshot.copied_bytes), _units.secs(copying_secs)
+                size = _units.nbytes(attempt.snapshot.copied_bytes)
+                secs = _units.secs(copying_secs)
                 logging.log_first_n(logging.WARNING, text + "%s", 3, step, size, secs)
             # Hand it to the background. The time starts now: the snapshot has waited for the device.
             attempt.deadline = Deadline(timeout)

@@ -18,15 +18,17 @@ from absl import logging
 from orbax.checkpoint.logging import step_statistics
 
 from epochckpt import _threads, _units
-from epochckpt.orbax.events import Saves
+from epochckpt.orbax.events import SaveEvents
 
 
 class StepLog:
     """The logger of one manager: an object with `log_entry`, or None. What it raises is logged and harms nothing."""
 
     def __init__(self, logger: Any, root: str, policy: Any, primary: bool, asynchronous: bool):
-        self._logger, self._events = logger, Saves(root, policy, primary, asynchronous)
-        self.waited, self.restoring = self._events.waited, self._events.restoring
+        self._logger = logger
+        self._events = SaveEvents(root, policy, primary, asynchronous)
+        self.waited = self._events.waited
+        self.restoring = self._events.restoring
         self._last: float | None = None  # when the last save was asked for, monotonic
 
     def begun(

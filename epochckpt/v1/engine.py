@@ -45,7 +45,8 @@ class SaveResponse(Response[bool]):
 
     def __init__(self, engine: "Engine", outcome: "Future[_Outcome]"):
         super().__init__(self._ended, engine.told)
-        self._engine, self._outcome = engine, outcome
+        self._engine = engine
+        self._outcome = outcome
 
     def _ended(self, timeout: float | None) -> bool:
         deadline = Deadline(math.inf if timeout is None else timeout)
@@ -245,7 +246,8 @@ class _ItemsByName(RestoreRequest[dict[str, Any]]):
         self._context = context
 
     def result_of(self, reader: CheckpointReader) -> dict[str, Any]:
-        kinds, recorded = reader.item_kinds(), reader.item_handlers()
+        kinds = reader.item_kinds()
+        recorded = reader.item_handlers()
         stored = {name: items.found_as(name, kinds) for name in self._abstract} or shown_names(reader, kinds)
         for name, item in stored.items():
             if item not in kinds:
@@ -297,7 +299,8 @@ class Continuous:
     def __init__(self) -> None:
         self._votes: dict[str, _Vote] = {}
         self._asked: tuple[int, int] | None = None  # a step, and how often the caller had waited
-        self._answer, self._calls = False, 0
+        self._answer = False
+        self._calls = 0
         self._kept = RecentKeys(_KEPT_VOTES)
 
     def connect(self, parts: Parts) -> None:
