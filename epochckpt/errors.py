@@ -520,7 +520,9 @@ class CoordinationError(EpochCheckpointError, RuntimeError):
 
 
 class CoordinationTimeoutError(CoordinationError, TimeoutError):
-    """Another process did not answer in time."""
+    """Another process did not answer in time; `processes` has the numbers of those, as far as they are known."""
+
+    processes: Sequence[int] = ()
 
 
 _DAMAGE = frozenset({errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENAMETOOLONG})

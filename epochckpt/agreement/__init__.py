@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
-    from epochckpt.agreement.coordination import Calls, Coordinator
+    from epochckpt.agreement.collective import CollectiveCalls
+    from epochckpt.agreement.coordination import Coordinator
 else:
 
     def __getattr__(name: str) -> Any:
         modules = {
-            "Calls": "coordination",
+            "CollectiveCalls": "collective",
             "Coordinator": "coordination",
         }
         return lookup(__name__, modules, name)
 
 
-__all__ = ["Calls", "Coordinator"]
+__all__ = ["CollectiveCalls", "Coordinator"]

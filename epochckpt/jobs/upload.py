@@ -22,13 +22,13 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.format import NodeEntry
-from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Task, TaskGroup
+from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.numbers import epoch_number
-from epochckpt.saving.attempt import NodeReport
+from epochckpt.saving.reports import NodeReport
 from epochckpt.storage import open_store, plain
 from epochckpt.tiers import EpochCopy, check_place
 
@@ -138,7 +138,7 @@ def _epoch_upload(manager: CheckpointManager, epoch: int, asked: CopyUpload) -> 
     coordinator, nodes, ran = coordination.connect(False), manager.node_names, set[str]()
     here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
     option = "CopyUpload(timeout_secs=…)"
-    exchange = Exchange(coordinator, nodes, asked.timeout_secs, option=option, signs=False)
+    calls = RunCalls(coordinator, nodes, asked.timeout_secs, option=option, signs=False)
     guarded = uploading(epoch, asked.destination)
 
     @guarded
@@ -162,14 +162,14 @@ def _epoch_upload(manager: CheckpointManager, epoch: int, asked: CopyUpload) -> 
             upload_now(work)
 
     def upload_now(work: _progress.Work) -> None:
-        copy = exchange.together("opening of the upload", lambda: open_copy(work.advance))
+        copy = calls.together("opening of the upload", lambda: open_copy(work.advance))
 
         @guarded
         def begin() -> str | None:
             return copy.commits.incarnation if copy.begin(asked.replace) else None
 
         # The primary looks at the destination and makes room, every process copies, and the primary publishes.
-        incarnation = exchange.broadcast("beginning of the upload", begin)
+        incarnation = calls.broadcast("beginning of the upload", begin)
         if incarnation is not None:
             copy.commits.incarnation = incarnation
             copied: list[NodeEntry] = []  # on the primary, of all processes
@@ -180,9 +180,9 @@ def _epoch_upload(manager: CheckpointManager, epoch: int, asked: CopyUpload) -> 
             def collect(reports: list[Any]) -> None:
                 copied.extend(NodeReport.from_wire(wire).entry for report in reports for wire in report)
 
-            with copy.giving_up() if exchange.primary else contextlib.nullcontext():
-                exchange.gather("upload of the nodes' folders", guarded(copy_own), collect)
-                exchange.broadcast("end of the upload", guarded(lambda: publish(copy, copied)))
+            with copy.giving_up() if calls.primary else contextlib.nullcontext():
+                calls.collective("upload of the nodes' folders", guarded(copy_own), collect)
+                calls.broadcast("end of the upload", guarded(lambda: publish(copy, copied)))
 
     def upload(workspace: Workspace) -> None:
         if workspace.node in ran:  # the group runs again

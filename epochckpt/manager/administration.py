@@ -9,7 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from epochckpt import _threads
-from epochckpt.agreement import Calls
+from epochckpt.agreement import CollectiveCalls
 from epochckpt.errors import EpochNotFoundError
 from epochckpt.manager.access import Access
 from epochckpt.manager.saves import Saves
@@ -41,7 +41,7 @@ class Administration:
         hosts: Hosts | None,
         mirror: Mirror | None,
         ledger: LedgerFile,
-        calls: Calls,
+        calls: CollectiveCalls,
     ):
         self._commits = directory.commits
         self._history = history
@@ -61,7 +61,7 @@ class Administration:
             wait_secs=storage.open_timeout_secs,
         )
 
-    def connect(self, calls: Calls) -> None:
+    def connect(self, calls: CollectiveCalls) -> None:
         """Says who takes part in the calls to come."""
         self._calls = calls
 

@@ -13,7 +13,7 @@ from orbax.checkpoint import checkpoint_manager
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline
-from epochckpt.agreement import Calls, coordination
+from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.arrays import EpochReader
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.snapshot import checked_json, root_metadata
@@ -100,7 +100,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             item_names: names of the items, if several are saved together with `args.Composite`.
             item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
                 select what our engine does; others are run.
-            logger: an Orbax logger, which is given an entry for every commit and every `restore`.
+            logger: an Orbax logger, which is given an entry for every commit and every `restore`; without it Orbax's
+                `StandardLogger`, which writes the entries to the log at INFO.
             handler_registry: an Orbax `CheckpointHandlerRegistry`, instead of item_handlers.
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
@@ -198,7 +199,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             in_progress=self.is_saving_in_progress,
             reached_preemption=self.reached_preemption,
         )
-        calls = Calls(coordinator, opened.prefix, saves.last_name)
+        calls = CollectiveCalls(coordinator, opened.prefix, saves.last_name)
         administration = Administration(
             directory=opened,
             history=history,
@@ -374,7 +375,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
         """Whether the options ask for this epoch to be saved, after those that were requested so far.
 
-        It is False if this epoch or a later one was requested; with `ignore_later` those do not count.
+        It is False if this epoch or a later one was requested; with `ignore_later` those do not count. It is False, and
+        that is logged, if a folder that is no epoch lies in its place (see `foreign_folders`). Such a folder does not
+        keep epochs of other numbers from being saved.
         """
         return self.parts.saves.should_save(step, ignore_later=ignore_later)
 
@@ -410,7 +413,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             Whether the epoch is to be saved. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
-            EpochExistsError: with force, the epoch exists; or a foreign folder lies in its place.
+            EpochExistsError: with force, the epoch exists, or a folder that is no epoch lies in its place.
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
             InvalidArgumentError: something in `args` cannot be saved; names it.
@@ -418,7 +421,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             Exception: what a handler that is not ours raises.
         """
         saves = self.parts.saves
-        request = saves.request(
+        call = saves.call(
             step,
             items=items,
             save_kwargs=save_kwargs,
@@ -427,15 +430,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             force=bool(force),
             custom_metadata=custom_metadata,
         )
-        if self._options.read_only or not (force or self.should_save(request.epoch)):
+        if self._options.read_only or not (force or self.should_save(call.epoch)):
             return False
-        if saves.begin(request) is None:
+        if saves.begin(call) is None:
             return False
         if not saves.asynchronous:
             try:
                 self.wait_until_finished()
             except RemovalError as failure:  # of older epochs, not of this save, which is committed
-                saves.queue.failures.append(errors.kept(failure))
+                saves.queue.in_flight.failures.append(errors.kept(failure))
         return True
 
     def allow_overwrite(self, epoch: int) -> None:
@@ -566,11 +569,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """The status of an epoch, from storage and from the saves of this process."""
         epoch = epoch_number(epoch)
         queue = self.parts.saves.queue
-        for attempt in queue.in_flight():
-            if attempt.epoch == epoch:
-                return status.EpochStatus(epoch, "saving", attempt.state)
+        for save in queue.saving():
+            if save.epoch == epoch:
+                return status.EpochStatus(epoch, "saving", save.describe())
         found = self.parts.readers.status(epoch)
-        failure = queue.failure(epoch)
+        failure = queue.in_flight.failure(epoch)
         if found.state == "absent" and failure is not None:
             state, detail = failure
             return status.EpochStatus(epoch, state, detail)
@@ -713,7 +716,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 self.root,
                 type(error).__name__,
                 self.parts.saves.queue.longest_secs,
-                ", ".join(str(attempt.epoch) for attempt in pending),
+                ", ".join(str(save.epoch) for save in pending),
                 exc_info=None if isinstance(error, SystemExit) else error,
             )
         try:
@@ -725,7 +728,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
         queue = self.parts.saves.queue
-        epochs = [attempt.epoch for attempt in queue.pending()]
+        epochs = [save.epoch for save in queue.pending()]
         timeout_secs = queue.longest_secs
         if self._mirror is not None:
             timeout_secs += self._storage.save_timeout_secs
@@ -758,7 +761,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         saves = self.parts.saves
         self._access.forked = True
         self._coordinator = coordination.Coordinator()
-        calls = Calls(self._coordinator, "", saves.last_name)
+        calls = CollectiveCalls(self._coordinator, "", saves.last_name)
         self.parts.administration.connect(calls)
         self.parts.restores.connect(self._coordinator, calls)
         saves.queue.after_fork()

@@ -12,8 +12,8 @@ from absl import logging
 
 from epochckpt import _monitoring, _progress
 from epochckpt._threads import Pool
-from epochckpt.agreement import Calls, Coordinator
-from epochckpt.agreement.restore_vote import patience
+from epochckpt.agreement import CollectiveCalls, Coordinator
+from epochckpt.agreement.collective import hear_secs
 from epochckpt.arrays import EpochReader
 from epochckpt.arrays.broadcast import CHUNK_BYTES, Sharing, decide
 from epochckpt.arrays.items import RestoreContext
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class SharedReads:
     """How all processes of a job share what they read in a restore."""
 
-    def __init__(self, coordinator: Coordinator, calls: Calls, storage: StorageOptions):
+    def __init__(self, coordinator: Coordinator, calls: CollectiveCalls, storage: StorageOptions):
         limit = storage.restore_memory_limit_bytes
         self._coordinator = coordinator
         self._calls = calls
@@ -56,11 +56,13 @@ class SharedReads:
 
     def _agree(self, epoch: int, told: Any) -> Any:
         answer = functools.partial(decide, names=self._coordinator.named)
-        wait = patience(self._storage.restore_timeout_secs)
-        return self._calls.poll(f"restore({epoch})", lambda: told, answer, wait)
+        wait_secs = hear_secs(self._storage.restore_timeout_secs)
+        return self._calls.collective(f"restore({epoch})", lambda: told, answer, wait_secs)
 
 
-def shared_reads(coordinator: Coordinator, calls: Calls, storage: StorageOptions, asked: bool) -> SharedReads | None:
+def shared_reads(
+    coordinator: Coordinator, calls: CollectiveCalls, storage: StorageOptions, asked: bool
+) -> SharedReads | None:
     """How the processes share what they read, where the options ask for that; None: each reads for itself."""
     wanted = asked if storage.broadcast_restore is None else storage.broadcast_restore
     if not wanted or coordinator.processes == 1 or storage.local_disks:

@@ -15,8 +15,9 @@ from absl import logging
 
 from epochckpt import _monitoring, _progress, _threads, errors
 from epochckpt._threads import Deadline, Future
-from epochckpt.agreement import Calls, Coordinator
-from epochckpt.agreement.restore_vote import Look, newest_readable, patience, try_together
+from epochckpt.agreement import CollectiveCalls, Coordinator
+from epochckpt.agreement.collective import hear_secs
+from epochckpt.agreement.restore_vote import Look, newest_readable, vote
 from epochckpt.directory import Commits
 from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.manager.access import Access
@@ -122,7 +123,7 @@ class EpochRestore(Generic[T]):
         return self._ahead
 
     def __call__(self, epoch: int) -> T:
-        if epoch == self._epoch_ahead and self._taken.claim():
+        if epoch == self._epoch_ahead and self._taken.first():
             return self._ahead.result()
         return self._read(epoch)
 
@@ -154,7 +155,7 @@ def finished_by_caller(finish: Callable[[], T], after: Future[T] | None) -> Resp
     def wait(timeout: float | None) -> T:
         if after is not None and not after.wait(timeout):
             raise TimeoutError(f"no result within {timeout} s")
-        if once.claim():
+        if once.first():
             found.run(finish)
         return found.result(timeout)
 
@@ -179,7 +180,7 @@ class Restores:
         access: Access,
         storage: StorageOptions,
         step_log: StepLog,
-        calls: Calls,
+        calls: CollectiveCalls,
         shared: SharedReads | None,
     ):
         self._commits = directory.commits
@@ -196,7 +197,7 @@ class Restores:
         self._reading = weakref.WeakSet[Future]()  # a result is its caller's alone
         self.newest_call = "restore(None)"
 
-    def connect(self, coordinator: Coordinator, calls: Calls) -> None:
+    def connect(self, coordinator: Coordinator, calls: CollectiveCalls) -> None:
         """Says who takes part in the restores to come; each process reads for itself then."""
         self._coordinator = coordinator
         self._calls = calls
@@ -283,8 +284,8 @@ class Restores:
         own = commits is self._commits  # of another directory nothing is remembered
         wait = self._storage.restore_timeout_secs
         known = [info.step for info in self._history.committed() if own and info.step == epoch]
-        with self._calls.vote(f"restore({epoch})", known, patience(wait)) as (listed, prefix):
-            value, error = try_together(lambda: restore(epoch), self._coordinator, f"{prefix}/1", wait)
+        with self._calls.vote(f"restore({epoch})", known, hear_secs(wait)) as (listed, prefix):
+            value, error = vote(lambda: restore(epoch), self._coordinator, f"{prefix}/1", wait)
         if error is None:
             return value[0]
         if own and isinstance(error, errors.EpochNotFoundError):
@@ -333,7 +334,7 @@ class Restores:
         wait = self._storage.restore_timeout_secs
         within = _voting.set(True)
         try:
-            with self._calls.vote("restore(None)", candidates, patience(wait)) as (found, prefix):
+            with self._calls.vote("restore(None)", candidates, hear_secs(wait)) as (found, prefix):
                 epoch, value, rejected = newest_readable(
                     found, search.restore, search.look_again, self._coordinator, prefix, wait, commits.store.root
                 )
@@ -358,7 +359,7 @@ class _NewestSearch(Generic[T]):
         among: Sequence[int] | None,
         primary: bool,
         look: Callable[[], None] | None,
-        calls: Calls,
+        calls: CollectiveCalls,
         storage: StorageOptions,
     ):
         self._commits = commits
@@ -394,6 +395,6 @@ class _NewestSearch(Generic[T]):
             self._look()
         else:
             wait = 2 * self._storage.open_timeout_secs
-            self._history.adopt(self._calls.answer("look", self._commits.list_epochs, wait))
+            self._history.adopt(self._calls.broadcast("look", self._commits.list_epochs, wait))
         damaged = self._history.damaged.items()
         return self.allowed(), {e: c.damage for e, c in damaged if self._among is None or e in self._among}

@@ -16,7 +16,7 @@ from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays import Planner
 from epochckpt.arrays import items as items_lib
-from epochckpt.arrays.snapshot import checked_json
+from epochckpt.arrays.snapshot import Snapshot, checked_json
 from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.errors import (
     EpochExistsError,
@@ -34,16 +34,16 @@ from epochckpt.manager.outcomes import Listener
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax.step_log import StepLog
-from epochckpt.saving import Attempt, Attempts, Claim, History, retention
+from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
 from epochckpt.saving.hosts import Hosts
 from epochckpt.saving.opening import Opened
-from epochckpt.saving.saver import LONG_SECS
+from epochckpt.saving.queue import LONG_SECS
 from epochckpt.tiers import LedgerFile, Mirror
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveRequest:
-    """A save that a caller asks for."""
+class SaveCall:
+    """What a caller of `save` has passed."""
 
     epoch: int
     args: Any  # of Orbax
@@ -131,7 +131,7 @@ class Saves:
             root_files=root_files,
             hosts=hosts,
         )
-        self.queue = Attempts(
+        self.queue = SaveQueue(
             opened=directory,
             claim=self.claim,
             options=storage,
@@ -146,7 +146,7 @@ class Saves:
         """Says which nodes save from now on."""
         store = self._directory.store
         self.nodes = nodes
-        self.queue.nodes = nodes
+        self.queue.name_nodes(nodes)
         self.planner = Planner(
             nodes,
             self._storage,
@@ -167,13 +167,13 @@ class Saves:
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory.store.root)
             return False
-        requested = self._history.requested(self.queue.in_flight())
+        requested = self._history.requested(self.queue.saving())
         if ignore_later or step in self._overwrites:
             requested = [info for info in requested if info.step < step]
         if requested and requested[-1].step >= step:
             logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
-        return retention.decide_save(
+        wanted = retention.decide_save(
             policy=self._policy,
             options=self._options,
             step=step,
@@ -182,10 +182,20 @@ class Saves:
             preempted=self._reached_preemption(step),
             pace=self._history.pace,
         )
+        if not wanted:
+            return False
+        if step in self.foreign and step not in self._overwrites:
+            logging.error("%s", self._blocked(step))
+            return False
+        return True
+
+    def _blocked(self, step: int) -> str:
+        """Why an epoch cannot be saved whose place a foreign folder has, and what to do."""
+        return f"checkpoint {step} cannot be saved: {self.foreign[step]}; then call reload(), or take another number"
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def request(
+    def call(
         self,
         step: int,
         *,
@@ -195,7 +205,7 @@ class Saves:
         metrics: Any = None,
         force: bool = False,
         custom_metadata: Mapping[str, Any] | None = None,
-    ) -> SaveRequest:
+    ) -> SaveCall:
         """Checks what a caller asks for; the arguments are those of `CheckpointManager.save`.
 
         Raises:
@@ -207,7 +217,7 @@ class Saves:
         if not self._options.read_only:
             self._access.check_write("save")
         args, several = self.arguments.of_save(items, save_kwargs, args)
-        return SaveRequest(
+        return SaveCall(
             epoch=step,
             args=args,
             several=several,
@@ -217,20 +227,21 @@ class Saves:
             began=began,
         )
 
-    def begin(self, request: SaveRequest) -> Attempt | None:
+    def begin(self, call: SaveCall) -> Save | None:
         """Saves an epoch in the background, see `CheckpointManager.save`; None if it exists, and nothing is saved."""
-        step = request.epoch
+        step = call.epoch
+        directory = self._directory
+        root = directory.store.root
         # An epoch that exists is only replaced with permission, which this save uses up, whatever comes of it.
         overwrite = self._overwrites.pop(step, None)
         number = self.queue.next_try(step)
-        exists = step in [attempt.epoch for attempt in self.queue.in_flight()] or self._history.is_known(step)
+        exists = step in [save.epoch for save in self.queue.saving()] or self._history.is_known(step)
         if exists and overwrite is None:
             if self._history.is_own(step):
                 self._say_requested(step)
                 return None
-            if not request.force:
+            if not call.force:
                 return None
-            root = self._directory.store.root
             raise EpochExistsError(
                 f"{root}: checkpoint {step} exists or is being saved. If this program has saved it, it needs no "
                 f"second save: after wait_until_finished(), latest_step() and all_steps() name it. To save something "
@@ -239,68 +250,69 @@ class Saves:
                 "looked, reload() or claim() tells"
             )
         if step in self.foreign and overwrite is None:
-            raise EpochExistsError(
-                f"checkpoint {step} cannot be saved: {self.foreign[step]}; then call reload(), or take another number"
-            )
-        timeout = self._storage.save_timeout_secs
-        attempt: Attempt | None = None
+            raise EpochExistsError(self._blocked(step))
+        snapshot: Snapshot | None = None
         try:
             # Plan the save, wait until older ones leave room for it, then copy what can still change.
             planned = time.monotonic()
             self.claim.check(step)
-            self._directory.commits.names.check(step)
-            to_save = items_lib.to_save(request.args, self.arguments.handlers)
+            directory.commits.names.check(step)
+            to_save = items_lib.to_save(call.args, self.arguments.handlers)
             items_lib.check_names([item.name for item in to_save], self.nodes.folders, self.arguments.item_names)
             plan = self.planner.plan(to_save)
             ready = time.monotonic()
-            attempt = Attempt(
-                step,
-                number,
-                Deadline(timeout),
-                default_item=not request.several,
-                metrics=self._metrics_of(step, request.metrics),
-                custom_metadata=checked_json(dict(request.custom_metadata or {}), "custom_metadata"),
-                replaces=self._history.damaged.get(step) or overwrite,
-                started=request.began,
-            )
+            kept_metrics = self._metrics_of(step, call.metrics)
+            kept_metadata = checked_json(dict(call.custom_metadata or {}), "custom_metadata")
             behind = self.queue.make_room(step, plan.copied_bytes, plan.runs_handlers)
             room = time.monotonic()
-            if behind is None:
-                attempt.snapshot = plan.snapshot()  # handlers begin to write here, and nothing after it may be refused
+            # Handlers begin to write with the snapshot, and nothing after it may be refused.
+            snapshot = Snapshot() if behind is not None else plan.snapshot()
             if (copying_secs := time.monotonic() - room) > LONG_SECS:
                 text = "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: "
-                size = _units.nbytes(attempt.snapshot.copied_bytes)
+                size = _units.nbytes(snapshot.copied_bytes)
                 secs = _units.secs(copying_secs)
                 logging.log_first_n(logging.WARNING, text + "%s", 3, step, size, secs)
             # Hand it to the background. The time starts now: the snapshot has waited for the device.
-            attempt.deadline = Deadline(timeout)
-            attempt.blocked_secs = time.monotonic() - request.began
-            attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
-            attempt.nbytes = plan.nbytes / self._directory.coordinator.processes
-            attempt.log_entry = self._step_log.begun(
-                step,
-                self._directory.store.root,
-                began=request.began,
-                planned=planned,
-                ready=ready,
-                room=room,
-                nbytes=plan.nbytes,
-                preempted=not request.force and self._reached_preemption(step),
-                waits=not self.asynchronous,
+            blocked_secs = time.monotonic() - call.began
+            request = SaveRequest(
+                epoch=step,
+                number=number,
+                default_item=not call.several,
+                metrics=kept_metrics,
+                custom_metadata=kept_metadata,
+                replaces=self._history.damaged.get(step) or overwrite,
+                started_ns=time.time_ns() - round(blocked_secs * 1e9),
+                started=call.began,
+                blocked_secs=blocked_secs,
+                nbytes=plan.nbytes / directory.coordinator.processes,
+                log_entry=self._step_log.begun(
+                    step,
+                    root,
+                    began=call.began,
+                    planned=planned,
+                    ready=ready,
+                    room=room,
+                    nbytes=plan.nbytes,
+                    preempted=not call.force and self._reached_preemption(step),
+                    waits=not self.asynchronous,
+                ),
+                refusal=behind,
             )
+            save = Save(request, snapshot, Deadline(self._storage.save_timeout_secs))
             self._history.begin(step)
             if behind is None:
-                self.queue.submit(attempt)
+                self.queue.submit(save)
             else:
-                self.queue.refuse(attempt, behind)
-        except BaseException as error:  # Ctrl-C, too, and it may come when the attempt is already submitted
-            if attempt is not None and attempt not in self.queue.pending():
-                attempt.snapshot.drop()
-            if self._directory.coordinator.processes > 1:  # the other processes need not wait for this one
-                self.queue.submit(Attempt(step, number, Deadline(timeout), error=errors.copied(step, error)))
+                self.queue.refuse(save, behind)
+        except BaseException as error:  # Ctrl-C, too, and it may come when the save is already submitted
+            if snapshot is not None and all(save.snapshot is not snapshot for save in self.queue.pending()):
+                snapshot.drop()
+            if directory.coordinator.processes > 1:  # the other processes need not wait for this one
+                refused = SaveRequest(epoch=step, number=number, refusal=errors.copied(step, error))
+                self.queue.submit(Save(refused, Snapshot(), Deadline(self._storage.save_timeout_secs)))
             raise
-        self.arguments.several = request.several
-        return attempt
+        self.arguments.several = call.several
+        return save
 
     def _metrics_of(self, epoch: int, metrics: Any) -> Any:
         """The metrics that are kept with an epoch: without `best_fn` those of them that are JSON. Orbax keeps none."""
@@ -322,8 +334,8 @@ class Saves:
     def _say_requested(self, epoch: int) -> None:
         """Logs why an epoch that this manager has saved just now is not saved once more."""
         again = f"{self._directory.store.root}: checkpoint {epoch} is not saved again, because this manager"
-        failure = self.queue.failure(epoch)
-        if epoch in [attempt.epoch for attempt in self.queue.in_flight()]:
+        failure = self.queue.in_flight.failure(epoch)
+        if epoch in [save.epoch for save in self.queue.saving()]:
             logging.info("%s is saving it now; wait_until_finished() waits for that", again)
         elif failure is None:
             logging.info("%s has just saved it", again)
@@ -366,7 +378,7 @@ class Saves:
 
     def check_for_errors(self) -> None:
         """See `CheckpointManager.check_for_errors`."""
-        failures = self.queue.pop_errors()
+        failures = self.queue.in_flight.pop_errors()
         if failures:
             saves = [failure for failure in failures if isinstance(failure, SaveError)]
             error = SaveErrorGroup(saves) if len(saves) > 1 else (saves or failures)[0]

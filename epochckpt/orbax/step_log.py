@@ -22,10 +22,13 @@ from epochckpt.orbax.events import SaveEvents
 
 
 class StepLog:
-    """The logger of one manager: an object with `log_entry`, or None. What it raises is logged and harms nothing."""
+    """The logger of one manager, an object with `log_entry`. What it raises is logged and harms nothing.
+
+    None: Orbax's own, which writes the entries to the log at INFO.
+    """
 
     def __init__(self, logger: Any, root: str, policy: Any, primary: bool, asynchronous: bool):
-        self._logger = logger
+        self._logger = logger or ocp.logging.StandardLogger()
         self._events = SaveEvents(root, policy, primary, asynchronous)
         self.waited = self._events.waited
         self.restoring = self._events.restoring
@@ -70,7 +73,7 @@ class StepLog:
 
     def committed(
         self,
-        entry: dict[str, Any],
+        entry: Mapping[str, Any],
         committed_ns: int,
         secs: float,
         writing_secs: float,
@@ -109,8 +112,7 @@ class StepLog:
         )
 
     def _log(self, entry: dict[str, Any]) -> None:
-        if self._logger is not None:
-            _threads.logged("the logger of the manager failed", lambda: self._logger.log_entry(entry))
+        _threads.logged("the logger of the manager failed", lambda: self._logger.log_entry(entry))
 
 
 def say_restored(step: int, directory: str, secs: float, nbytes: float, notes: Mapping[str, int]) -> None:

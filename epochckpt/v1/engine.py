@@ -11,6 +11,7 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Future
+from epochckpt.agreement.collective import Timeouts, collective
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import items
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
@@ -18,7 +19,7 @@ from epochckpt.manager import CheckpointManager, CheckpointReader, Readers, Resp
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.parts import Parts
 from epochckpt.options import StorageOptions
-from epochckpt.saving import Attempt, EpochInfo
+from epochckpt.saving import EpochInfo, Save
 from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
 
@@ -37,7 +38,7 @@ _VOTE_SECS = 600.0  # how long a process may be behind the others when a save ha
 _KEPT_VOTES = 8
 
 
-_Outcome = tuple[Attempt, SaveError | None]  # an attempt that ends, and why it failed, if so
+_Outcome = tuple[Save, SaveError | None]  # a save that ends, and why it failed, if so
 
 
 class SaveResponse(Response[bool]):
@@ -50,10 +51,10 @@ class SaveResponse(Response[bool]):
 
     def _ended(self, timeout: float | None) -> bool:
         deadline = Deadline(math.inf if timeout is None else timeout)
-        attempt, failure = self._outcome.result(timeout)
-        if self._engine.is_pending(attempt) and not attempt.done.wait(None if timeout is None else deadline.left()):
+        save, failure = self._outcome.result(timeout)
+        if self._engine.is_pending(save) and not save.done.wait(None if timeout is None else deadline.left()):
             raise TimeoutError(f"no result within {timeout} s")
-        self._engine.settle(attempt)
+        self._engine.settle(save)
         if failure is not None:
             raise failure
         return True
@@ -75,7 +76,7 @@ class Engine:
         storage: StorageOptions | None,
         node: str | Sequence[str] | None,
     ):
-        self._ends: dict[str, Future[_Outcome]] = {}  # by attempt
+        self._ends: dict[str, Future[_Outcome]] = {}  # by the save's name
         self._continuous: Continuous | None = None
         if options.save_decision_policy is None:
             self._continuous = Continuous()
@@ -122,19 +123,17 @@ class Engine:
         args = self._save_args({name: bridge.save_args(name, value, context) for name, value in items_by_name.items()})
         self._saves.arguments.several = None  # each epoch has its own items
         try:
-            request = self._saves.request(
-                step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata
-            )
+            call = self._saves.call(step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
             if not (force or self.manager.should_save(step)):
                 return None
-            attempt = self._saves.begin(request)
+            save = self._saves.begin(call)
         finally:
             self._saves.refuse_overwrite(step)
             self._saves.arguments.several = None
-        if attempt is None:
+        if save is None:
             return None
-        end = self._ends.setdefault(attempt.name, Future())
-        for other in [key for key, future in self._ends.items() if key != attempt.name and future.done()]:
+        end = self._ends.setdefault(save.name, Future())
+        for other in [key for key, future in self._ends.items() if key != save.name and future.done()]:
             self._ends.pop(other, None)
         return SaveResponse(self, end)
 
@@ -148,11 +147,11 @@ class Engine:
         return by_name[STATE]
 
     def _make_way(self, step: int, overwrite: bool) -> None:
-        """Lets a save take the place of an epoch, if that is asked for; an attempt that failed is in nobody's way."""
+        """Lets a save take the place of an epoch, if that is asked for; a save that failed is in nobody's way."""
         if overwrite:
             self._saves.queue.drain(step)
         root = self.manager.root
-        in_flight = step in [attempt.epoch for attempt in self._saves.queue.in_flight()]
+        in_flight = step in [save.epoch for save in self._saves.queue.saving()]
         committed = step in self.manager.all_steps()
         if (in_flight or committed) and not overwrite and self._history.is_own(step):
             return  # `save` says that it was requested just now
@@ -171,30 +170,30 @@ class Engine:
                 f"its place (in Orbax's words: Step {step} already exists)"
             )
 
-    def _hear(self, attempt: Attempt, failure: SaveError | None) -> None:
-        """Enters how an attempt has ended."""
-        if failure is not None and attempt.cancelled:
+    def _hear(self, save: Save, failure: SaveError | None) -> None:
+        """Enters how a save has ended."""
+        if failure is not None and save.cancel_requested:
             self.told(failure)
-        self._ends.setdefault(attempt.name, Future()).set((attempt, failure))
+        self._ends.setdefault(save.name, Future()).set((save, failure))
         if self._continuous is not None:
-            self._continuous.ended(attempt.name)
+            self._continuous.ended(save.name)
 
-    def settle(self, attempt: Attempt) -> None:
-        """The caller has been told how an attempt has ended."""
-        self._history.settle(attempt.epoch)
+    def settle(self, save: Save) -> None:
+        """The caller has been told how a save has ended."""
+        self._history.settle(save.epoch)
 
-    def is_pending(self, attempt: Attempt) -> bool:
-        """Whether an attempt still has to leave the saves in flight."""
-        return attempt in self._saves.queue.pending()
+    def is_pending(self, save: Save) -> bool:
+        """Whether a save still has to leave the saves in flight."""
+        return save in self._saves.queue.pending()
 
     def told(self, failure: SaveError | RemovalError) -> None:
         """The caller knows of a failure: `wait_until_finished` and `close` do not raise it once more."""
-        self._saves.queue.forget_error(failure)
+        self._saves.queue.in_flight.forget_error(failure)
 
     def cancel(self) -> None:
         """No save that is in flight is committed any more, unless it is just being committed; all processes call it."""
-        for attempt in self._saves.queue.pending():
-            attempt.cancelled = True
+        for save in self._saves.queue.pending():
+            save.cancel_requested = True
 
     # -- restoring and looking -----------------------------------------------------------------------------------
 
@@ -225,7 +224,7 @@ class Engine:
             queue.drain_removals()
             if not end.done():
                 raise RemovalError(self.manager.root, step, f"it took more than {self._saves.timeout_secs:g} s")
-            for failure in list(queue.failures):
+            for failure in list(queue.in_flight.failures):
                 if isinstance(failure, RemovalError) and failure.epoch == step:
                     raise failure
             return True
@@ -340,19 +339,14 @@ class Continuous:
         prefix = f"{self._directory.prefix}/next/{name}"
 
         def agree() -> int:
-            if coordinator.process:
-                coordinator.put(f"{prefix}/last/{coordinator.process}", answered)
-            following = coordinator.agree(f"{prefix}/next", gather, (1 if coordinator.primary else 2) * _VOTE_SECS)
+            patience = Timeouts(
+                collect_secs=_VOTE_SECS,
+                hear_secs=2 * _VOTE_SECS,
+                late_text=f"{{names}} did not end save {name} within {{secs:g}} s",
+            )
+            following = collective(coordinator, prefix, lambda: answered, lambda counts: max(counts) + 1, patience)
             if coordinator.primary:
                 self._kept.add(coordinator, prefix)
             return following
-
-        def gather() -> int:
-            others = set(range(1, coordinator.processes))
-            found, missing = coordinator.gather(f"{prefix}/last", others, Deadline(_VOTE_SECS))
-            if missing:
-                late = coordinator.named(missing)
-                raise errors.CoordinationTimeoutError(f"{late} did not end save {name} within {_VOTE_SECS:g} s")
-            return max([answered, *found.values()]) + 1
 
         _threads.start(lambda: vote.result.run(agree))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import inspect
 import logging
@@ -44,7 +45,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import paths
 from epochckpt.manager import manager as manager_module
-from epochckpt.saving import memory, saver
+from epochckpt.saving import in_flight, memory, queue
 from tests.support.managers import traced_memory
 from tests.support.taps import (
     WAIT_SECS,
@@ -544,7 +545,7 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
     directory: str, committing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the decisive call has begun it is uncertain, and nothing is deleted; given up before, it never comes."""
-    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 0.0)
+    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.0)
     m = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(m, [0])
     if committing and store_of(m).renames:
@@ -647,7 +648,7 @@ def test_the_third_unwritten_save_waits_for_the_oldest(
     m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two may be unwritten; the third returns only after the first is written, and says why it holds training."""
-    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
     tap = hold_writes(m)
     assert save(m, 0)
     assert save(m, 1)
@@ -668,7 +669,7 @@ def test_slow_commits_hold_the_fourth_save(
     m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One save is committed, one is written, one waits; no more are on their way, and nothing fails."""
-    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
     tap = hold_commits(m)
     assert [save(m, step) for step in range(3)] == [True] * 3
     assert tap.reached.wait(WAIT_SECS)
@@ -811,7 +812,7 @@ def test_host_memory_is_bounded_by_the_machines(
 ) -> None:
     """Without a limit of the user's own nothing is refused, but what is larger than half of it is held alone."""
     monkeypatch.setattr(memory, "of_this_machine", lambda: 2000)
-    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
     with ec.CheckpointManager(directory) as m:
         tap = hold_writes(m)
         assert save_bytes(m, 0, 3000)
@@ -866,14 +867,24 @@ def test_the_interpreter_drains_before_it_ends(tmp_path: pathlib.Path) -> None:
     assert not list(tmp_path.glob("incarnation-*"))
 
 
-def test_a_save_logs_one_line(directory: str, m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture) -> None:
-    """At INFO, with epoch, place, size, nodes and times."""
+def test_a_save_logs_one_line_and_an_entry(
+    directory: str, m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At INFO: a line with epoch, place, size, nodes and times, and the entry that Orbax logs without `logger=`."""
     with caplog.at_level(logging.INFO, logger="absl"):
         save_all(m, [3])
-    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    lines = [message for message in messages if not message.startswith("{")]
     assert len(lines) == 1, lines
     assert "checkpoint 3 committed" in lines[0]
     assert "1 node" in lines[0]
+    (entry,) = [ast.literal_eval(message) for message in messages if message.startswith("{")]
+    assert (entry["step"], entry["event_type"], entry["directory"]) == (3, "save", m.root)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="absl"):
+        m.restore(3)
+    (entry,) = [ast.literal_eval(r.getMessage()) for r in caplog.records if r.getMessage().startswith("{")]
+    assert (entry["step"], entry["event_type"]) == (3, "restore")
 
 
 def test_the_loggers_entry(directory: str) -> None:

@@ -29,7 +29,7 @@ from epochckpt.agreement.coordination import Preemption
 from epochckpt.arrays import items, writer
 from epochckpt.format import DataFile, NodeEntry, Nodes, paths
 from epochckpt.orbax import Handlers
-from epochckpt.saving.attempt import NodeReport, ProcessReport
+from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.storage import PosixStore
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
@@ -270,14 +270,14 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
     """No epoch is committed that could not be restored."""
     with ec.CheckpointManager(tmp_path, handler_registry=registry(TextHandler())) as manager:
         manager.save(0, args=Composite(x=TextSave(1.0)))
-        attempt = manager.parts.saves.queue.pending()[0]
+        save = manager.parts.saves.queue.pending()[0]
         manager.wait_until_finished()
         for written in (("a", "a/b"), ("a/b", "a")):
             for node, name in enumerate(written):
                 entry = NodeEntry(f"n{node}", node, 1, "", (DataFile("k", 0, 1, name=name),))
-                attempt.reports[node] = ProcessReport("", (NodeReport(entry, {}),))
+                save.reports[node] = ProcessReport("", (NodeReport(entry, {}),))
             with pytest.raises(ec.errors.SaveError, match=r"nodes n0 and n1 both wrote k/a"):
-                attempt.record("id", objects=False)
+                save.record("id", objects=False)
 
 
 @pytest.mark.parametrize(
