@@ -88,7 +88,7 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
 
 
 def test_every_name_in_the_page_on_the_architecture_exists() -> None:
-    """`saving.saver.Attempts.submit` is a module, and what is in it."""
+    """`saving.queue.SaveQueue.submit` is a module, and what is in it."""
     names = sorted(set(NAME.findall((DOCS / "architecture.md").read_text(encoding="utf-8"))))
     assert len(names) > 30
     missing = []
