@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from epochckpt._settings import RULES, SETTINGS
+from epochckpt.inspection import directory_views as views
+from epochckpt.inspection.rows import Overview
 from epochckpt.jobs.stop import CONDITIONS
 from epochckpt.options import BUCKET_SETTINGS
 from epochckpt.storage.schemes import SCHEMES
@@ -73,10 +75,18 @@ def stop_conditions() -> str:
     return table(["condition", "true"], rows)
 
 
+def epoch_columns() -> str:
+    """The columns of epochs that say what they are about."""
+    columns = [column for column, _ in views.epoch_columns(Overview("", ()))]
+    rows = [[f"`{column.title.removeprefix('0 ')}`", column.tip] for column in columns if column.tip]
+    return table(["column", "what it shows"], rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rules": rules,
     "bucket_settings": bucket_settings,
     "stop_conditions": stop_conditions,
+    "epoch_columns": epoch_columns,
 }
 """What makes a part, by its name."""
 
