@@ -28,7 +28,6 @@ from epochckpt.errors import (
     RemovalError,
     SaveError,
     SaveErrorGroup,
-    UnsupportedError,
 )
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
@@ -42,10 +41,9 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
 from epochckpt.saving import Attempt, Attempts, Claim, History, opening, retention
-from epochckpt.saving.common_calls import CommonCalls
-from epochckpt.saving.hosts import Hosts
+from epochckpt.saving.directory_calls import DirectoryCalls
 from epochckpt.saving.saver import LONG_SECS
-from epochckpt.tiers import LedgerFile, Mirror
+from epochckpt.tiers import DirectoryPerHost, LedgerFile, Mirror, SharedDirectory
 
 T = TypeVar("T")
 
@@ -136,8 +134,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._storage.mirror is not None:
             self._mirror = Mirror(self._storage.mirror, self._storage, self._options, lambda: self._nodes.hosted_names)
         opened = opening.open_directory(
-            directory, self._options, self._storage, node, coordinator, self._item_names, self._mirror
+            directory,
+            self._options,
+            self._storage,
+            node,
+            coordinator,
+            self._item_names,
+            self._mirror,
+            kind=DirectoryPerHost if self._storage.local_disks and not self._options.read_only else SharedDirectory,
         )
+        self._directory = opened.directory
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self.root = self._store.root  # the directory as text: a path or URL
         self.address = self._store.address  # what opens it again: with the settings of a bucket as its query
@@ -161,15 +167,18 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._notifier = HandlerNotifier(metadata_handler, tells)
         outcome = self._commits, self._options, self._history, self._notifier, self._step_log
         self._listener = outcomes.Listener(*outcome, self._mirror)
-        self._hosts = Hosts.of(opened, self._options, self._mirror, self._storage.open_timeout_secs)
-        self._claim = Claim(self._commits, opened.refused, self._claimed, root_files, self._hosts)
-        saving = self._storage, self._history, self._options, self._listener, self._hosts
+        self._claim = Claim(self._directory, opened.refused, self._claimed, root_files)
+        saving = self._storage, self._history, self._options, self._listener
         self._attempts = Attempts(opened, self._claim, *saving)
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
         self._calls = CollectiveCalls(coordinator, opened.prefix, lambda: self._attempts.last)
-        common = self._options, self._mirror, self._hosts, self._storage.open_timeout_secs
-        self._common = CommonCalls(self._commits, self._claim, self._history, *common)
+        self._directory_calls = DirectoryCalls(
+            directory=self._directory,
+            claim=self._claim,
+            history=self._history,
+            wait_secs=self._storage.open_timeout_secs,
+        )
         parts = self._commits, self._history, self._attempts, self._step_log
         self._restores = Restores(*parts, self._storage, self._look)
         self._restores.connect(coordinator, self._calls)
@@ -222,7 +231,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         pool = _threads.Pool(max(self._storage.io_threads, self._store.concurrency))
         asked = self._options.single_host_load_and_broadcast
         begin = together(self._coordinator, self._calls, self._storage, asked)
-        self._readers = Readers(self._commits, pool, self._storage.verify, context, self._mirror, begin)
+        self._readers = Readers(
+            self._commits,
+            pool,
+            self._storage.verify,
+            context,
+            self._mirror,
+            begin,
+            is_partial=lambda: self._directory.is_partial,
+        )
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         cut = not self._store.renames
         self._planner = Planner(nodes, self._storage, part_bytes, writers=pool.threads, cut=cut)
@@ -284,7 +301,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _look(self) -> None:
         """On every process: replaces the history by what the primary finds on storage."""
         known = self.all_steps()
-        survey = self._common.survey(self._calls)
+        survey = self._directory.look(self._calls, self._history.damaged)
         self._foreign = survey.foreign
         if self._mirror is not None:
             self._mirror.learn(survey.copies)
@@ -519,8 +536,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         epoch = epoch_number(epoch)
         self._check_may_write("allow_overwrite")
-        if self._hosts is not None:
-            raise UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
+        self._directory.check_replaceable(epoch)
         self._claim.check(epoch)
         self._attempts.drain(epoch)
         if self._claim.known:
@@ -765,8 +781,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
             self._withdraw(None, [step], hide)
 
-        def follow(hosts: Hosts) -> None:
-            for epoch in hosts.here([step]):
+        def follow() -> None:
+            for epoch in self._directory.here([step]):
                 self._attempts.remove(retention.hide(self._commits, epoch, self._options.todelete_subdir))
 
         self._write("delete", step, decide, follow)
@@ -800,7 +816,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             with self._pinned(epoch if remote else None):
                 self._withdraw(epoch, later, lambda: retention.roll_back(self._commits, epoch, remote))
 
-        self._write("rollback_to", epoch, decide, lambda _: retention.roll_back(self._commits, epoch, remote=True))
+        self._write("rollback_to", epoch, decide, lambda: retention.roll_back(self._commits, epoch, remote=True))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
         self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
@@ -843,12 +859,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self._mirror.claimed(self._commits, self._ledger, self._coordinator, self._prefix, epochs)
 
     def _write(
-        self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[Hosts], None] = lambda _: None
+        self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[], None] = lambda: None
     ) -> None:
-        """Changes the directory, see `CommonCalls.change`."""
+        """Changes the directory, see `DirectoryCalls.change`."""
         self._check_may_write(verb)
         call = f"{verb}({'' if epoch is None else epoch})"
-        self._common.change(self._calls, call, epoch or 0, decide, follow)
+        self._directory_calls.change(self._calls, call, epoch or 0, decide, follow)
 
     def _check_open(self, verb: str) -> None:
         if self._closed:
@@ -882,9 +898,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._mirror is not None:
             self._mirror.close(self._storage.save_timeout_secs)
         self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
-        if self._coordinator.primary or self._hosts is not None:
-            wait = self._storage.open_timeout_secs
-            _threads.logged(f"{self.root}: at its end", lambda: _threads.start(self._claim.release).result(wait))
+        wait = self._storage.open_timeout_secs
+        _threads.logged(f"{self.root}: at its end", lambda: _threads.start(self._claim.release).result(wait))
         coordination.forget_opening(self._coordinator, self._prefix)
         self._handlers.close()
         self.check_for_errors()

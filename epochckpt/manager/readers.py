@@ -34,8 +34,8 @@ from epochckpt.manager.reader import CheckpointReader, NativeReader
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, OrbaxRecord
-from epochckpt.saving.host_record import read_host_record
 from epochckpt.storage import open_store
+from epochckpt.tiers import read_host_record
 
 T = TypeVar("T")
 
@@ -91,8 +91,11 @@ class Readers:
         context: RestoreContext | None = None,
         mirror: MirrorCopies | None = None,
         begin: Begin = apart,
+        is_partial: Callable[[], bool] | None = None,
     ):
+        """`is_partial` says whether the directory has the parts of one host only; by default it is asked, once."""
         self.begin = begin
+        self._is_partial = is_partial or functools.cache(lambda: read_host_record(commits.store) is not None)
         self.commits, self._pool, self._verify, self._mirror = commits, pool, verify, mirror
         self._context = context or RestoreContext(Handlers())
 
@@ -157,7 +160,7 @@ class Readers:
     def _native(self, folder: str, record: EpochRecord) -> EpochReader:
         """A reader of an epoch of ours: of what this host has of it where each has a disk of its own."""
         store, here = self.commits.store, None
-        if store.renames and not record.per_node and read_host_record(store) is not None:
+        if store.renames and not record.per_node and self._is_partial():
             try:
                 found = {entry.name for entry in store.list(folder)}
             except FileNotFoundError as error:

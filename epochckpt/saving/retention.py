@@ -41,9 +41,9 @@ from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import events
 from epochckpt.saving.attempt import Attempt, Committed
 from epochckpt.saving.auto_interval import Context, Pace
-from epochckpt.saving.opening import Survey
 from epochckpt.saving.ranking import best_of, rank
 from epochckpt.saving.run_clock import RunClock
+from epochckpt.saving.survey import Survey
 
 _STEP = operator.attrgetter("step")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned

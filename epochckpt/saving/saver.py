@@ -35,7 +35,6 @@ from epochckpt.saving import memory, retention, run_clock
 from epochckpt.saving.attempt import Attempt, Committed, ProcessReport, write_nodes
 from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.claiming import Claim
-from epochckpt.saving.hosts import Hosts
 from epochckpt.saving.lags import Lags
 from epochckpt.saving.opening import Opened
 from epochckpt.saving.retention import History
@@ -73,15 +72,14 @@ class Attempts:
         history: History,
         policies: ocp.CheckpointManagerOptions,
         listener: SaveListener,
-        hosts: Hosts | None = None,
     ):
         self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
         self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
         self._claim, self._claim_is_known = claim, opened.coordinator.processes == 1
-        self._history, self._policies, self._listener, self._hosts = history, policies, listener, hosts
+        self._history, self._policies, self._listener = history, policies, listener
+        self._directory = opened.directory
         self._pool = _threads.Pool(max(options.io_threads, self._store.concurrency))
         self._write_lane, self._report_lane, self._commit_lane = _threads.Lane(), _threads.Lane(), _threads.Lane()
-        self._first = "verdict" if hosts is None else "record"  # what the primary says first of an attempt
         self._lags = Lags(options.save_timeout_secs, self._has_answered)
         machine = memory.of_this_machine()
         self._memory = options.host_memory_limit_bytes or (machine and machine // 2)  # for all snapshots together
@@ -364,14 +362,14 @@ class Attempts:
             commit = conclude(attempt, error)
             attempt.cost = commit.cost
             self._history.commit(commit)
-            if self._hosts is not None and not self._coordinator.primary:
+            if not self._coordinator.primary:
                 self._delete_old(attempt, commit, errors.RemovalError)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
         except BaseException as caught:
             failure = errors.kept(errors.as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
-            if self._hosts is not None and not self._coordinator.primary:
+            if not self._coordinator.primary:
                 self._remove(attempt, failure)
         # Deleted epochs are out of sight by now. Their bytes are removed once the attempt has ended.
         began = time.monotonic()
@@ -387,7 +385,7 @@ class Attempts:
         Each that stays is reported once, by an error of this `kind`.
         """
         into, kept = self._policies.todelete_subdir, list[int]()
-        for epoch in commit.hides if self._hosts is None else self._hosts.here(commit.hides):
+        for epoch in self._directory.here(commit.hides):
             try:
                 attempt.removals.append(retention.hide(self._commits, epoch, into))
             except errors.UnfinishedError as error:  # no reader sees it any more
@@ -455,12 +453,12 @@ class Attempts:
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("checkpoint %d is committed, but deciding what to delete failed", attempt.epoch)
         commit = self._delete_old(attempt, commit, errors.RetentionError)
-        self._publish_verdict(attempt, commit.to_wire(hides=self._hosts is not None))
+        self._publish_verdict(attempt, commit.to_wire(self._directory.unlisted_elsewhere(commit.hides)))
         return commit
 
     def _remove(self, attempt: Attempt, failure: BaseException) -> None:
         """Removes what is staged of a failed attempt; an epoch that may exist keeps its data."""
-        if self._claim.known and not isinstance(failure, errors.UncertainError):
+        if self._directory.acts and self._claim.known and not isinstance(failure, errors.UncertainError):
             discard = functools.partial(self._commits.discard, attempt.epoch, self._id(attempt))
             # Later: where storage is away it takes long, and the failure is known now.
             self._commit_lane.submit(lambda: _threads.logged("the remains of a save stay", discard))
@@ -514,7 +512,7 @@ class Attempts:
         return True
 
     def _has_answered(self, attempt: Attempt, process: int) -> bool:
-        answer = self._key("report" if self._coordinator.primary else self._first, attempt)
+        answer = self._key("report" if self._coordinator.primary else self._directory.first_word, attempt)
         return self._coordinator.peek(f"{answer}/{process}") is not None
 
     @_monitoring.timed(events.FINALIZED)
@@ -534,9 +532,7 @@ class Attempts:
             self._bind(attempt)
 
         data = record.to_bytes()
-        if self._hosts is not None:
-            self._hosts.commit(attempt, record.attempt, data, still_in_time, self._key)
-        elif remove := self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces):
+        if remove := self._directory.commit(attempt, record.attempt, data, still_in_time, self._key):
             self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
         self._history.run.committed()
         logging.info("checkpoint %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
@@ -546,7 +542,7 @@ class Attempts:
     def _publish_verdict(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that ended long ago."""
         problem = f"checkpoint {attempt.epoch}: the verdict could not be published"  # storage decides then
-        key = f"{self._key('verdict' if attempt.offered else self._first, attempt)}/0"
+        key = f"{self._key('verdict' if attempt.offered else self._directory.first_word, attempt)}/0"
         _threads.logged(problem, lambda: self._coordinator.put(key, verdict))
         report = self._key("report", attempt)
         self._report_keys.add(self._coordinator, report)  # late reports of that attempt go with its other keys
@@ -556,10 +552,8 @@ class Attempts:
         """On the other processes: the primary's verdict; where it does not come, storage decides."""
         self._give_time(attempt, self._lags.secs([0]))
         try:
-            verdict = self._hear(attempt, self._first)
-            if self._hosts is not None and "record" in verdict:
-                self._hosts.place(verdict, self._key("placed", attempt), attempt, self._id(attempt))
-                verdict = self._hear(attempt, "verdict")
+            hear = functools.partial(self._hear, attempt)
+            verdict = self._directory.verdict(attempt, self._id(attempt), hear, self._key)
         except errors.CoordinationError as silence:
             return self._without_verdict(attempt, error, silence)
         self._lags.heard([0], attempt)
@@ -569,7 +563,7 @@ class Attempts:
         return Committed.from_wire(attempt.epoch, verdict)
 
     def _taken_back(self, attempt: Attempt, failure: BaseException) -> BaseException:
-        return failure if self._hosts is None else self._hosts.take_back(attempt, self._id(attempt), failure)
+        return self._directory.take_back(attempt, self._id(attempt), failure)
 
     def _hear(self, attempt: Attempt, kind: str) -> dict[str, Any]:
         """What the primary says of an attempt, within the time that it has; else a CoordinationError."""
@@ -587,7 +581,7 @@ class Attempts:
             raise error  # of this process: without its report nothing is committed
         if not self._claim.known:  # nothing has been written
             raise errors.SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}")
-        if self._hosts is None and self._is_there(attempt):  # the own disk does not tell of the others
+        if self._directory.tells_commits and self._is_there(attempt):
             epoch, read = attempt.epoch, self._commits.read_brief
             cost = _threads.logged("its cost is not known", lambda: SaveCost.of(epoch, read(epoch)))
             return Committed(attempt.epoch, attempt.metrics, time.time_ns(), cost=cost)
@@ -604,9 +598,9 @@ class Attempts:
             if verdict is None and not final:
                 return
             self._unheard.popleft()
-            if verdict is None and self._hosts is None:  # they come in order: it never does, and storage alone decides
+            if verdict is None and self._directory.tells_commits:  # they come in order: it never does, storage decides
                 verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns()).to_wire()
-            if verdict is not None and "error" in verdict and self._hosts is not None:
+            if verdict is not None and "error" in verdict:
                 self._remove(attempt, self._taken_back(attempt, errors.from_wire(verdict["error"])))
             elif verdict is not None and "error" not in verdict and self._is_there(attempt):
                 logging.warning("checkpoint %d, of which that was uncertain, is committed", attempt.epoch)
