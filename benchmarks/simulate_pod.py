@@ -37,6 +37,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import app, flags, logging
+from epochckpt.saving.attempt import write_nodes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
@@ -50,7 +51,6 @@ from epochckpt.format import EpochRecord, parsing
 from epochckpt.format.grid import box_shape, cell_box
 from epochckpt.orbax import linked_view, view
 from epochckpt.saving import opening
-from epochckpt.saving.attempt import write_nodes
 from epochckpt.storage import PosixStore
 
 NODES = flags.DEFINE_list("nodes", ["1", "4", "16", "64", "256", "1000"], "Numbers of nodes.")

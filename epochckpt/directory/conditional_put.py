@@ -15,44 +15,52 @@ aside are for people who copy folders, and for `repair`: nothing that the head t
 from __future__ import annotations
 
 import dataclasses
-import errno
-import itertools
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.directory import attached_metrics, head_pages, head_record, head_turns, metrics_log, owners, surroundings
-from epochckpt.directory.departures import Departures
-from epochckpt.directory.head_record import Head, HeadEpoch, Page, send_off
+from epochckpt.directory import attached_metrics, head_turns, metrics_log, owners, surroundings
+from epochckpt.directory.head_changes import (
+    Attachment,
+    AttachMetrics,
+    BeginSave,
+    ClaimHead,
+    GiveUp,
+    Incarnation,
+    KeepDeleted,
+    LogDeleted,
+    LogGoneBack,
+    PublishEpoch,
+    Release,
+    UnlistEpochs,
+)
+from epochckpt.directory.head_object import HeadObject
+from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.object_log import ObjectLog
 from epochckpt.directory.object_views import ObjectViews
 from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback
+from epochckpt.directory.stock_steps import StockStepRemoval
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
-    EpochExistsError,
     EpochNotFoundError,
     FencedError,
     FormatError,
-    FormatVersionError,
     NotACheckpointDirectoryError,
     SaveError,
-    StorageError,
     UncertainError,
-    unreadable,
 )
 from epochckpt.format import EpochRecord, parsing, paths, records
 from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Conflicts, Store, rounds
 
 _KEPT, _KEPT_BYTES = 4, 1 << 20  # records that are remembered, and the largest of them
-_LOOKS = 4  # at a head whose page is missing: until then others may have changed the head, and removed the page
 
 
 class PutCommits(Commits):
@@ -60,214 +68,26 @@ class PutCommits(Commits):
 
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
-        self._seen: tuple[Head, bytes] | None = None  # the head at the last look or change
+        self.head = HeadObject(store)
         self._entries: tuple[Head | None, dict[int, HeadEpoch]] = None, {}  # of a head, by epoch
         self._headless: Head | None = None  # what there is of stock Orbax, while there is no head
-        self._looks, self._last = itertools.count(1), 0  # threads look at it and change it at the same time
-        self._pages: dict[str, Page] = {}  # of the last head, by digest; replaced as a whole
-        self._unnamed: list[Page] = []  # by the head, that are still there
-        self._turns = head_turns.of(store)
         # Paths and contents of records, by folder and attempt. Replaced as a whole: threads share it.
         self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
         self._copying = threading.RLock()  # held where the copy of a record is written, or removed
-        self.swept: set[str] = set()  # dead attempts of which nothing is left
-        self._log = ObjectLog(store)
+        self._log = ObjectLog(store, self.head)
         self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
-        self.departures = Departures(store, self.head, self.change)
+        self.stock_removal = StockStepRemoval(store, self.head)
 
-    # -- the head ------------------------------------------------------------------------------------------------
-
-    def head(self) -> Head | None:
-        """The head as it is now; None if there is none. One request.
-
-        Raises:
-            DamagedError, FormatError: it cannot be used; `repair` rebuilds it.
-            AccessError, StorageError: storage does not give it.
-        """
-        found = self._look()
-        return found and found[0]
-
-    def _look(self) -> tuple[Head, bytes] | None:
-        for left in reversed(range(_LOOKS)):
-            try:
-                return self.store.confirming_damage(self._look_once)
-            except FileNotFoundError as error:  # a page: whoever changed the head since has removed it
-                if not left:
-                    damage = DamagedError(str(error.filename), f"is missing, and {paths.HEAD} names it")
-                    raise self._advised(damage) from error
-        raise AssertionError  # the last round returns or raises
-
-    def _look_once(self) -> tuple[Head, bytes] | None:
-        number, seen = next(self._looks), self._seen
-        data = self.read_bytes()
-        if data is None:
-            return self._note(number, None)
-        return self._note(number, seen if seen is not None and seen[1] == data else (self._parsed(data), data))
-
-    def read_bytes(self) -> bytes | None:
-        """The content of the head as it is now; None if there is none. One request."""
-        try:
-            with self.access():
-                return self.store.read(paths.HEAD, limit_bytes=records.MAX_RECORD_BYTES)
-        except FileNotFoundError:
-            return None
-
-    def _note(self, number: int, seen: tuple[Head, bytes] | None) -> tuple[Head, bytes] | None:
-        """Keeps what a look or a change has found, unless one that began later has ended before."""
-        if number > self._last:
-            self._last, self._seen = number, seen
-        return seen
-
-    def seen(self) -> Head | None:
-        """The head as of the last look or change, or of a look that is made now."""
-        return self._seen[0] if self._seen else self.head()
-
-    def _parsed(self, data: bytes) -> Head:
-        try:
-            head = head_record.parse(paths.HEAD, data, self._read_pages)
-        except FormatVersionError:  # a newer epochckpt reads it
-            raise
-        except (DamagedError, FormatError) as error:
-            raise self._advised(error) from None
-        self._pages = {page.digest: page for page in head.pages}
-        return head
-
-    def _advised(self, error: DamagedError | FormatError) -> DamagedError | FormatError:
-        error.add_note(f"`epochckpt repair {self.store.root}` rebuilds it from the records of the epochs")
-        return error
-
-    def _read_pages(self, digests: Sequence[str]) -> list[Page]:
-        """Pages of the head: those that are known already, and the others, several at once."""
-        found = dict(self._pages)
-
-        def read(digest: str) -> None:
-            path = paths.head_page(digest)
-            with self.access(path):
-                data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
-            found[digest] = head_record.parse_page(digest, data)
-
-        self.store.each(read, [digest for digest in digests if digest not in found])
-        return [found[digest] for digest in digests]
-
-    def change(
-        self,
-        edit: Callable[[Head], Head | None],
-        epoch: int,
-        *,
-        fenced: bool = True,
-        pace: head_turns.Pace = head_turns.SAVES,
-    ) -> Head:
-        """Changes the head, again until nobody else was faster; returns it, with the change.
-
-        `edit` returns the new head, or None where this one says it already. FencedError: another incarnation has
-        claimed; without `fenced` any may make the change. StorageError: others are always faster, or what is read is
-        out of date.
-        """
-        seen, fresh, conflicts = (None if pace.yields else self._seen), False, Conflicts()
-        refused, patient = None, not pace.yields
-        for _ in rounds(pace.pauses_secs, pace.limit_secs):
-            with self._turns.taken(pace):
-                if seen is None:
-                    seen, fresh = self._look(), True
-                if seen is None:
-                    raise StorageError(self.store.root, FileNotFoundError(f"its head, {paths.HEAD}, is gone"))
-                old = seen[0]
-                late = fenced and old.incarnation != self.incarnation
-                try:
-                    new = edit(old)
-                except EpochCheckpointError:
-                    if fresh and late:
-                        raise self._fenced(epoch, old) from None
-                    if fresh:
-                        raise
-                    new = None
-                if new is not None and not late:
-                    new = new.tidied(self.swept, self._log.moved)
-                    try:
-                        if (written := self._put(seen, new, patient=patient)) is not None:
-                            return written
-                        refused = None
-                        if fresh:
-                            conflicts.note(seen[1])
-                    except StorageError as error:
-                        if not pace.yields or (patient and error.errno != errno.EBUSY):
-                            raise
-                        refused = error
-                        patient = error.errno != errno.EBUSY  # else others write now, and may go first
-                elif fresh and new is None:
-                    return old
-                elif fresh:
-                    raise self._fenced(epoch, old)
-                seen = None  # what is remembered may be of long ago
-        raise refused or conflicts.error(f"{self.store.root}/{paths.HEAD}")
-
-    def _put(self, old: tuple[Head | None, bytes] | None, new: Head, *, patient: bool = True) -> Head | None:
-        """Writes the head, with its new pages, if it is still the old one; returns it, or None."""
-        with self.access():
-            self.store.check_conditions(paths.CONDITIONS)
-            new = head_pages.paged(new)
-            fresh = [page for page in new.pages if page.data]
-            self.store.each(lambda page: self.store.create(page.path, page.data), fresh)
-        new = dataclasses.replace(new, pages=tuple(dataclasses.replace(page, data=b"") for page in new.pages))
-        data = new.to_bytes()
-        try:
-            with self.access():
-                if old is None:
-                    self.store.create(paths.HEAD, data)
-                else:
-                    self.store.replace(paths.HEAD, old[1], data, patient=patient)
-        except (FileExistsError, FileNotFoundError):
-            self._remove_pages(fresh)
-            return None
-        self._pages = {page.digest: page for page in new.pages}
-        self._note(next(self._looks), (new, data))
-        if old is not None and old[0] is not None:
-            self._unnamed = [*self._unnamed, *(page for page in old[0].pages if page.digest not in self._pages)]
-        if not (fresh and patient):  # a save that has written a page leaves the removal to the next change
-            unnamed, self._unnamed = self._unnamed, []
-            self._remove_pages(unnamed)
-        return new
-
-    def _remove_pages(self, pages: Iterable[Page]) -> None:
-        """Removes pages that no head names; the next claim removes those that this misses."""
-        gone = [page.path for page in pages]
-        if gone:
-            _threads.logged(f"{self.store.root}: {gone[0]} stays", lambda: self.store.remove_all(gone))
-
-    def write_rebuilt(self, old: bytes | None, new: Head) -> bool:
-        """Writes a head that was made anew, in place of exactly the bytes that were looked at, or of none.
-
-        Returns whether it was written: also where the answer was lost, and a run has gone on from it since.
-        """
-        if self._put(None if old is None else (None, old), new) is not None:
-            return True
-        now = self.head()
-        return now is not None and new.incarnation in (now.incarnation, *now.past)
-
-    @contextmanager
-    def access(self, path: str = paths.HEAD) -> Generator[None]:
-        """Gives errors of storage about the head, or a page of it, the types that callers expect, and its URL."""
-        try:
-            yield
-        except (FileExistsError, FileNotFoundError):
-            raise
-        except OSError as error:
-            raise unreadable(f"{self.store.root}/{path}", error) from error
-
-    def _fenced(self, epoch: int, found: Head) -> FencedError:
-        newest, own = int(found.incarnation[:8]), int(self.incarnation[:8])
-        return FencedError(
-            epoch,
-            f"a newer run (incarnation {newest}, this is {own}) has taken over {self.store.root}; this process can no "
-            "longer save there",
-        )
+    @property
+    def _claimed(self) -> Incarnation:
+        return Incarnation(self.store.root, self.incarnation)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def scan(self) -> tuple[list[int], dict[int, str]]:
         if self.names.only:
             return super().scan()
-        found = self.head()
+        found = self.head.read()
         if found is None:
             beside, stock = self.beside(Head())
             if lost := next(filter(self._is_copy, sorted(beside)), ""):
@@ -296,7 +116,7 @@ class PutCommits(Commits):
 
     def entries(self) -> dict[int, HeadEpoch]:
         """What the head says of each epoch; as of the last look, or of one that is made now."""
-        found = self.seen()
+        found = self.head.seen()
         if found is None and self._headless is None:
             self.scan()
         found = found or self._headless or Head()
@@ -308,7 +128,7 @@ class PutCommits(Commits):
     def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
         entry = self.entries().get(epoch)
         if entry is None:
-            self.head()
+            self.head.read()
             entry = self.entries().get(epoch)
         if entry is None:
             raise self._unknown(epoch)
@@ -317,7 +137,7 @@ class PutCommits(Commits):
     def read_attempt(self, epoch: int) -> str | None:
         if self.names.only:
             return super().read_attempt(epoch)
-        self.head()
+        self.head.read()
         return self.seen_attempt(epoch)
 
     def seen_attempt(self, epoch: int) -> str | None:
@@ -329,7 +149,7 @@ class PutCommits(Commits):
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
         if self.names.only:
             return super()._read(epoch, parse)
-        self.head()
+        self.head.read()
         return self.read_seen(epoch, parse)
 
     def read_seen(self, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head) -> EpochRecord:
@@ -348,7 +168,7 @@ class PutCommits(Commits):
             if record is not None:
                 return record
             # Deleted or replaced since the look at the head, or lost.
-            self.head()
+            self.head.read()
             now = self.entries().get(epoch)
             if now is None:
                 raise self._unknown(epoch)
@@ -387,7 +207,7 @@ class PutCommits(Commits):
     ) -> EpochRecord | None:
         if self.names.only or "/" in folder:
             return super().read_in(folder, epoch, parse)
-        found = self.seen() or Head()
+        found = self.head.seen() or Head()
         return self._record(folder, found.epochs[folder].attempt, parse) if folder in found.epochs else None
 
     def rollback(self) -> Rollback | None:
@@ -399,10 +219,11 @@ class PutCommits(Commits):
         return {epoch: (entry.attempt, entry.attached) for epoch, entry in self.entries().items() if entry.attached}
 
     def deleted(self) -> dict[int, metrics_log.Line]:
-        return {} if self.names.only else self._log.deleted(self.seen() or Head())
+        return {} if self.names.only else self._log.deleted(self.head.seen() or Head())
 
     def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
-        self._log.move(self.change(lambda now: now.next(log=(*now.log, *lines)), 0))
+        change = KeepDeleted(incarnation=self._claimed, lines=tuple(lines))
+        self._log.move(self.head.write(change).head)
 
     def _is_copy(self, folder: str) -> bool:
         return self.store.exists(paths.join(folder, paths.EPOCH_RECORD))
@@ -422,11 +243,11 @@ class PutCommits(Commits):
     # -- writing -------------------------------------------------------------------------------------------------
 
     def owners(self) -> list[Any]:
-        found = self.head()
+        found = self.head.read()
         return [] if found is None or found.closed else [found.owner]
 
     def lineage(self) -> Lineage | None:
-        found = self.head()
+        found = self.head.read()
         return None if found is None else found.lineage
 
     def claim(
@@ -435,27 +256,23 @@ class PutCommits(Commits):
         check: Callable[[], None] = lambda: None,
         lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
     ) -> None:
-        owner, conflicts = owners.current(), Conflicts()
+        owner = owners.current()
+        conflicts = Conflicts()
         for _ in rounds():
-            seen = self._look()
-            old = seen[0] if seen else None
+            seen = self.head.look()
+            old = None if seen is None else seen.head
             pages = self.store.find(paths.HEAD_PAGE_PREFIX, paths.HEAD.rpartition("/")[0]) if old else []
             check()
-            following = lineage.apply(None if old is None else old.lineage)
             beside, stock = self.beside(old or Head())
             if old is None and any(map(self._is_copy, beside)):
                 self.scan()  # raises
-            leaving = {folder: step for folder, step in (old or Head()).leaving.items() if folder not in stock}
-            others = beside.keys() - stock.keys() - leaving.keys()
-            new = (old or Head()).claimed(owner, tuple(sorted(n for n in others if beside[n] is None)))
-            strays = {attempt: name for name, attempts in beside.items() for attempt in attempts or ()}
-            new = new.next(lineage=following, stock=stock, leaving=leaving, dead={**new.dead, **strays})
-            with self._turns.taken(head_turns.SAVES):
-                claimed = self._put(seen, new)
+            change = ClaimHead(owner=owner, lineage=lineage, beside=beside, stock=stock)
+            with self.head.turns.taken(head_turns.SAVES):
+                claimed = self.head.swap(seen, change.apply(old or Head()))
             if claimed is not None:
                 break
             logging.info("%s: another run claims it at this moment", self.store.root)
-            conflicts.note(seen[1] if seen else b"")
+            conflicts.note(seen.data if seen else b"")
         else:
             raise conflicts.error(f"{self.store.root}/{paths.HEAD}")
         new = claimed
@@ -475,15 +292,15 @@ class PutCommits(Commits):
         def finish() -> None:
             if unnamed:  # a writer was killed before it named them, or before it removed them
                 _threads.logged(f"{self.store.root}: {unnamed[0]} stays", lambda: self.store.remove_all(unnamed))
-            self._depart(new.leaving)
+            self._remove_steps(new.removed_steps)
             _threads.logged(self.store.root, lambda: self._views.finish(new))
 
         _threads.start(finish)
 
     def check_claim(self, epoch: int) -> None:
-        found = self.head()
-        if found is not None and found.incarnation != self.incarnation:
-            raise self._fenced(epoch, found)
+        found = self.head.read()
+        if found is not None:
+            self._claimed.check(found, epoch)
 
     def _tidy(self, folder: str, now: Head) -> None:
         """Removes the copies of a record and of metrics where there is no epoch, but for those that are set aside."""
@@ -499,7 +316,7 @@ class PutCommits(Commits):
         """Removes what attempts wrote that are dead, by attempt the folder."""
         for folder in sorted(set(dead.values())):
             self._remove(folder, {attempt for attempt, where in dead.items() if where == folder})
-        self.swept |= dead.keys()
+        self.head.swept |= dead.keys()
 
     def _remove(self, folder: str, attempts: Collection[str]) -> None:
         """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""
@@ -522,15 +339,10 @@ class PutCommits(Commits):
 
     def begin(self, epoch: int, attempt: str) -> None:
         folder = self.names.build(epoch)
-        if folder in (self.seen() or Head()).leaving:
-            self.departures.end(folder, self.incarnation)
-
-        def edit(now: Head) -> Head | None:
-            if folder in now.leaving:
-                raise SaveError(epoch, f"{self.store.root}/{folder}: a deleted step of stock Orbax is not gone yet")
-            return None if attempt in now.begun else now.next(begun={**now.begun, attempt: folder})
-
-        self.change(edit, epoch)
+        if folder in (self.head.seen() or Head()).removed_steps:
+            self.stock_removal.finish(folder, self._claimed)
+        change = BeginSave(incarnation=self._claimed, epoch=epoch, folder=folder, attempt=attempt)
+        self.head.write(change)
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt))
@@ -547,31 +359,27 @@ class PutCommits(Commits):
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
         folder = self.names.build(epoch)
-        path, aside = _record_path(folder, attempt), paths.join(f"damaged-{paths.new_id()}", folder)
+        path = _record_path(folder, attempt)
         entry = HeadEpoch.of(parsing.parse_head(path, record))
         self.store.create(path, record)
         check()
-        old: HeadEpoch | None = None
-
-        def edit(now: Head) -> Head | None:
-            nonlocal old
-            there = now.listed.get(folder)
-            if there is not None and there.attempt == attempt:
-                return None
-            if attempt not in now.begun:
-                raise SaveError(epoch, f"{self.store.root}: its attempt was given up or taken over meanwhile")
-            if there is not None and (replaces is None or replaces.attempt not in (None, there.attempt)):
-                where = f"{self.store.root}/{folder}"
-                raise SaveError(epoch, f"{where} exists already; delete() or rollback_to() make room")
-            old, changes = there, now.without(folder, attempt=attempt)
-            changes["epochs"][folder] = entry
-            if there is not None:
-                send_off(changes, folder, there, aside if replaces is not None and replaces.damage else None)
-            return now.next(**changes)
-
+        may_replace = frozenset[str]()
+        kept_in: str | None = None
+        if replaces is not None:
+            may_replace = None if replaces.attempt is None else frozenset({replaces.attempt})
+            kept_in = f"damaged-{paths.new_id()}" if replaces.damage else None
+        change = PublishEpoch(
+            incarnation=self._claimed,
+            epoch=epoch,
+            folder=folder,
+            entry=entry,
+            may_replace=may_replace,
+            kept_in=kept_in,
+        )
+        seen = self.head.seen()  # our own run alone changes what is listed in it
         # The decisive step: one conditional write.
         try:
-            self.change(edit, epoch)
+            before = self.head.write(change).before
         except (FencedError, SaveError):
             raise
         except (EpochCheckpointError, OSError) as error:
@@ -584,18 +392,18 @@ class PutCommits(Commits):
                 raise UncertainError(epoch, reason) from error
             if not committed:
                 raise SaveError(epoch, f"the head could not be changed: {error}") from error
+            before = seen
         self._folders[epoch] = folder
-        was, kept = old, replaces is not None and bool(replaces.damage)
-        if was is not None and kept:
-            logging.warning("%s: the damaged checkpoint %d was set aside as %s", self.store.root, epoch, aside)
-            self._copy_aside({aside: was})
-        stock = was is not None and was.stock
+        was = None if before is None else before.listed.get(folder)
+        if was is not None and kept_in is not None:
+            logging.warning("%s: the damaged checkpoint %d was set aside in %s", self.store.root, epoch, kept_in)
+            self._copy_aside({paths.join(kept_in, folder): was})
         copy = partial(self._copy_record, folder, attempt, record)
         steps: list[Callable[[], object]] = [partial(_threads.logged, f"{self.store.root}: the copy of a record", copy)]
-        if stock:
-            steps.append(partial(self._depart, [folder]))
+        if was is not None and was.stock:
+            steps.append(partial(self._remove_steps, [folder]))
         steps += self._views.after_commit(folder, attempt, was)
-        if was is not None and not stock and not kept:
+        if was is not None and not was.stock and kept_in is None:
             steps.append(partial(self.remove_dead, {was.attempt: folder}))
         return partial(_threads.Pool(1).run, steps)
 
@@ -603,75 +411,77 @@ class PutCommits(Commits):
         """Copies the record of a committed epoch; that of a newer one stays, however late this is."""
         path = paths.join(folder, paths.EPOCH_RECORD)
         with self._copying, suppress(FileExistsError):
-            if (self.seen() or Head()).has(folder, attempt):  # it may have been set aside since
+            if (self.head.seen() or Head()).has(folder, attempt):  # it may have been set aside since
                 self.store.create(path, record)
             return
         there = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)  # of the epoch that gave way
-        if (self.head() or Head()).has(folder, attempt):
+        if (self.head.read() or Head()).has(folder, attempt):
             self.store.replace(path, there, record)
 
     def _give_up(self, epoch: int, attempt: str) -> bool:
         """Makes sure that an attempt is never committed, unless it has been; returns whether it has."""
-        folder = self.names.build(epoch)
-
-        def edit(now: Head) -> Head | None:
-            changes = {**now.without(attempt=attempt), "dead": {**now.dead, attempt: folder}}
-            return now.next(**changes) if attempt in now.begun else None
-
-        return self.change(edit, epoch).has(folder, attempt)
+        change = GiveUp(incarnation=self._claimed, attempts=frozenset({attempt}), epoch=epoch)
+        return self.head.write(change).head.has(self.names.build(epoch), attempt)
 
     def discard(self, epoch: int, attempt: str) -> None:
         if not self._give_up(epoch, attempt):
             self.remove_dead({attempt: self.names.build(epoch)})
 
     def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
-        folder, gone = self.folder(epoch), dict[str, HeadEpoch]()  # by where it is kept, or its folder
-
-        def edit(now: Head) -> Head | None:
-            if folder not in now.listed:
-                return None
-            entry, changes, kept = now.listed[folder], now.without(folder), paths.join(into or "", folder)
-            if (into and self.store.files(kept, 1)) or (kept in now.aside and not now.aside[kept].stock):
-                raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away first")
-            send_off(changes, folder, entry, None if into is None else kept)
-            gone[kept] = entry
-            noted = self._log.noting(now, folder, self.names.parse, self._record) if logged else {}
-            return now.next(**changes, **noted)
-
-        self.change(edit, epoch)
+        folder = self.folder(epoch)
+        seen = self.head.seen() or Head()
+        occupied = into is not None and folder in seen.listed and self.store.files(paths.join(into, folder), 1)
+        change = UnlistEpochs(
+            incarnation=self._claimed,
+            epoch=epoch,
+            folders=(folder,),
+            kept_in=into,
+            occupied=frozenset({folder} if occupied else ()),
+            log=self._logging(seen, folder) if logged else None,
+        )
+        before = self.head.write(change).before or Head()
         self._folders.pop(epoch, None)
-        steps: list[Callable[[], None]] = [lambda: self._log.move(self.seen())]
+        gone = change.gone(before)
+        steps: list[Callable[[], None]] = [lambda: self._log.move(self.head.seen())]
         if into is not None:
-            self._copy_aside(gone)
+            self._copy_aside(change.kept(before))
         elif any(entry.stock for entry in gone.values()):
-            steps.insert(0, partial(self.departures.end, folder, self.incarnation))
+            steps.insert(0, partial(self.stock_removal.finish, folder, self._claimed))
         else:
             steps.insert(0, partial(self.remove_dead, {entry.attempt: folder for entry in gone.values()}))
         return partial(_threads.Pool(1).run, steps)
 
+    def _logging(self, seen: Head, folder: str) -> LogDeleted:
+        """What the deletion of an epoch adds to the log; metrics that the head does not have are read here."""
+        log = LogDeleted(self.names)
+        if not log.needs_metrics(seen, folder):
+            return log
+        attempt = seen.listed[folder].attempt
+        with suppress(EpochCheckpointError, OSError):  # whatever it is, the epoch is deleted
+            record = self._record(folder, attempt)
+            if record is not None:
+                log = dataclasses.replace(log, large={attempt: record.metrics})
+        return log
+
     def roll_back(self, rollback: Rollback) -> None:
-        moved = dict[str, HeadEpoch]()
-
-        def edit(now: Head) -> Head | None:
-            later = {folder: e for folder, e in now.listed.items() if self.names.parse(folder) in rollback.epochs}
-            changes = now.without(*later)
-            for folder, entry in later.items():
-                kept = paths.join(rollback.folder or "", folder)
-                send_off(changes, folder, entry, kept)
-                moved[kept] = entry
-            return now.next(**changes, **now.back_to(rollback.about)) if later else None
-
-        self.change(edit, rollback.about)
-        self._copy_aside(moved)
+        listed = (self.head.seen() or Head()).listed
+        change = UnlistEpochs(
+            incarnation=self._claimed,
+            epoch=rollback.about,
+            folders=tuple(folder for folder in listed if self.names.parse(folder) in rollback.epochs),
+            kept_in=rollback.folder,
+            log=LogGoneBack(rollback.about),
+        )
+        self._copy_aside(change.kept(self.head.write(change).before or Head()))
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
         del rollback  # it is done at once
 
-    def _depart(self, folders: Iterable[str]) -> None:
+    def _remove_steps(self, folders: Iterable[str]) -> None:
         """Moves or removes steps of stock Orbax that are no epochs any more; the next claim does what fails."""
         for folder in folders:
             what = f"{self.store.root}/{folder}: what is left of a step of stock Orbax stays for now"
-            _threads.logged(what, partial(self.departures.end, folder, self.incarnation))
+            _threads.logged(what, partial(self.stock_removal.finish, folder, self._claimed))
 
     def _copy_aside(self, entries: Mapping[str, HeadEpoch]) -> None:
         """Copies the records of epochs that were set aside, for people; their data objects stay where they are.
@@ -681,7 +491,7 @@ class PutCommits(Commits):
         for kept, entry in entries.items():
             folder = kept.partition("/")[2]
             if entry.stock:
-                self._depart([folder])
+                self._remove_steps([folder])
                 continue
             _threads.logged(self.store.root, partial(self._views.remove, folder, entry.attempt))
             path = _record_path(folder, entry.attempt)
@@ -702,26 +512,15 @@ class PutCommits(Commits):
     def attach(self, epoch: int, attempt: str, source: str, metrics: Mapping[str, Any]) -> bool:
         """Adds the metrics of a source to an epoch's entry; False if another attempt, or none, is there by now."""
         folder = self.folder(epoch)
-        wanted = head_turns.Attachment(folder, attempt, source, metrics)
-
-        def edit(now: Head) -> Head | None:
-            epochs = dict(now.epochs)
-            for one in list(self._turns.waiting):
-                entry = epochs.get(one.folder)
-                if entry is not None and entry.attempt == one.attempt and entry.attached.get(one.source) != one.metrics:
-                    epochs[one.folder] = entry.with_attached(one.source, one.metrics)
-            return now.next(epochs=epochs) if epochs != now.epochs else None
-
-        self._turns.waiting.append(wanted)
-        try:
-            return self.change(edit, epoch, fenced=False, pace=head_turns.ATTACHMENTS).has(folder, attempt)
-        finally:
-            self._turns.waiting.remove(wanted)
+        attachment = Attachment(folder, attempt, source, metrics)
+        with self.head.turns.waits(attachment):
+            written = self.head.write(AttachMetrics((attachment,)), head_turns.ATTACHMENTS)
+        return written.head.has(folder, attempt)
 
     def release(self) -> None:
         """See Commits. The head stays, and the next incarnation counts on from it."""
         with suppress(FencedError):
-            self.change(lambda now: None if now.closed else now.next(closed=True), 0)
+            self.head.write(Release(incarnation=self._claimed))
 
 
 def _record_path(folder: str, attempt: str) -> str:

@@ -113,11 +113,11 @@ class HeadEpoch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaving:
+class RemovedStep:
     """A step of stock Orbax that is no epoch any more, and of which objects lie in its folder."""
 
     attempt: str
-    to: str  # the folder of the directory that they are moved to; empty: they are removed
+    kept_in: str  # the folder of the directory that they are moved to; empty: they are removed
 
 
 def _read_folders(fields: codec.Fields, key: str) -> dict[str, str]:
@@ -128,24 +128,24 @@ def _read_folders(fields: codec.Fields, key: str) -> dict[str, str]:
     return found
 
 
-def _read_leaving(fields: codec.Fields, key: str) -> dict[str, Leaving]:
-    steps: dict[str, Leaving] = {}
+def _read_removed_steps(fields: codec.Fields, key: str) -> dict[str, RemovedStep]:
+    steps: dict[str, RemovedStep] = {}
     for folder, found in fields.mapping(key).items():
         if not isinstance(found, list) or len(found) != 2:
             raise fields.fail(key, "attempts, and where they go")
-        attempt, to = found
+        attempt, kept_in = found
         paths.check_recorded_name(fields.path, attempt)
-        to = paths.check_recorded_name(fields.path, to, paths.is_part) if to != "" else ""
-        steps[_folder(fields.path, folder)] = Leaving(attempt=attempt, to=to)
+        kept_in = paths.check_recorded_name(fields.path, kept_in, paths.is_part) if kept_in != "" else ""
+        steps[_folder(fields.path, folder)] = RemovedStep(attempt=attempt, kept_in=kept_in)
     return steps
 
 
-def _write_leaving(leaving: Mapping[str, Leaving]) -> dict[str, list[str]]:
-    return {folder: [step.attempt, step.to] for folder, step in leaving.items()}
+def _write_removed_steps(steps: Mapping[str, RemovedStep]) -> dict[str, list[str]]:
+    return {folder: [step.attempt, step.kept_in] for folder, step in steps.items()}
 
 
 _FOLDERS: codec.Codec[Mapping[str, str]] = codec.Codec(_read_folders)
-_LEAVING: codec.Codec[Mapping[str, Leaving]] = codec.Codec(_read_leaving, _write_leaving)
+_REMOVED_STEPS: codec.Codec[Mapping[str, RemovedStep]] = codec.Codec(_read_removed_steps, _write_removed_steps)
 _LINEAGE = codec.maybe(LINEAGE)
 _OWNER: codec.Codec[Mapping[str, Any]] = codec.Codec(codec.Fields.mapping)
 
@@ -209,8 +209,8 @@ class Head:
     begun: Mapping[str, str] = stored("begun", _FOLDERS, default_factory=dict)  # folders, by attempt
     # The same: nobody reads their objects any more.
     dead: Mapping[str, str] = stored("dead", _FOLDERS, default_factory=dict)
-    # By folder; see `directory.departures`.
-    leaving: Mapping[str, Leaving] = stored("leaving", _LEAVING, default_factory=dict)
+    # By folder; see `directory.stock_steps`.
+    removed_steps: Mapping[str, RemovedStep] = stored("leaving", _REMOVED_STEPS, default_factory=dict)
     # Folders named like epochs that hold something else.
     foreign: tuple[str, ...] = stored("foreign", codec.names(paths.is_part), default=())
     # Of deleted epochs: the last lines, which come after those of the parts.
@@ -272,9 +272,9 @@ class Head:
         count = min(max(moved - self.logged, 0), len(self.log))
         return self.next(dead=dead, log=self.log[count:], logged=self.logged + count)
 
-    def back_to(self, epoch: int) -> dict[str, Any]:
-        """What a change adds to the log where the epochs after this one have not been, for all that comes after."""
-        return {"log": (*self.log, Line(epoch, back=True))} if self.log or self.logged else {}
+    def back_to(self, epoch: int) -> tuple[Line, ...]:
+        """The line that says in the log that the epochs after this one count no more; none where the log is empty."""
+        return (Line(epoch, back=True),) if self.log or self.logged else ()
 
     @property
     def listed(self) -> dict[str, HeadEpoch]:
@@ -285,15 +285,21 @@ class Head:
         """The head after a change."""
         return dataclasses.replace(self, **changes, change=paths.new_id())
 
-    def without(self, *folders: str, attempt: str = "") -> dict[str, dict[str, Any]]:
-        """What a change may change, as dicts of its own: epochs of folders are gone, and the attempt is not begun."""
-        names = ("epochs", "stock", "begun", "dead", "aside", "leaving")
-        changes: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in names}
-        changes["begun"].pop(attempt, None)
-        for folder in folders:
-            changes["epochs"].pop(folder, None)
-            changes["stock"].pop(folder, None)
-        return changes
+    def unlisting(self, folder: str, kept_in: str | None) -> Head:
+        """The head after an epoch has ceased to count: it is kept as `<kept_in>/<folder>`, or what it wrote is dead."""
+        entry = self.listed[folder]
+        epochs = {name: other for name, other in self.epochs.items() if name != folder}
+        stock = {name: other for name, other in self.stock.items() if name != folder}
+        aside = dict(self.aside)
+        dead = dict(self.dead)
+        removed_steps = dict(self.removed_steps)
+        if kept_in is not None:
+            aside[paths.join(kept_in, folder)] = entry
+        if entry.stock:
+            removed_steps[folder] = RemovedStep(attempt=entry.attempt, kept_in=kept_in or "")
+        elif kept_in is None:
+            dead[entry.attempt] = folder
+        return self.next(epochs=epochs, stock=stock, aside=aside, dead=dead, removed_steps=removed_steps)
 
     def claimed(self, owner: Mapping[str, Any], foreign: tuple[str, ...]) -> Head:
         """The head of the next incarnation: nothing that an earlier one has begun can be committed any more."""
@@ -306,18 +312,8 @@ class Head:
             begun={},
             dead={**self.dead, **self.begun},
             foreign=foreign,
-            **({} if self.listed else self.back_to(-1)),
+            log=self.log if self.listed else (*self.log, *self.back_to(-1)),
         )
-
-
-def send_off(changes: dict[str, dict[str, Any]], folder: str, entry: HeadEpoch, kept: str | None) -> None:
-    """Notes in a change what becomes of an epoch that counts no more: it is kept, as `<name>/<folder>`, or dead."""
-    if kept is not None:
-        changes["aside"][kept] = entry
-    if entry.stock:
-        changes["leaving"][folder] = Leaving(entry.attempt, (kept or "").partition("/")[0])
-    elif kept is None:
-        changes["dead"][entry.attempt] = folder
 
 
 def _nodes(fields: codec.Fields) -> list[Any]:

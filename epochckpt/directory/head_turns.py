@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from epochckpt.directory.head_changes import Attachment
     from epochckpt.storage import Store
 
 
@@ -38,16 +39,6 @@ SAVES = Pace()
 ATTACHMENTS = Pace((0.0, 0.0, 1.0, 2.0, 4.0, 8.0, *(16.0,) * 50), 600.0, yields=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Attachment:
-    """Metrics that a source gives for an attempt, which is the epoch of a folder."""
-
-    folder: str
-    attempt: str
-    source: str
-    metrics: Mapping[str, Any]
-
-
 class Turns:
     """The turns of the writers of one head.
 
@@ -59,6 +50,15 @@ class Turns:
         self.waiting: list[Attachment] = []
         self._changed = threading.Condition()
         self._taken, self._urgent = False, 0  # whether somebody's turn it is; who waits that does not yield
+
+    @contextmanager
+    def waits(self, attachment: Attachment) -> Generator[None]:
+        """An attachment waits during the block: whoever attaches meanwhile takes it along."""
+        self.waiting.append(attachment)
+        try:
+            yield
+        finally:
+            self.waiting.remove(attachment)
 
     @contextmanager
     def taken(self, pace: Pace) -> Generator[None]:

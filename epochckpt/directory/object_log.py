@@ -8,49 +8,26 @@ says: whoever moves them, be it late or twice, writes the same part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from epochckpt import _threads
-from epochckpt.directory import attached_metrics, metrics_log
+from epochckpt.directory import metrics_log
 from epochckpt.directory.metrics_log import COLLECTED, Line
-from epochckpt.errors import EpochCheckpointError
-from epochckpt.format import EpochRecord, paths
+from epochckpt.format import paths
 
 if TYPE_CHECKING:
+    from epochckpt.directory.head_object import HeadObject
     from epochckpt.directory.head_record import Head
     from epochckpt.storage import Store
 
 
 class ObjectLog:
-    """The log of one directory.
+    """The log of one directory."""
 
-    Attributes:
-        moved: the number of the last line that is in a part, as far as this process knows.
-    """
-
-    def __init__(self, store: Store):
-        self._store, self.moved = store, 0
-
-    def noting(
-        self,
-        now: Head,
-        folder: str,
-        number_of: Callable[[str], int | None],
-        read: Callable[[str, str], EpochRecord | None],
-    ) -> dict[str, Any]:
-        """What the deletion of an epoch adds to the head; `read` gives the record of an attempt in a folder."""
-        epoch, entry = number_of(folder) or 0, now.listed[folder]
-        others = [number for name in now.listed if (number := number_of(name)) not in (None, epoch)]
-        if all(number < epoch for number in others):
-            return now.back_to(max(others, default=-1))
-        metrics = entry.metrics
-        if entry.large:
-            with suppress(EpochCheckpointError, OSError):  # whatever it is, the epoch is deleted
-                metrics = getattr(read(folder, entry.attempt), "metrics", None)
-        line = Line.of(epoch, entry.attempt, entry.committed_ns, attached_metrics.merge(metrics, entry.attached))
-        return {"log": (*now.log, line)} if line else {}
+    def __init__(self, store: Store, head: HeadObject):
+        self._store = store
+        self._head = head
 
     def deleted(self, now: Head) -> dict[int, Line]:
         """See `Commits.deleted`; if lines have been moved, one listing, and one request for each part."""
@@ -59,7 +36,7 @@ class ObjectLog:
 
     def move(self, now: Head | None) -> None:
         """Moves lines of the head to parts if they are many; a failure is logged."""
-        if now is not None and self.moved < now.logged + len(_part(now.lines)):
+        if now is not None and self._head.moved < now.logged + len(_part(now.lines)):
             what = f"{self._store.root}: the metrics of deleted epochs stay in the head for now"
             _threads.logged(what, lambda: self._move(now.lines))
 
@@ -69,7 +46,8 @@ class ObjectLog:
                 with suppress(FileExistsError):  # it was moved before
                     data = b"".join(line.to_bytes() for line in part)
                     self._store.create(paths.metrics_part(part[0].number), data)
-            self.moved, lines = part[-1].number, lines[len(part) :]
+            self._head.moved = part[-1].number
+            lines = lines[len(part) :]
 
 
 def _part(lines: list[Line]) -> list[Line]:

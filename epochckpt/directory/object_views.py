@@ -18,6 +18,7 @@ from epochckpt.orbax import Views, object_view
 from epochckpt.orbax.steps import COMMIT
 
 if TYPE_CHECKING:
+    from epochckpt.directory.head_object import HeadObject
     from epochckpt.directory.head_record import Head, HeadEpoch
     from epochckpt.orbax.view import View
     from epochckpt.storage import Store
@@ -28,11 +29,11 @@ class ObjectViews:
 
     Args:
         store: the directory.
-        head: the head as it is now.
+        head: the head of it.
         read: an attempt's record with its items, by folder and attempt; None if it is not there.
     """
 
-    def __init__(self, store: Store, head: Callable[[], Head | None], read: Callable[[str, str], EpochRecord | None]):
+    def __init__(self, store: Store, head: HeadObject, read: Callable[[str, str], EpochRecord | None]):
         self._store, self._head, self._read = store, head, read
         self._wanted = object_view.is_of_use(store)
         self._views = Views()
@@ -65,8 +66,8 @@ class ObjectViews:
 
     def _show(self, folder: str, attempt: str, view: View, old: HeadEpoch | None = None) -> None:
         def still() -> bool:
-            found = self._head()
-            return found is not None and folder not in found.leaving and found.has(folder, attempt)
+            found = self._head.read()
+            return found is not None and folder not in found.removed_steps and found.has(folder, attempt)
 
         with self._changing:
             if old is not None and not old.stock:
@@ -90,8 +91,8 @@ class ObjectViews:
                 object_view.remove(self._store, folder, self._record(folder, attempt))
 
     def _is_free(self, folder: str) -> bool:
-        found = self._head()
-        return found is not None and folder not in found.listed and folder not in found.leaving
+        found = self._head.read()
+        return found is not None and folder not in found.listed and folder not in found.removed_steps
 
     def remove_all(self, folder: str, attempts: Container[str], files: Collection[str]) -> None:
         """The same for those attempts that were an epoch, by the files of the folder."""
@@ -114,8 +115,8 @@ class ObjectViews:
             if lost and object_view.is_complete(self._store, folder):
                 self.remove(folder, entry.attempt)
         newest = max(found.epochs, key=lambda folder: found.epochs[folder].committed_ns)
-        left = (self._head() or found).leaving if found.leaving else {}
-        for folder in {newest, *(found.leaving.keys() & found.epochs.keys())} - left.keys():
+        left = (self._head.read() or found).removed_steps if found.removed_steps else {}
+        for folder in {newest, *(found.removed_steps.keys() & found.epochs.keys())} - left.keys():
             attempt = found.epochs[folder].attempt
             if object_view.is_complete(self._store, folder):
                 continue

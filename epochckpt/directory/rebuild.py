@@ -12,8 +12,8 @@ from collections.abc import Container, Iterator, Mapping
 from epochckpt import errors
 from epochckpt.directory import attached_metrics, metrics_log, owners
 from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_changes import TakeIn, head_has_changed
 from epochckpt.directory.head_record import Head, HeadEpoch
-from epochckpt.directory.lineage import ClaimDirectly
 from epochckpt.format import EpochRecord, parsing, paths
 
 
@@ -36,9 +36,9 @@ def look(commits: PutCommits) -> Rebuilt:
         InvalidArgumentError: the head can be used, and a run that may be alive has not closed the directory.
         FormatVersionError: a newer epochckpt has written it; or the head is lost, and it has written epochs.
     """
-    seen = commits.read_bytes()  # before the look: a head that changes in between is not replaced
+    seen = commits.head.read_bytes()  # before the look: a head that changes in between is not replaced
     try:
-        head, problem = commits.head(), ""
+        head, problem = commits.head.read(), ""
     except errors.FormatVersionError:
         raise
     except (errors.DamagedError, errors.FormatError) as error:
@@ -88,23 +88,10 @@ def write(commits: PutCommits, found: Rebuilt) -> None:
 
     InvalidArgumentError: the head is not what was looked at any more.
     """
-    changed = errors.InvalidArgumentError(
-        f"{commits.store.root}: {paths.HEAD} has changed since it was looked at: a run, or another repair, has written "
-        "it. Nothing was changed here; look again"
-    )
-
-    def take_in(now: Head) -> Head | None:
-        epochs, aside = {**found.epochs, **now.epochs}, {**found.aside, **now.aside}
-        if (epochs, aside) == (now.epochs, now.aside):
-            return None
-        if now.change != found.change:
-            raise changed
-        foreign = tuple(name for name in now.foreign if name not in epochs)
-        # What is taken in was not written by the directory whose mirror this is, perhaps.
-        return now.next(epochs=epochs, aside=aside, foreign=foreign, lineage=ClaimDirectly().apply(now.lineage))
-
     if not found.problem:
-        commits.change(take_in, 0, fenced=False)
+        root = commits.store.root
+        change = TakeIn(root=root, epochs=found.epochs, aside=found.aside, expected=found.change)
+        commits.head.write(change)
         return
     attempts = [entry.attempt for entries in (found.epochs, found.aside) for entry in entries.values()]
     runs = {attempt.partition("-")[0] for attempt in attempts}
@@ -114,8 +101,8 @@ def write(commits: PutCommits, found: Rebuilt) -> None:
     foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
     logged = max((line.number for line in metrics_log.read_parts(commits.store)), default=0)
     head = head.claimed(owners.current(), foreign).next(closed=True, stock=stock, logged=logged)
-    if not commits.write_rebuilt(found.seen, head):
-        raise changed
+    if not commits.head.write_rebuilt(found.seen, head):
+        raise head_has_changed(commits.store.root)
 
 
 def _record(commits: PutCommits, where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:

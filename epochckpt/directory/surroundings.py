@@ -61,7 +61,7 @@ def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head
     def look(folder: str) -> None:
         epoch = names.parse(folder)
         if epoch is not None and steps.is_step(store, folder, lambda name: names.parse(name) is not None):
-            step, gone = HeadEpoch.of(steps.read(store, folder, epoch)), known.leaving.get(folder)
+            step, gone = HeadEpoch.of(steps.read(store, folder, epoch)), known.removed_steps.get(folder)
             if gone is None or gone.attempt != step.attempt:
                 found[folder] = step
 

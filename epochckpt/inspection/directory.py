@@ -154,7 +154,7 @@ class Inspection(Container):
     def _has_head(self) -> bool:
         """Whether it is a bucket, and has its head as when it was opened."""
         with scan.access(self.commits.store):
-            return scan.in_bucket(self.commits) and not self.commits.names.only and self.commits.head() is not None
+            return scan.in_bucket(self.commits) and not self.commits.names.only and self.commits.head.read() is not None
 
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
         """The row of every committed epoch, also of those that cannot be read, ascending.

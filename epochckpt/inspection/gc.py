@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from epochckpt import _threads, _units
 from epochckpt.directory import Commits, placing
 from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_changes import ForgetDead, ForgetKept, GiveUp, Refresh, RemoveKeptSteps
 from epochckpt.directory.head_record import Head
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
 from epochckpt.format import paths
@@ -116,7 +117,7 @@ class _Search:
 
     def _in_bucket(self, commits: PutCommits, todelete_subdir: str | None) -> list[LeftoverRow]:
         things, now_ns = objects.all_things(commits, todelete_subdir), self._now_ns()
-        head = commits.seen() or Head()
+        head = commits.head.seen() or Head()
         found = list[LeftoverRow]()
         for thing in things:
             if thing.kind == ATTEMPT:
@@ -194,7 +195,7 @@ class _Search:
             return reason
         folder, _, name = row.path.rpartition("/")
         if row.kind == DELETED and not folder:  # a step of stock Orbax
-            commits.departures.end(name)
+            commits.stock_removal.finish(name)
         elif row.kind in (ATTEMPT, DELETED):
             _bury(commits, {name: folder})
         else:
@@ -217,39 +218,22 @@ def _row(attempt: EpochRow) -> LeftoverRow:
 def _clock_ns(commits: PutCommits) -> int:
     """The time by the store's clock, nanoseconds since 1970: that of a change of the head, which is made now."""
     folder, _, name = paths.HEAD.partition("/")
-    commits.change(lambda now: now.next(), 0, fenced=False)
+    commits.head.write(Refresh())
     return next(file.written_ns for file in commits.store.files(folder) if file.path == name)
 
 
 def _bury(commits: PutCommits, attempts: Mapping[str, str]) -> None:
     """Removes attempts, by id the folder, also those that a run has begun: from now on they are dead."""
-
-    def edit(now: Head) -> Head | None:
-        begun = {a: f for a, f in now.begun.items() if a not in attempts}
-        dead = {a: f for a, f in now.begun.items() if a in attempts}
-        return now.next(begun=begun, dead={**now.dead, **dead}) if dead else None
-
-    named = commits.change(edit, 0, fenced=False).named
+    named = commits.head.write(GiveUp(incarnation=None, attempts=frozenset(attempts))).head.named
     commits.remove_dead({a: f for a, f in attempts.items() if a not in named})
-    commits.change(lambda now: now.next() if commits.swept & now.dead.keys() else None, 0, fenced=False)
+    commits.head.write(ForgetDead(frozenset(commits.head.swept)))
 
 
 def _bury_aside(commits: PutCommits, name: str) -> None:
     """Removes the epochs that were set aside under a name."""
-
-    def stay(now: Head) -> Head | None:
-        leaving = {f: dataclasses.replace(step, to="") if step.to == name else step for f, step in now.leaving.items()}
-        return now.next(leaving=leaving) if leaving != now.leaving else None
-
-    def forget(now: Head) -> Head | None:
-        gone = {kept: entry for kept, entry in now.aside.items() if named.get(kept) == entry}
-        attempts = {entry.attempt: kept.partition("/")[2] for kept, entry in gone.items() if not entry.stock}
-        aside = {kept: entry for kept, entry in now.aside.items() if kept not in gone}
-        return now.next(aside=aside, dead={**now.dead, **attempts}) if gone else None
-
-    now = commits.change(stay, 0, fenced=False)
-    named = {kept: entry for kept, entry in now.aside.items() if kept.startswith(f"{name}/")}
-    for folder in (folder for folder, step in now.leaving.items() if not step.to):
-        commits.departures.end(folder)
+    now = commits.head.write(RemoveKeptSteps(name)).head
+    kept = {place: entry for place, entry in now.aside.items() if place.startswith(f"{name}/")}
+    for folder in (folder for folder, step in now.removed_steps.items() if not step.kept_in):
+        commits.stock_removal.finish(folder)
     commits.store.remove_tree(name)  # named by the head until nothing is left: the next one goes on
-    _bury(commits, commits.change(forget, 0, fenced=False).dead)
+    _bury(commits, commits.head.write(ForgetKept(kept)).head.dead)

@@ -67,9 +67,9 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
         attempt, epoch = paths.attempt_in(below) or "", commits.names.parse(folder)
         if attempt in aside or folder in aside.values():
             return _aside(commits, head, aside.get(attempt, folder), todelete_subdir)
-        if not attempt and folder in head.leaving and folder not in head.epochs:
-            if to := head.leaving[folder].to:
-                return _aside(commits, head, to, todelete_subdir)
+        if not attempt and folder in head.removed_steps and folder not in head.epochs:
+            if kept_in := head.removed_steps[folder].kept_in:
+                return _aside(commits, head, kept_in, todelete_subdir)
             return Thing(folder, rows.DELETED, epoch, detail="a deleted step of stock Orbax: no reader looks at it")
         if attempt not in unfinished:
             entry = listed.get(folder)
@@ -178,7 +178,7 @@ def _other(commits: PutCommits, name: str, todelete_subdir: str | None) -> Thing
 def all_things(commits: PutCommits, todelete_subdir: str | None = None) -> list[Thing]:
     """All things in the directory, by one listing of everything. The head is read after it: it knows all attempts."""
     files = commits.store.files("")
-    return sort(commits, commits.head() or Head(), files, todelete_subdir)
+    return sort(commits, commits.head.read() or Head(), files, todelete_subdir)
 
 
 def attempts(commits: PutCommits, head: Head, now_ns: int) -> list[EpochRow]:
@@ -199,7 +199,7 @@ def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | 
     except AccessError as error:
         found.problems["what lies beside the epochs"] = str(error)
         return found
-    begun, dead = sorted(set(head.begun.values())), sorted({*head.dead.values(), *head.leaving})
+    begun, dead = sorted(set(head.begun.values())), sorted({*head.dead.values(), *head.removed_steps})
     known = {*_listed_in(commits, head), *begun, *dead, *(kept.partition("/")[2] for kept in head.aside)}
     unknown = [name for name in names if name not in known and commits.names.parse(name) is not None]
     unknown += [name for name in names if _other(commits, name, todelete_subdir).kind == rows.FOREIGN]

@@ -83,7 +83,7 @@ def open_commits(
                 os.lstat(store.root)
             if not os.path.isdir(store.root):
                 raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
-        if in_bucket(commits) and commits.head() is not None:
+        if in_bucket(commits) and commits.head.read() is not None:
             return commits
         found = {entry.name: entry.is_folder for entry in store.list("")}
         if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
@@ -209,7 +209,7 @@ def brief(commits: PutCommits, epoch: int, entry: HeadEpoch) -> EpochRow:
 def find(commits: Commits, epoch: int) -> EpochRow | None:
     """The row of an epoch, as its record and attached metrics say; None if there is none of this number."""
     if in_bucket(commits):
-        commits.head()  # as it is now
+        commits.head.read()  # as it is now
         if epoch not in commits.entries():
             return None
     row = None if epoch in commits.hidden() else read(commits, commits.folder(epoch), epoch)
@@ -376,7 +376,7 @@ def checked(commits: Commits, row: EpochRow) -> EpochRow:
             found = _checked_objects(commits, row)
             if found.state == COMMITTED:
                 return found
-            commits.head()
+            commits.head.read()
             attempt = commits.seen_attempt(row.epoch)
             if attempt in (None, found.attempt):
                 return row if attempt is None else found
@@ -540,7 +540,7 @@ class _Scan:
     def _read_head(self, commits: PutCommits, limit: int | None, todelete_subdir: str | None) -> leftovers.Leftovers:
         """Makes the rows of an object store; returns what lies beside the epochs."""
         entries = commits.entries()
-        found = objects.beside(commits, commits.seen() or Head(), time.time_ns(), todelete_subdir)
+        found = objects.beside(commits, commits.head.seen() or Head(), time.time_ns(), todelete_subdir)
         self._rows = {epoch: brief(commits, epoch, entry) for epoch, entry in entries.items()}
         # Metrics that are too large for the head are in the record: they are read for what is shown, and to compare.
         listed = entries if limit is None or self._metric is not None else sorted(entries)[-limit or len(entries) :]

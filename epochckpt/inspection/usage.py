@@ -66,7 +66,7 @@ def _numbers(commits: Commits, folder: str) -> tuple[int, ...]:
 
 def _in_bucket(commits: PutCommits, todelete_subdir: str | None) -> list[UsageRow]:
     things = objects.all_things(commits, todelete_subdir)
-    head, now_ns = commits.seen() or Head(), time.time_ns()
+    head, now_ns = commits.head.seen() or Head(), time.time_ns()
     found = []
     for thing in things:
         kind, epochs = thing.kind, thing.epochs or (() if thing.epoch is None else (thing.epoch,))

@@ -112,7 +112,7 @@ class Watcher:
         """The attempts that lie there, dead ones too; the head of an object store is read first."""
         if not scan.in_bucket(self._commits):
             return leftovers.find(self._commits, now_ns).attempts
-        head = self._commits.head()
+        head = self._commits.head.read()
         if head is None:
             self._commits.scan()  # raises where there are epochs without a head
             return []

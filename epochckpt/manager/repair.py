@@ -61,7 +61,7 @@ def repair(commits: Commits, epoch: int) -> list[str]:
         raise UnsupportedError(f"{store.root}/{folder}: {problem}")
     if record.objects:
         if isinstance(commits, PutCommits):
-            commits.departures.end(folder)  # of a step of stock Orbax that the epoch has replaced
+            commits.stock_removal.finish(folder)  # of a step of stock Orbax that the epoch has replaced
         return object_view.repair(store, folder, record, lambda: commits.read_attempt(epoch) == record.attempt)
     return linked_view.repair(store, folder, record)
 

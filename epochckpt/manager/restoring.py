@@ -25,7 +25,7 @@ from epochckpt.manager.readers import Readers, apart
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import step_log
 from epochckpt.orbax.step_log import StepLog
-from epochckpt.saving import Attempts, History
+from epochckpt.saving import History, SaveQueue
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -80,7 +80,7 @@ class ReadAhead(Generic[T]):
         self._asked = _threads.Once()
 
     def __call__(self, epoch: int) -> T:
-        ahead = epoch == self.epoch and self._asked.claim()
+        ahead = epoch == self.epoch and self._asked.first()
         return self.future.result() if ahead else self._restore(epoch)
 
 
@@ -103,7 +103,7 @@ def finished_by_caller(finish: Callable[[], T], after: Future[T] | None) -> Resp
     def wait(timeout: float | None) -> T:
         if after is not None and not after.wait(timeout):
             raise TimeoutError(f"no result within {timeout} s")
-        if once.claim():
+        if once.first():
             found.run(finish)
         return found.result(timeout)
 
@@ -119,12 +119,12 @@ class Restores:
         self,
         commits: Commits,
         history: History,
-        attempts: Attempts,
+        saves: SaveQueue,
         step_log: StepLog,
         storage: StorageOptions,
         look: Callable[[], None],
     ):
-        self._commits, self._history, self._attempts, self._step_log = commits, history, attempts, step_log
+        self._commits, self._history, self._saves, self._step_log = commits, history, saves, step_log
         self._storage, self._look = storage, look
         self._reading = weakref.WeakSet[Future]()  # a result is its caller's alone
 
@@ -177,7 +177,7 @@ class Restores:
     def _run(self, step: int | None, asked: Asked[T], ahead: Callable[[int], T] | None, notes: Mapping[str, int]) -> T:
         readers, use = asked
         began = time.monotonic()
-        self._attempts.drain(step)
+        self._saves.drain(step)
         read = time.monotonic()
         self._step_log.restoring()
         restore = ahead or (lambda epoch: readers.restore(epoch, use))

@@ -28,7 +28,7 @@ from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
-from epochckpt.saving.attempt import Attempt
+from epochckpt.saving.save import Save
 from epochckpt.saving.survey import Completing, Survey
 from epochckpt.storage import open_store
 
@@ -126,11 +126,11 @@ class JobDirectory(abc.ABC):
     @abc.abstractmethod
     def commit(
         self,
-        attempt: Attempt,
+        save: Save,
         save_id: str,
         record: bytes,
         check: Callable[[], None],
-        key: Callable[[str, Attempt], str],
+        key: Callable[[str, Save], str],
     ) -> Callable[[], None] | None:
         """On the primary: commits a save that all nodes have written; `check` raises what forbids it.
 
@@ -140,10 +140,10 @@ class JobDirectory(abc.ABC):
     @abc.abstractmethod
     def verdict(
         self,
-        attempt: Attempt,
+        save: Save,
         save_id: str,
         hear: Callable[[str], Mapping[str, Any]],
-        key: Callable[[str, Attempt], str],
+        key: Callable[[str, Save], str],
     ) -> Mapping[str, Any]:
         """On the other processes: the primary's verdict, once this process has done its part of the commit.
 
@@ -151,7 +151,7 @@ class JobDirectory(abc.ABC):
         """
 
     @abc.abstractmethod
-    def take_back(self, attempt: Attempt, save_id: str, failure: BaseException) -> BaseException:
+    def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:
         """On every process: takes what this process has of a failed save out of sight.
 
         Returns why the save has failed; an UncertainError if that could not be done.

@@ -4,9 +4,9 @@ Promises: a copy is a commit of its own, compared with its checksums on the way;
 time, and whoever finds another one's claim there writes nothing; no address that comes out of a directory is opened.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.tiers.directory_per_host import DirectoryPerHost
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from epochckpt.tiers.mirror import Mirror, viewed
     from epochckpt.tiers.shared_directory import SharedDirectory
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "DirectoryPerHost": "directory_per_host",
             "EpochCopy": "epoch_copy",
             "HostRecord": "host_record",
@@ -30,8 +30,9 @@ else:
             "read_ledger": "ledger",
             "Mirror": "mirror",
             "viewed": "mirror",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __all__ = [
     "DirectoryPerHost",

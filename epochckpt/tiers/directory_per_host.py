@@ -6,8 +6,8 @@ See `StorageOptions.local_disks`, and `disks` for which epochs count. Guarantees
 - a save is committed in two phases. Once all nodes have written, the primary offers the commit record, every process
   puts its part in place, and the verdict is that all have. A save that fails after that is taken back everywhere, on
   the primary before its verdict;
-- that is: the primary says `record/<attempt>/0` before the verdict, or in its place where the attempt has failed by
-  then, and the others tell below `placed/<attempt>`. No process waits for these answers while it trains, so this is
+- that is: the primary says `record/<save>/0` before the verdict, or in its place where the save has failed by
+  then, and the others tell below `placed/<save>`. No process waits for these answers while it trains, so this is
   no collective call: its halves `tell` and `collect` are made where the save has got to;
 - what is left of a commit that a kill has interrupted is on some of the disks only. The next claim moves it aside.
 """
@@ -30,7 +30,7 @@ from epochckpt.directory import Commits
 from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.directory.rename import RenameCommits
 from epochckpt.format import paths
-from epochckpt.saving import Attempt, opening
+from epochckpt.saving import Save, opening
 from epochckpt.saving.job_directory import JobDirectory, Place
 from epochckpt.saving.survey import Completing, Survey
 from epochckpt.tiers import disks, host_record
@@ -172,11 +172,11 @@ class DirectoryPerHost(JobDirectory):
 
     def commit(
         self,
-        attempt: Attempt,
+        save: Save,
         save_id: str,
         record: bytes,
         check: Callable[[], None],
-        key: Callable[[str, Attempt], str],
+        key: Callable[[str, Save], str],
     ) -> None:
         """Has all processes put their part of a save in place, and waits until they have.
 
@@ -184,53 +184,53 @@ class DirectoryPerHost(JobDirectory):
         """
         check()
         text = base64.b64encode(zlib.compress(record, 1)).decode()
-        self.coordinator.put(f"{key('record', attempt)}/0", {"record": text})
-        attempt.offered = True
-        self._keys.add(self.coordinator, key("record", attempt), key("placed", attempt))
-        self.commits.publish(attempt.epoch, save_id, record, lambda: None, attempt.replaces)
-        patience = Timeouts(collect_secs=max(attempt.deadline.left(), _PLACING_SECS), hear_secs=0.0)
+        self.coordinator.put(f"{key('record', save)}/0", {"record": text})
+        save.offered = True
+        self._keys.add(self.coordinator, key("record", save), key("placed", save))
+        self.commits.publish(save.epoch, save_id, record, lambda: None, save.request.replaces)
+        patience = Timeouts(collect_secs=max(save.deadline.left(), _PLACING_SECS), hear_secs=0.0)
         try:
-            collective.collect(self.coordinator, key("placed", attempt), patience)
+            collective.collect(self.coordinator, key("placed", save), patience)
         except errors.CoordinationTimeoutError as error:
-            raise errors.SaveError(attempt.epoch, f"its commit is not on all disks: {error}") from error
+            raise errors.SaveError(save.epoch, f"its commit is not on all disks: {error}") from error
 
     def verdict(
         self,
-        attempt: Attempt,
+        save: Save,
         save_id: str,
         hear: Callable[[str], Mapping[str, Any]],
-        key: Callable[[str, Attempt], str],
+        key: Callable[[str, Save], str],
     ) -> Mapping[str, Any]:
         first = hear("record")
         if "record" not in first:
             return first
-        self._place(first["record"], key("placed", attempt), attempt, save_id)
+        self._put_in_place(first["record"], key("placed", save), save, save_id)
         return hear("verdict")
 
-    def _place(self, offered: str, key: str, attempt: Attempt, save_id: str) -> None:
+    def _put_in_place(self, offered: str, key: str, save: Save, save_id: str) -> None:
         """Puts this process's part in place, and tells the primary."""
 
         def placed() -> None:
             record = zlib.decompress(base64.b64decode(offered))
-            here = attempt.replaces
-            if here is not None:  # it was found damaged together, and here it may be another attempt
-                here = ReplaceCondition(self.commits.read_attempt(attempt.epoch), here.damage)
-            self.commits.publish(attempt.epoch, save_id, record, lambda: None, here)
+            here = save.request.replaces
+            if here is not None:  # it was found damaged together, and here it may be another save
+                here = ReplaceCondition(self.commits.read_attempt(save.epoch), here.damage)
+            self.commits.publish(save.epoch, save_id, record, lambda: None, here)
 
         failure = collective.tell(self.coordinator, key, placed)
         if failure is not None:
             raise failure
 
-    def take_back(self, attempt: Attempt, save_id: str, failure: BaseException) -> BaseException:
+    def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:
         """Takes this process's part of a failed save out of sight, if it is in place, and removes it."""
-        if self.coordinator.primary and not attempt.offered:
+        if self.coordinator.primary and not save.offered:
             return failure
         try:
-            if self.commits.incarnation and self.commits.read_attempt(attempt.epoch) == save_id:
-                self.commits.hide(attempt.epoch)()
+            if self.commits.incarnation and self.commits.read_attempt(save.epoch) == save_id:
+                self.commits.hide(save.epoch)()
         except Exception as problem:
             reason = f"{errors.say(failure)}; and it could not be taken out of sight here ({errors.say(problem)})"
-            return errors.UncertainError(attempt.epoch, reason)
+            return errors.UncertainError(save.epoch, reason)
         return failure
 
     def here(self, epochs: Sequence[int]) -> Sequence[int]:

@@ -10,7 +10,7 @@ from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.directory import Commits
 from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.format import paths
-from epochckpt.saving import Attempt, survey
+from epochckpt.saving import Save, survey
 from epochckpt.saving.job_directory import JobDirectory, Place
 from epochckpt.saving.survey import Completing, Survey
 from epochckpt.tiers.host_record import read_host_record
@@ -72,27 +72,27 @@ class SharedDirectory(JobDirectory):
 
     def commit(
         self,
-        attempt: Attempt,
+        save: Save,
         save_id: str,
         record: bytes,
         check: Callable[[], None],
-        key: Callable[[str, Attempt], str],
+        key: Callable[[str, Save], str],
     ) -> Callable[[], None] | None:
         del key
-        return self.commits.publish(attempt.epoch, save_id, record, check, attempt.replaces)
+        return self.commits.publish(save.epoch, save_id, record, check, save.request.replaces)
 
     def verdict(
         self,
-        attempt: Attempt,
+        save: Save,
         save_id: str,
         hear: Callable[[str], Mapping[str, Any]],
-        key: Callable[[str, Attempt], str],
+        key: Callable[[str, Save], str],
     ) -> Mapping[str, Any]:
-        del attempt, save_id, key
+        del save, save_id, key
         return hear("verdict")
 
-    def take_back(self, attempt: Attempt, save_id: str, failure: BaseException) -> BaseException:
-        del attempt, save_id
+    def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:
+        del save, save_id
         return failure
 
     def here(self, epochs: Sequence[int]) -> Sequence[int]:

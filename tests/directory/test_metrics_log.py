@@ -20,6 +20,7 @@ import epochckpt as ec
 from epochckpt.cli import main
 from epochckpt.directory import commits_of, metrics_log, object_log
 from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_object import HeadObject
 from epochckpt.directory.metrics_log import Line
 from epochckpt.directory.object_log import ObjectLog
 from epochckpt.format import paths
@@ -201,11 +202,11 @@ def test_lines_of_a_bucket_move_to_parts(monkeypatch: pytest.MonkeyPatch) -> Non
         save(manager, range(1, 7))
         commits = commits_of(store, StepNames.of(ocp.CheckpointManagerOptions()))
         assert isinstance(commits, PutCommits)
-        stale.append(commits.head())
+        stale.append(commits.head.read())
         save(manager, range(7, 13))
         manager.rollback_to(11)
         save(manager, {12: 120.0, 13: 130.0, 14: 140.0})
-        head = commits.head()
+        head = commits.head.read()
         assert head is not None
         assert head.logged >= 8
         assert len(head.log) <= 4
@@ -213,7 +214,7 @@ def test_lines_of_a_bucket_move_to_parts(monkeypatch: pytest.MonkeyPatch) -> Non
         numbers = [line.number for line in metrics_log.read_parts(store)]
         assert numbers == [*range(1, len(numbers) + 1)]
         assert len(numbers) >= head.logged
-        ObjectLog(store).move(stale[0])
+        ObjectLog(store, HeadObject(store)).move(stale[0])
         assert parts_in(store) == parts
         assert len(parts) >= 2
         assert {len(metrics_log.parse(data)) for data in parts.values()} == {4}

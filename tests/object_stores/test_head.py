@@ -224,11 +224,11 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     cloud.proxy.decide = lambda request: (
         None if request.target in seen else seen.add(request.target) or Fault(lost=True)
     )
-    newer.remove_dead(newer.head().dead)  # type: ignore[union-attr,attr-defined]
+    newer.remove_dead(newer.head.read().dead)  # type: ignore[union-attr,attr-defined]
     cloud.proxy.decide = lambda request: None
     assert not [path for path in tree_of(store) if "-9/" in path]
     newer.begin(3, f"{newer.incarnation}-3-0")
-    assert newer.head().dead == {}  # type: ignore[union-attr,attr-defined]
+    assert newer.head.read().dead == {}  # type: ignore[union-attr,attr-defined]
     assert values(url) == {1: 1}
     assert isinstance(store, ObjectStore)
     np.testing.assert_array_equal(ec.CheckpointManager(url).restore(1)["w"], np.ones(3))

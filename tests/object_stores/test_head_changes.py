@@ -19,6 +19,7 @@ from epochckpt import errors
 from epochckpt.cli import main
 from epochckpt.directory import commits_of, head_turns, rebuild
 from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_changes import Refresh
 from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import object_client, object_store, open_store, store
@@ -168,7 +169,7 @@ def writers(url: str) -> dict[str, Callable[[], object]]:
 
     return {
         "claim": claim,
-        "change": lambda: commits(url).change(lambda now: now.next(closed=True), 0, fenced=False),
+        "change": lambda: commits(url).head.write(Refresh()),
         "put": lambda: open_store(url).put(paths.HEAD, b"x", draft="", replace=True),
     }
 
@@ -187,7 +188,7 @@ def test_reads_that_are_out_of_date_end_in_an_error_that_says_so(cloud: Bucket, 
 
     cloud.proxy.decide = lambda request: Fault(rewrite=cached) if is_head(request) and request.kind == "GET" else None
     call = writers(url)[what]
-    commits(url).head()  # fills the cache
+    commits(url).head.read()  # fills the cache
     head = open_store(url).read(paths.HEAD, limit_bytes=2**20)
     elsewhere = object_store.ObjectStore(url)
     elsewhere._client.put(paths.HEAD, head + b" ", dict(_version(elsewhere)))

@@ -15,7 +15,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.directory import head_pages, head_record
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_object import HeadObject
 from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import paths
 from epochckpt.inspection import gc
@@ -35,7 +35,7 @@ def save(manager: ec.CheckpointManager, *epochs: int) -> None:
 
 
 def head_of(url: str) -> Head:
-    found = commits(url).head()
+    found = commits(url).head.read()
     assert found is not None
     return found
 
@@ -58,8 +58,11 @@ def test_a_save_costs_the_same_whatever_the_number_of_epochs(cloud: Bucket, coun
     filled = commits(url)
     lengthen(filled, range(1, count - 5))
     if count > 100:  # until the head is nearly full
-        loose = sum(_size(entries) for entries in (filled.seen() or Head()).loose().values())
-        start, nbytes = len((filled.seen() or Head()).epochs), _size(older(filled.seen() or Head(), range(1, 2)))
+        loose = sum(_size(entries) for entries in (filled.head.seen() or Head()).loose().values())
+        start, nbytes = (
+            len((filled.head.seen() or Head()).epochs),
+            _size(older(filled.head.seen() or Head(), range(1, 2))),
+        )
         lengthen(filled, range(start, start + (head_pages.INLINE_BYTES - loose) // nbytes - 5))
     store, pages = open_store(url), list[set[str]]()
     with ec.CheckpointManager(url) as manager:
@@ -156,15 +159,15 @@ def test_a_reader_that_meets_a_page_that_was_just_removed_looks_again(url: str, 
     with ec.CheckpointManager(url) as manager:
         save(manager, *range(6))
         reader, store = commits(url), open_store(url)
-        seen = reader.read_bytes()
+        seen = reader.head.read_bytes()
         assert seen is not None
         named = pages_in(store)
         save(manager, *range(6, 9))
         assert named - pages_in(store)
         answers = [seen]
-        read_bytes = reader.read_bytes
-        reader.read_bytes = lambda: answers.pop() if answers else read_bytes()  # type: ignore[method-assign]
-        found = reader.head()
+        read_bytes = reader.head.read_bytes
+        reader.head.read_bytes = lambda: answers.pop() if answers else read_bytes()  # type: ignore[method-assign]
+        found = reader.head.read()
     assert found is not None
     assert len(found.epochs) == 9
 
@@ -203,15 +206,15 @@ def test_pages_of_a_run_that_was_killed_before_the_head_named_them_go_with_the_n
     with ec.CheckpointManager(url) as manager:
         save(manager, *range(6))
         with monkeypatch.context() as patch:
-            patch.setattr(PutCommits, "_remove_pages", lambda self, pages: None)  # killed after the head was written
+            patch.setattr(HeadObject, "_remove_pages", lambda self, pages: None)  # killed after the head was written
             save(manager, *range(6, 12))
         killed = commits(url)
-        killed.head()
+        killed.head.read()
         with monkeypatch.context() as patch:
             die = lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
             patch.setattr(type(killed.store), "replace", die)  # and one that dies before
             with pytest.raises(KeyboardInterrupt):
-                killed.change(lambda now: now.next(epochs={**now.epochs, **older(now, range(50, 70))}), 0, fenced=False)
+                lengthen(killed, range(50, 70))
         assert len(pages_in(store)) > len(head_of(url).pages)
     with ec.CheckpointManager(url) as manager:
         assert manager.all_steps() == list(range(12))

@@ -22,6 +22,7 @@ import epochckpt as ec
 from epochckpt.cli import main
 from epochckpt.directory import commits_of
 from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_changes import BeginSave, Incarnation, TakeIn
 from epochckpt.directory.head_record import Head, HeadEpoch, parse
 from epochckpt.errors import AccessError, FormatError, NotACheckpointDirectoryError, StorageError
 from epochckpt.format import checksums, paths
@@ -69,7 +70,7 @@ def next_week() -> float:
 def lengthen(url: str, count: int) -> None:
     """Adds older epochs to the head, whose objects would be missed by whoever asks for them."""
     found = commits(url)
-    head = found.head()
+    head = found.head.read()
     assert head is not None
     entries = list(head.epochs.values())
 
@@ -78,9 +79,8 @@ def lengthen(url: str, count: int) -> None:
         metrics = {"loss": 2.0 + epoch / 1000, "accuracy": epoch / 1234.5}
         return dataclasses.replace(like, attempt=f"{head.incarnation}-{epoch}-0", metrics=metrics)
 
-    found.change(
-        lambda now: now.next(epochs={**{str(e): older(e) for e in range(count)}, **now.epochs}), 0, fenced=False
-    )
+    epochs = {str(epoch): older(epoch) for epoch in range(count)}
+    found.head.write(TakeIn(root=url, epochs=epochs, aside={}, expected=head.change))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_the_head_has_the_seconds_of_few_nodes_only() -> None:
         for epoch in range(7):
             manager.save(epoch, args=Save({"w": jnp.ones(3)}))
         manager.wait_until_finished()
-    head = commits(url).head()
+    head = commits(url).head.read()
     assert head is not None
     assert [(entry.nodes, dict(entry.node_secs)) for entry in head.epochs.values()] == [(17, {})] * 7
     rows = scan.look(url).epochs
@@ -403,12 +403,13 @@ def test_many_dead_saves_do_not_cost_many_requests(cloud: Bucket) -> None:
     with opened(url) as manager:
         save(manager, 1)
         found = commits(url)
-        head = found.head()
+        head = found.head.read()
         assert head is not None
     begun = {f"{head.incarnation}-{epoch}-0": str(epoch) for epoch in range(10, 30)}
+    run = Incarnation(url, head.incarnation)
     for attempt, folder in begun.items():
         found.store.create(f"{folder}/process_0/{attempt}/node.json", b"half")
-    found.change(lambda now: now.next(begun=begun), 0, fenced=False)
+        found.head.write(BeginSave(incarnation=run, epoch=int(folder), folder=folder, attempt=attempt))
     with within(cloud, BUDGET):
         seen = scan.look(url)
     attempts = [row for row in seen.epochs if row.state != COMMITTED]
@@ -464,7 +465,7 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(what: str, cloud: 
         source = str(tmp_path / "source")
         bucket_jobs.save_some(source, [2])
         kill(cloud, "upload", {"source": source, "destination": url, "epoch": 2}, "/node.json")
-    head = commits(url).head()
+    head = commits(url).head.read()
     assert head is not None
     ((attempt, folder),) = head.begun.items()
     assert folder == "2"
@@ -476,7 +477,7 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(what: str, cloud: 
     assert [row.path for row in removed.rows] == [f"2/{attempt}"]
     assert removed.nbytes > bucket_jobs.VALUES.nbytes
     assert not open_store(url).files("2")
-    head = commits(url).head()
+    head = commits(url).head.read()
     assert head is not None
     assert not head.begun
     assert not head.dead

@@ -73,7 +73,7 @@ def dead_objects(url: str) -> list[str]:
     """Objects of attempts that are no epoch, and were not set aside."""
     commits = commits_of(open_store(url), StepNames.of(Options()))
     assert isinstance(commits, PutCommits)
-    head = commits.head()
+    head = commits.head.read()
     assert head is not None
     alive = head.named
     found = {path: paths.attempt_in(path.partition("/")[2]) for path in objects(open_store(url))}

@@ -13,7 +13,8 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import _threads
-from epochckpt.directory import departures
+from epochckpt.directory.head_changes import Incarnation
+from epochckpt.directory.stock_steps import StockStepRemoval
 from epochckpt.inspection import rows
 from epochckpt.inspection.gc import collect
 from epochckpt.orbax import leaves, object_view, steps
@@ -129,7 +130,7 @@ def test_a_replacement_that_fails_leaves_the_step(url: str, monkeypatch: pytest.
             raise ec.errors.StorageError("head", OSError("refused"))
 
         with monkeypatch.context() as patch:
-            patch.setattr(manager._commits, "_put", refused)
+            patch.setattr(manager._commits.head, "swap", refused)  # type: ignore[attr-defined]
             assert manager.save(3, args=state(3), force=True)
             with pytest.raises(ec.errors.SaveError):
                 manager.wait_until_finished()
@@ -309,9 +310,9 @@ def test_what_stock_orbax_saves_anew_meanwhile_stays(
     url: str, written: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is paused before it removes the step that it has deleted; the next claim finds the new one."""
-    end = departures.Departures.end
+    finish = StockStepRemoval.finish
 
-    def late(self: Any, folder: str, incarnation: str = "") -> None:
+    def late(self: Any, folder: str, incarnation: Incarnation | None = None) -> None:
         store = open_store(url)
         store.remove_tree("2")
         stock_steps.upload(written, url, 2)
@@ -320,10 +321,10 @@ def test_what_stock_orbax_saves_anew_meanwhile_stays(
         store.put(
             "2/_CHECKPOINT_METADATA", record.replace(b'"commit_timestamp_nsecs": ', time_ns), draft="", replace=True
         )
-        end(self, folder, incarnation)
+        finish(self, folder, incarnation)
 
     with monkeypatch.context() as patch, ec.CheckpointManager(url) as manager:
-        patch.setattr(departures.Departures, "end", late)
+        patch.setattr(StockStepRemoval, "finish", late)
         manager.delete(2)
         manager.reload()
         assert list(manager.all_steps()) == [1, 3]
@@ -337,7 +338,7 @@ def test_what_stock_orbax_saves_anew_meanwhile_stays(
 def test_a_deletion_that_was_cut_short_is_finished(to_end: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody lists the step meanwhile."""
     with monkeypatch.context() as patch, ec.CheckpointManager(url) as manager:
-        patch.setattr(departures.Departures, "end", lambda self, folder, incarnation="": None)
+        patch.setattr(StockStepRemoval, "finish", lambda self, folder, incarnation=None: None)
         manager.delete(2)
         manager.rollback_to(1)
     assert f"2/{MARKER}" in names(url)

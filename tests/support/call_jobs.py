@@ -114,13 +114,13 @@ def end_of_loop(directory: str) -> dict[str, Any]:
     heard = threading.Event()
     with ec.CheckpointManager(directory) as m:
         if me:
-            await_verdict = m._attempts._await_verdict
+            await_verdict = m._saves._part._await_verdict
 
             def await_both(attempt: Any, error: Exception | None) -> Any:
                 assert heard.wait(WAIT_MILLIS / 1000)
                 return await_verdict(attempt, error)
 
-            m._attempts._await_verdict = await_both
+            m._saves._part._await_verdict = await_both
         m.save(0, args=args)
         if not me:
             assert eventually(lambda: not m.is_saving_in_progress())

@@ -6,6 +6,7 @@ import orbax.checkpoint as ocp
 
 from epochckpt.directory import commits_of
 from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.head_changes import TakeIn
 from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -38,4 +39,6 @@ def older(now: Head, epochs: range) -> dict[str, HeadEpoch]:
 
 def lengthen(filled: PutCommits, epochs: range) -> None:
     """Adds such entries to the head."""
-    filled.change(lambda now: now.next(epochs={**now.epochs, **older(now, epochs)}), 0, fenced=False)
+    head = filled.head.seen()
+    assert head is not None
+    filled.head.write(TakeIn(root=filled.store.root, epochs=older(head, epochs), aside={}, expected=head.change))

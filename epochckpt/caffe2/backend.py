@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _threads
+from epochckpt.caffe2.managers import CheckpointManager, Manager, MultiNodeCheckpointManager
 from epochckpt.errors import EpochNotFoundError, FencedError, InvalidArgumentError, say
+from epochckpt.jobs import Task, TaskGroup
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import MUST, NEVER, CheckpointBackend, Names, Restored
-from epochckpt.jobs.caffe2_managers import CheckpointManager, Manager, MultiNodeCheckpointManager
-from epochckpt.jobs.job import Task, TaskGroup
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult

@@ -1,52 +1,48 @@
 """How a step that stock Orbax wrote in a bucket goes, once it is no epoch any more.
 
 Its objects carry no attempt's id: what is saved under its number may have objects of the same names, for stock Orbax.
-So the head names its folder as `leaving` until the step has been removed, or moved to where it is kept, and nothing is
-saved under this number before. Wherever a run ends in between, the next claim goes on. A move is a copy, which the
-store makes itself; an object goes only when its copy is there.
+So the head names its folder among the `removed_steps` until the step has been removed, or moved to where it is kept,
+and nothing is saved under this number before. Wherever a run ends in between, the next claim goes on. A move is a copy,
+which the store makes itself; an object goes only when its copy is there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from absl import logging
 
+from epochckpt.directory.head_changes import FinishStepRemoval, Incarnation
 from epochckpt.errors import StorageError
 from epochckpt.format import paths
 from epochckpt.orbax import steps
 
 if TYPE_CHECKING:
-    from epochckpt.directory.head_record import Head, Leaving
+    from epochckpt.directory.head_object import HeadObject
+    from epochckpt.directory.head_record import Head, RemovedStep
     from epochckpt.storage import Store
 
 _REMOVED = 1000  # objects between two looks at the head
 
 
-class Departures:
-    """Ends them, one after the other, in one directory.
+class StockStepRemoval:
+    """Finishes such removals, one after the other, in one directory."""
 
-    Args:
-        store: the directory.
-        head: the head as it is now.
-        change: changes the head, see `PutCommits.change`.
-    """
+    def __init__(self, store: Store, head: HeadObject):
+        self._store = store
+        self._head = head
+        self._finishing = threading.Lock()
 
-    def __init__(self, store: Store, head: Callable[[], Head | None], change: Callable[..., Head]):
-        self._store, self._head, self._change = store, head, change
-        self._going = threading.Lock()
-
-    def end(self, folder: str, incarnation: str = "") -> None:
-        """Removes what is left of a step, or moves it, if the head says so; for this incarnation, or for any.
+    def finish(self, folder: str, incarnation: Incarnation | None = None) -> None:
+        """Removes what is left of a step, or moves it, if the head says so; for this run, or for any.
 
         Raises:
-            FencedError: another incarnation has claimed.
+            FencedError: another run has claimed.
             StorageError: a copy is not whole; then the originals stay.
         """
-        with self._going:
+        with self._finishing:
             found, step = self._named(folder, incarnation)
             if found is None or step is None:
                 return
@@ -56,25 +52,20 @@ class Departures:
                 text = "%s/%s: stock Orbax has saved there anew: that stays, and the next run that claims looks at it"
                 logging.warning(text, self._store.root, folder)
 
-            def edit(now: Head) -> Head | None:
-                if now.leaving.get(folder) != step:
-                    return None
-                return now.next(leaving={f: s for f, s in now.leaving.items() if f != folder})
+            self._head.write(FinishStepRemoval(incarnation=incarnation, folder=folder, step=step))
 
-            self._change(edit, 0, fenced=bool(incarnation))
-
-    def _named(self, folder: str, incarnation: str) -> tuple[Head | None, Leaving | None]:
-        """The head as it is now, and what it says of a folder that this incarnation, or any, may clear."""
-        found = self._head()
-        if found is None or incarnation not in ("", found.incarnation):
+    def _named(self, folder: str, incarnation: Incarnation | None) -> tuple[Head | None, RemovedStep | None]:
+        """The head as it is now, and what it says of a folder that this run, or any, may clear."""
+        found = self._head.read()
+        if found is None or (incarnation is not None and incarnation.id != found.incarnation):
             return found, None
-        return found, found.leaving.get(folder)
+        return found, found.removed_steps.get(folder)
 
-    def _clear(self, folder: str, step: Leaving, incarnation: str) -> None:
+    def _clear(self, folder: str, step: RemovedStep, incarnation: Incarnation | None) -> None:
         store = self._store
         sizes = {file.path: file.size for file in store.files(folder) if _is_theirs(file.path)}
-        if step.to:
-            place = paths.join(step.to, folder)
+        if step.kept_in:
+            place = paths.join(step.kept_in, folder)
 
             def copy(path: str) -> None:
                 with suppress(FileExistsError, FileNotFoundError):  # copied already, or moved
