@@ -1,4 +1,4 @@
-"""The directory of a job, as one of its processes has it: one that all processes see, or one on each host's own disk.
+"""The directory of a job: all processes see one, or each has another one on its own disk.
 
 `JobDirectory` has what differs between the two (`tiers.SharedDirectory`, `tiers.DirectoryPerHost`). A manager calls it
 in this order:
@@ -91,7 +91,10 @@ class JobDirectory(abc.ABC):
 
     @abc.abstractmethod
     def survey(self, commits: Commits, told: Sequence[Any], known: Mapping[int, ReplaceCondition]) -> Survey:
-        """On the primary: what is there, from what all have told; `known` epochs are damaged, see `survey.survey`."""
+        """On the primary: makes a survey of what all processes have told.
+
+        The `known` epochs are damaged, see `survey.survey`.
+        """
 
     @abc.abstractmethod
     def address(self, resolved: str) -> str | None:
@@ -134,7 +137,7 @@ class JobDirectory(abc.ABC):
     ) -> Callable[[], None] | None:
         """On the primary: commits a save that all nodes have written; `check` raises what forbids it.
 
-        `key` gives the prefixes of a save's keys. Returns what removes the epoch that it replaces, if there is one.
+        `key` gives the prefixes of a save's keys. If the save replaces an epoch, the result removes that one.
         """
 
     @abc.abstractmethod

@@ -105,7 +105,7 @@ class DirectoryPerHost(JobDirectory):
         return found
 
     def _ignore(self, survey: Survey) -> Sequence[int]:
-        """Ignores, until a claim moves them aside, the epochs on this process's disk that are none; returns them."""
+        """Ignores what this disk has of epochs that the job does not have, until a claim moves it aside."""
         aside = survey.aside.get(self.coordinator.process, ())
         self.commits.ignored = frozenset(aside)
         return aside
@@ -117,7 +117,7 @@ class DirectoryPerHost(JobDirectory):
         return {"incarnation": self.commits.incarnation}
 
     def join(self, claim: Mapping[str, Any], write: Callable[[], None], wait_secs: float) -> Sequence[int]:
-        """Claims the disks, of which the primary's is claimed, as one incarnation.
+        """Claims this disk for the incarnation of the primary, which has claimed its own.
 
         What is left of interrupted commits is moved aside.
         """

@@ -160,8 +160,8 @@ def survey_of_disks(
 ) -> Survey:
     """The survey of directories on disks of the processes' own, on the primary: from what all have `told`.
 
-    An epoch that is not whole on all of them is listed if the mirror has it: each process then reads what its disk has
-    of it, and the rest from the mirror.
+    An epoch that is not whole on all of them is listed if the mirror has it. Then each process reads from the mirror
+    what its disk lacks.
     """
     found = JobDisks.of([*map(DiskReport.from_wire, told)], coordinator.named)
     found.check_apart(coordinator.named, commits.store.root)
