@@ -82,11 +82,21 @@ def epoch_columns() -> str:
     return table(["column", "what it shows"], rows)
 
 
+def schemes() -> str:
+    """The schemes of buckets."""
+    rows = []
+    for row in SCHEMES.values():
+        variables = ", ".join(f"`{name}`" for name in row.server_variables)
+        rows.append([f"`{row.example}`", row.about, variables, "yes" if row.stock_orbax else "no"])
+    return table(["directory", "where it is", "variables that name another server", "stock Orbax reads it there"], rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rules": rules,
     "bucket_settings": bucket_settings,
     "stop_conditions": stop_conditions,
     "epoch_columns": epoch_columns,
+    "schemes": schemes,
 }
 """What makes a part, by its name."""
 
