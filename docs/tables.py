@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from epochckpt._settings import RULES, SETTINGS
+from epochckpt.format.checksums import BLOCK_CHECKSUMS
 from epochckpt.inspection import directory_views as views
 from epochckpt.inspection.rows import Overview
 from epochckpt.jobs.stop import CONDITIONS
@@ -91,12 +92,19 @@ def schemes() -> str:
     return table(["directory", "where it is", "variables that name another server", "stock Orbax reads it there"], rows)
 
 
+def block_checksums() -> str:
+    """The kinds of checksums that blocks may have."""
+    rows = [[f"`{row.name}`", row.about, str(row.digits)] for row in BLOCK_CHECKSUMS.values()]
+    return table(["field", "checksum", "hex digits"], rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rules": rules,
     "bucket_settings": bucket_settings,
     "stop_conditions": stop_conditions,
     "epoch_columns": epoch_columns,
     "schemes": schemes,
+    "block_checksums": block_checksums,
 }
 """What makes a part, by its name."""
 
