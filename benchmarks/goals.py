@@ -1,6 +1,6 @@
 """Prints, in Markdown, the table of goals from what `all.py` has measured.
 
-A figure that misses its goal says so; a dash stands for what was not measured.
+A figure that misses its goal is marked; a dash stands for a missing figure.
 
     python benchmarks/goals.py measured
 """
