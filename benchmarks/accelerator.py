@@ -69,7 +69,7 @@ def step_of(work: int) -> Callable[[State], State]:
 
 
 def round_of(manager: Any, epoch: int, state: State, step: Callable[[State], State]) -> tuple[State, dict[str, float]]:
-    """Saves the state, runs a step that donates it, and compares what is then restored."""
+    """Saves the state, runs a step that donates it, restores, and compares."""
     alone, state = timed(lambda: jax.block_until_ready(step(state)))
     kept = {name: np.array(jax.device_put(value, may_alias=False)) for name, value in state.items()}
     begun = time.perf_counter()

@@ -70,7 +70,7 @@ class Device:
 
 
 class Leaf(jax.Array):
-    """What a save asks of a jax array that lies on devices of many processes, as one of them sees it."""
+    """The interface of a jax array that a save uses: of an array on many processes' devices, as one of them sees it."""
 
     def __init__(self, process: int, shape: tuple[int, ...], sharding: NamedSharding):
         self._process, self._shape, self._sharding = process, shape, sharding
@@ -121,7 +121,7 @@ class Client:
 
 
 class CountingStore(PosixStore):
-    """A directory that counts the files that are opened there, and their bytes that are read."""
+    """A directory that counts opened files and read bytes."""
 
     opened = nbytes = 0
 

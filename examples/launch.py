@@ -67,7 +67,7 @@ def run_child(train, process_id, coordinator, launcher_pid):
 
 
 def launch():
-    """Starts the processes, passes on what it is asked, and waits. Returns the exit status."""
+    """Starts the processes, passes on signals, and waits. Returns the exit status."""
     with socket.create_server(("localhost", 0)) as sock:  # any free port
         coordinator = f"localhost:{sock.getsockname()[1]}"
     devices = f"--xla_force_host_platform_device_count={FLAGS.devices_per_process}"

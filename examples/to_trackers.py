@@ -103,7 +103,7 @@ class MLflow:
         client.update_run(self.run, status="RUNNING")
 
     def go_back_to(self, epoch):
-        """MLflow keeps what it has: of several values of one epoch the last counts."""
+        """Does nothing: MLflow keeps all values, and shows the last one of an epoch."""
 
     def send(self, epoch, secs, metrics):
         from mlflow.entities import Metric

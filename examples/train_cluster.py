@@ -37,7 +37,7 @@ OPTIMIZER = optax.adam(1e-3)
 
 
 def connect():
-    """Joins the job that the scheduler has started, if it has; returns whether there are other processes."""
+    """Joins the job that the scheduler has started, if it has; returns whether the job has several processes."""
     if "JOB_COMPLETION_INDEX" in os.environ:  # an indexed job of Kubernetes, see kubernetes.yaml
         processes = int(os.environ["NUM_PROCESSES"])
         if processes > 1:

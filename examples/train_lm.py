@@ -61,7 +61,7 @@ def unigram_entropy(text):
 
 def batches(text):
     """This process's part of every batch, without end: an iterator whose position can be saved."""
-    span = FLAGS.context + 1  # what is predicted is the input, one byte later
+    span = FLAGS.context + 1  # the model predicts the input, one byte later
     windows = grain.MapDataset.range(len(text) // span).shuffle(seed=FLAGS.seed).repeat()
     # Batch k is windows k*n … (k+1)*n of the whole job, however many processes there are. So all of them are always at
     # the same position, and it means the same to any number of processes.
@@ -123,7 +123,7 @@ def train_step(state, batch):
 
 
 def make_job():
-    """What is trained, and when it is over. Of being interrupted it knows one question, of files nothing."""
+    """The job: how to train, and when to stop. Of being interrupted it knows one question, of files nothing."""
     job = ec.Job()
 
     @job.setup
