@@ -674,7 +674,7 @@ def test_slow_commits_hold_the_fourth_save(
     assert [save(m, step) for step in range(3)] == [True] * 3
     assert tap.reached.wait(WAIT_SECS)
     done, out = in_thread(lambda: save(m, 3))
-    held = "save(3) holds training: it waits for the save of checkpoint 0 (every node has written, committing)"
+    held = "save(3) holds training: it waits for the save of checkpoint 0 (written, not committed yet)"
     assert eventually(lambda: said(caplog, held))
     assert not done.wait(MOMENT_SECS)
     tap.let_go()
@@ -697,7 +697,7 @@ def test_a_save_that_storage_is_behind_with_fails_and_training_goes_on(
     storage = ec.StorageOptions(max_blocked_secs=BOUND_SECS, host_memory_limit_bytes=limit)
     why = {
         "a write": r"checkpoint 0, which began .* ago \(writing\), has to come first, because one save is written at",
-        "a commit": r"checkpoint 0, .*committing\), has to come first, because committing is slower than saving",
+        "a commit": r"checkpoint 0, .*not committed yet\), has to come first, because committing is slower than saving",
         "memory": r"checkpoint 0, .*\(writing\), has to come first, because both copies \(80 B and 80 B\)",
     }[obstacle]
     with ec.CheckpointManager(directory, storage=storage) as m:
