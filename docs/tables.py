@@ -77,7 +77,7 @@ def stop_conditions() -> str:
 
 
 def epoch_columns() -> str:
-    """The columns of epochs that say what they are about."""
+    """The columns in tables of epochs, with their explanations."""
     columns = [column for column, _ in views.epoch_columns(Overview("", ()))]
     rows = [[f"`{column.title.removeprefix('0 ')}`", column.tip] for column in columns if column.tip]
     return table(["column", "what it shows"], rows)
