@@ -49,7 +49,7 @@ class CellSource(NamedTuple):
     whole: bool = False  # to host memory that shard moves whole, once: several cells are parts of it
 
 
-class Run(NamedTuple):
+class CellRange(NamedTuple):
     """Consecutive cells that a snapshot holds as one buffer: small ones, which are copied together, or one other."""
 
     first: int  # the number of the first cell, in file order
@@ -63,8 +63,8 @@ class FilePlan(NamedTuple):
 
     head: bytes  # its header
     cells: int
-    runs: slice  # of those of the plan
-    offsets: np.ndarray  # where each run begins in the file, and the end of the last one
+    ranges: slice  # which of the plan's `cell_ranges` lie in it
+    offsets: np.ndarray  # where each range begins in the file, and where the last one ends
     ends: np.ndarray  # of its blocks
 
 
@@ -86,7 +86,7 @@ class ItemPlan:
         return [source for source in self.sources if source.staged]
 
     @functools.cached_property
-    def runs(self) -> list[Run]:
+    def cell_ranges(self) -> list[CellRange]:
         """The buffers of a snapshot, in file order; each lies in one part of the data file."""
         sizes, count = self.owned[2], len(self.sources)
         copied = (sizes <= COPY_BYTES) & ~np.array([source.staged for source in self.sources], bool)
@@ -96,23 +96,25 @@ class ItemPlan:
         firsts = np.flatnonzero(begins)
         bounds = [*firsts.tolist(), count]
         nbytes = np.diff(np.cumsum([0, *sizes.tolist()])[bounds]).tolist()
-        return [*map(Run, bounds, bounds[1:], nbytes, copied[firsts].tolist())]
+        return [*map(CellRange, bounds, bounds[1:], nbytes, copied[firsts].tolist())]
 
     @functools.cached_property
     def copied(self) -> list[tuple[int, CellSource]]:
-        """The sources of the runs that are copied, each with its leaf if that is copied as it is, else with -1."""
-        found = [source for run in self.runs if run.copied for source in self.sources[run.first : run.last]]
+        """The sources of the ranges that are copied, each with its leaf if that is copied as it is, else with -1."""
+        found = [
+            source for cells in self.cell_ranges if cells.copied for source in self.sources[cells.first : cells.last]
+        ]
         plain = self.item.each(_is_plain, bool).tolist()
         return [(s.leaf if s.alone and s.cut is None and plain[s.leaf] else -1, s) for s in found]
 
     @functools.cached_property
     def small_bytes(self) -> int:
-        """Bytes of the runs that are copied."""
-        return sum(run.nbytes for run in self.runs if run.copied)
+        """Bytes of the ranges that are copied."""
+        return sum(cells.nbytes for cells in self.cell_ranges if cells.copied)
 
-    def name(self, run: Run) -> str:
-        """The name of the first leaf of a run."""
-        return self.item.leaves[self.sources[run.first].leaf].name
+    def name(self, cells: CellRange) -> str:
+        """The name of the first leaf of a range."""
+        return self.item.leaves[self.sources[cells.first].leaf].name
 
     @functools.cached_property
     def values(self) -> list[int]:
@@ -122,14 +124,14 @@ class ItemPlan:
     def files(self, block_bytes: int) -> list[FilePlan]:
         """The parts of this node's data file, with checksums of blocks of this size."""
         if block_bytes not in self._files:
-            found, firsts, cell = list[FilePlan](), [run.first for run in self.runs], 0
+            found, firsts, cell = list[FilePlan](), [cells.first for cells in self.cell_ranges], 0
             for end, part in zip(self.part_ends, self.item.cut(self.owned, self.part_ends), strict=True):
                 cells = zip(part.leaves.tolist(), part.cells.tolist(), strict=True)
                 head = safetensors.header([self.item.tensor(*each) for each in cells])
-                runs = slice(*(bisect.bisect_left(firsts, bound) for bound in (cell, end)))
-                offsets = part.offsets[[first - cell for first in [*firsts[runs], end]]] + len(head)
+                ranges = slice(*(bisect.bisect_left(firsts, bound) for bound in (cell, end)))
+                offsets = part.offsets[[first - cell for first in [*firsts[ranges], end]]] + len(head)
                 ends = blocks(np.diff(part.offsets), len(head), block_bytes)
-                found.append(FilePlan(head, end - cell, runs, offsets, ends))
+                found.append(FilePlan(head, end - cell, ranges, offsets, ends))
                 cell = end
             self._files[block_bytes] = found
         return self._files[block_bytes]

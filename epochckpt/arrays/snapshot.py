@@ -221,7 +221,7 @@ def _sample(array: np.ndarray) -> bytes:
 def take(
     plan: ItemPlan, leaves: Sequence[Any], arriving: Iterator[Arriving], slab: mmap.mmap
 ) -> list[Buffer | Arriving]:
-    """Copies, or views, the cells that this node writes; one buffer per run of the plan.
+    """Copies, or views, the cells that this node writes; one buffer per cell range of the plan.
 
     Small ones are copied to `slab`, from where it stands. Those on accelerators are `arriving`, in the order of
     `ItemPlan.staged`.
@@ -234,11 +234,11 @@ def take(
         _fill(slab, [_content(plan, leaves, t) for _, t in plan.copied])
     assert slab.tell() == start + plan.small_bytes, "the plan has the size of each leaf"
     copies, found = np.frombuffer(slab, np.uint8), list[Buffer | Arriving]()
-    for run in plan.runs:
-        t = plan.sources[run.first]
-        if run.copied:
-            found.append(Buffer(copies[start : start + run.nbytes]))
-            start += run.nbytes
+    for cells in plan.cell_ranges:
+        t = plan.sources[cells.first]
+        if cells.copied:
+            found.append(Buffer(copies[start : start + cells.nbytes]))
+            start += cells.nbytes
         elif t.staged:
             found.append(next(arriving))
         elif t.shard < 0:

@@ -44,16 +44,16 @@ def write_arrays(
     pool: Pool,
     kind: type[FileT] = DataFile,
 ) -> list[FileT]:
-    """Writes an item's data files into the node's folder, from one buffer per run of the plan."""
+    """Writes an item's data files into the node's folder, from one buffer per cell range of the plan."""
     with _collector.paused():  # their headers
         parts = plan.files(block_bytes)
     files = [_File(folder, epoch, plan, number, buffers, block_bytes, kind) for number, _ in enumerate(parts)]
 
     def check() -> None:
         """A last look at memory that is not ours."""
-        for run, buffer in zip(plan.runs, buffers, strict=True):
+        for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
             if not buffer.unchanged():
-                raise BufferChangedError(epoch, plan.name(run))
+                raise BufferChangedError(epoch, plan.name(cells))
 
     if not store.renames:  # each file is a stream: one thread writes and finishes it
         pool.run([functools.partial(file.write_all, store) for file in files])
@@ -126,8 +126,11 @@ class _File(Generic[FileT]):
         block_bytes: int,
         kind: type[FileT],
     ):
-        self.head, cells, runs, self.offsets, self.ends = plan.files(block_bytes)[number]
-        self.epoch, self.plan, self.runs, self.buffers = epoch, plan, plan.runs[runs], buffers[runs]
+        self.head, cells, ranges, self.offsets, self.ends = plan.files(block_bytes)[number]
+        self.epoch = epoch
+        self.plan = plan
+        self.ranges = plan.cell_ranges[ranges]
+        self.buffers = buffers[ranges]
         self.sums = [""] * len(self.ends)
         self.pieces = _pieces(self.ends.tolist())
         self.largest = max(end - start for start, end in itertools.starmap(self._bounds, self.pieces))
@@ -149,10 +152,10 @@ class _File(Generic[FileT]):
                 data = parts[0] if len(parts) == 1 else b"".join(parts)
                 self.sums[block] = checksums.WRITTEN.of(data)
                 writer.write(start, data)
-                first, last = self._runs(start, end)
+                first, last = self._ranges(start, end)
                 sampled = last - first == 1 and self.buffers[first].sample is not None
                 if sampled and checksums.WRITTEN.of(data) != self.sums[block]:
-                    raise BufferChangedError(self.epoch, self.plan.name(self.runs[first]))
+                    raise BufferChangedError(self.epoch, self.plan.name(self.ranges[first]))
                 self._release(start, end)
 
     def write_next(self, writer: Writer, memory: "_Memory") -> None:
@@ -179,8 +182,8 @@ class _File(Generic[FileT]):
         """Where some blocks begin and end in the file."""
         return (int(self.ends[first - 1]) if first else 0), int(self.ends[last - 1])
 
-    def _runs(self, start: int, end: int) -> tuple[int, int]:
-        """The range of the runs that have bytes between two offsets in the file."""
+    def _ranges(self, start: int, end: int) -> tuple[int, int]:
+        """The first of the cell ranges with bytes between two offsets in the file, and the last one + 1."""
         first, last = np.searchsorted(self.offsets, (start, end - 1), side="right").tolist()
         return max(first - 1, 0), last
 
@@ -202,7 +205,7 @@ class _File(Generic[FileT]):
 
     def _cuts(self, start: int, end: int) -> Iterator[tuple[Buffer, int, int]]:
         """The buffers that have bytes between two offsets in the file, and which."""
-        first, last = self._runs(start, end)
+        first, last = self._ranges(start, end)
         for buffer, base in zip(self.buffers[first:last], self.offsets[first:last].tolist(), strict=True):
             yield buffer, max(start - base, 0), min(end - base, buffer.nbytes)
 

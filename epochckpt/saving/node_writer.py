@@ -87,9 +87,11 @@ class _NodeWriter:
     def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
         """Keeps what the other hosts need, or compare, of leaves of which each process has a value of its own."""
         item, sizes = plan.item, plan.owned[2].tolist()
-        for run, buffer in zip(plan.runs, buffers, strict=True):
+        for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
             end = 0
-            for source, size in zip(plan.sources[run.first : run.last], sizes[run.first : run.last], strict=True):
+            for source, size in zip(
+                plan.sources[cells.first : cells.last], sizes[cells.first : cells.last], strict=True
+            ):
                 start, end = end, end + size
                 leaf = item.leaves[source.leaf]
                 if source.leaf in item.carried:
