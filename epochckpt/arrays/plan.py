@@ -211,7 +211,7 @@ def refuse_traced(name: str, tree: Any) -> None:
         )
 
 
-class Form(NamedTuple):
+class LeafForm(NamedTuple):
     """What the leaves of one form have in common, without their values."""
 
     kind: str
@@ -226,9 +226,9 @@ class Form(NamedTuple):
 class Forms(NamedTuple):
     """The leaves of a tree, as a plan needs them."""
 
-    found: list[Form]
-    first: list[int]  # the first leaf of each
-    of: list[int]  # which of them each leaf has
+    distinct: list[LeafForm]
+    first: list[int]  # the first leaf of each form
+    of: list[int]  # by leaf: the number of its form
 
 
 def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], tuple[str, str]]) -> Forms:
@@ -242,7 +242,7 @@ def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], 
     return Forms([_form_of(leaves[i], *where(i)) for i in first], first, of)
 
 
-def _form_of(value: Any, item: str, name: str) -> Form:
+def _form_of(value: Any, item: str, name: str) -> LeafForm:
     kind = tree_lib.leaf_kind(value)
     if kind is None:
         raise InvalidArgumentError(
@@ -250,10 +250,10 @@ def _form_of(value: Any, item: str, name: str) -> Form:
             "saved; expected a jax or NumPy array, a Python number, str, bytes or None"
         )
     if kind not in ARRAY_KINDS:
-        return Form(kind)
+        return LeafForm(kind)
     if kind in ("longstr", "longbytes"):
         raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        return Form(kind, np.dtype(np.uint8), (len(raw),))
+        return LeafForm(kind, np.dtype(np.uint8), (len(raw),))
     shape = of_leaf = tuple(value.shape)
     dtype, impl, sharding, held = value.dtype, None, None, ()
     if kind == "prng":
@@ -265,7 +265,7 @@ def _form_of(value: Any, item: str, name: str) -> Form:
             raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
         sharding, held = value.sharding, tuple(shard.device for shard in value.addressable_shards)
     stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
-    return Form(kind, stored, shape, of_leaf, sharding, held, impl)
+    return LeafForm(kind, stored, shape, of_leaf, sharding, held, impl)
 
 
 def plan_item(
@@ -295,7 +295,7 @@ def plan_item(
         sources = tuple(_sources(builder, item, forms, cells))
         taken = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
         if taken:  # Of most of a shard all is copied: one copy, of which the pieces are views.
-            shards = {k: _shard_bytes(forms.found[forms.of[k[0]]]) for k in taken}
+            shards = {k: _shard_bytes(forms.distinct[forms.of[k[0]]]) for k in taken}
             whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
             sources = tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
         host = ~item.each(lambda leaf: leaf.is_global, bool)[cells[0]]
@@ -332,7 +332,7 @@ class _Builder:
         if len({*names}) != len(names):
             twice = next(name for name, count in collections.Counter(names).items() if count > 1)
             raise InvalidArgumentError(f"item {self.name!r}: two leaves have the name {twice!r}")
-        tails = [self._leaf(names[i], form)[2:] for i, form in zip(forms.first, forms.found, strict=True)]
+        tails = [self._leaf(names[i], form)[2:] for i, form in zip(forms.first, forms.distinct, strict=True)]
         leaves = [Leaf._make((path, name, *tails[n])) for path, name, n in zip(paths, names, forms.of, strict=True)]
         for i, rotation in self._rotations(leaves, forms):
             leaves[i] = leaves[i]._replace(rotation=rotation)
@@ -340,7 +340,7 @@ class _Builder:
         meshes = tuple(map(_mesh_row, self.meshes))
         return ArrayItem(self.name, tuple(leaves), tuple(self.grids), shardings, meshes)
 
-    def _leaf(self, name: str, form: Form) -> Leaf:
+    def _leaf(self, name: str, form: LeafForm) -> Leaf:
         """A leaf of a form, without its path."""
         if form.dtype is None:
             return Leaf((), name, form.kind)
@@ -375,7 +375,7 @@ class _Builder:
                 yield i, turns[row] % width
             turns[row] += steps[row]
 
-    def layout(self, form: Form) -> "_Layout":
+    def layout(self, form: LeafForm) -> "_Layout":
         """How an array's sharding cuts it; cached, as far as it does not depend on the shape."""
         shape = form.of_leaf
         known = (form.sharding, len(shape) if isinstance(form.sharding, NamedSharding) else shape)
@@ -393,7 +393,7 @@ class _Builder:
     def _one(self, grid: Grid) -> Grid:
         return self.equal.setdefault(grid, grid)
 
-    def _sharding_cells(self, name: str, form: Form) -> Grid:
+    def _sharding_cells(self, name: str, form: LeafForm) -> Grid:
         """The grid of an array's sharding, with the nodes that hold each cell; cached by sharding."""
         layout = self.layout(form)
         grid = self.cells.get(id(layout))
@@ -472,7 +472,7 @@ def _pieces(rows: int, wanted: int, most: int) -> int:
     return next(enough, 0) or next((k for k in range(min(rows, wanted, most), 1, -1) if rows % k == 0), 1)
 
 
-def _shard_bytes(form: Form) -> int:
+def _shard_bytes(form: LeafForm) -> int:
     """Bytes of each shard of a leaf, on one device."""
     assert form.dtype is not None, "it has bytes"
     nbytes, of_leaf = math.prod(form.shape) * form.dtype.itemsize, form.of_leaf
@@ -557,7 +557,7 @@ def _sources(
         if (rest := whole.get(number)) is not None:
             yield CellSource._make((leaf, *rest))
             continue
-        form = forms.found[number]
+        form = forms.distinct[number]
         if form.sharding is None:
             source = CellSource(leaf, -1, None if item.is_whole(leaf) else slices(item.cell_box(leaf, cell)))
         else:
