@@ -43,8 +43,12 @@ from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import Handlers, HandlerSave, handlers, options
 
 
-class Nothing:
-    """Stands for the value of an item that no node of this process has."""
+class Missing:
+    """The type of `MISSING`."""
+
+
+MISSING = Missing()
+"""Stands for the value of an item that no node of this process has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,7 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
 
 
 def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, context: RestoreContext) -> Any:
-    """Restores an item of kind `node`; without `args` by name if several are hosted here, and `Nothing` for none."""
+    """Restores an item of kind `node`; without `args` by name if several are hosted here, and `MISSING` if none has it."""
     record, nodes = reader.record, context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
     given = {} if asked.by_node and asked.item is None else asked.item
@@ -131,7 +135,7 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     if states:
         return states[nodes.hosted[0]]
     if args is None:
-        return Nothing()
+        return MISSING
     raise InvalidArgumentError(
         f"item {name!r} of checkpoint {record.epoch}: the node whose place {nodes.hosted_names[0]} takes saved none; "
         "leave the item out, or pass NodeRestore(by_node=True), which leaves out the node"
