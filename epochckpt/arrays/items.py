@@ -88,7 +88,10 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
 
 
 def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, context: RestoreContext) -> Any:
-    """Restores an item of kind `node`; without `args` by name if several are hosted here, and `MISSING` if none has it."""
+    """Restores an item of kind `node`; without `args`, by node name if several are hosted here.
+
+    `MISSING` where no node of this process has a value.
+    """
     record, nodes = reader.record, context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
     given = {} if asked.by_node and asked.item is None else asked.item

@@ -19,7 +19,7 @@ from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgum
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
-from epochckpt.jobs.backends.base import BESIDE, WENT_BACK_TO, CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import OUT_OF_BAND, WENT_BACK_TO, CheckpointBackend, Names, Restored
 from epochckpt.jobs.job import EPOCH, ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
@@ -598,7 +598,7 @@ class TrainingRun:
             **({"unit": self.job.unit, "begun": self._begun} if self.job.unit != EPOCH else {}),
         }
 
-    def notes_beside(self, epoch: int, session: Session) -> dict[str, Any]:
+    def out_of_band_notes(self, epoch: int, session: Session) -> dict[str, Any]:
         """The notes for an epoch that `JobRunner.save_checkpoints` is about to save, during this run or after it.
 
         Waits for the run's own saves first, and enters their results: what the backend tells later is not the run's.
@@ -610,7 +610,7 @@ class TrainingRun:
         current = self._in_epoch  # the run may have gone on meanwhile
         notes = self._notes(current == epoch and self.job.resumable) if own else {}
         if current is not None and (epoch > current or not own):
-            notes[BESIDE] = True
+            notes[OUT_OF_BAND] = True
         if current is not None and epoch > current:
             resume = "a resumed run goes on from it only if it is named: resume_from_epoch=…"
             if backend is not None and backend.per_node:

@@ -250,7 +250,7 @@ class JobRunner:
             InvalidArgumentError: there is no checkpoint manager.
         """
         backend, calls, handler = self._open_saved(session, "load_blobs_from_checkpoints")
-        backend.open(session, calls, beside=True)
+        backend.open(session, calls, out_of_band=True)
         names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
         began = time.monotonic()
         loaded = backend.load_blobs(names, epoch_number(epoch))
@@ -284,11 +284,11 @@ class JobRunner:
             # A run that goes on in this session has its backend and its blobs; any other save has its own.
             epoch = epoch_number(epoch)
             if run is not None:
-                notes = run.notes_beside(epoch, session)
+                notes = run.out_of_band_notes(epoch, session)
             if run is not None and run.backend is not None and run.names and run.session is session:
                 backend, names = run.backend, run.names
             else:
-                backend.open(session, calls, beside=run is not None and bool(run.names))
+                backend.open(session, calls, out_of_band=run is not None and bool(run.names))
                 kept = self.job.nodes_to_checkpoint() or session.nodes
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
                 backend.agree_on_names(names)

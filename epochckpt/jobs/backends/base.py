@@ -20,7 +20,8 @@ from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
-BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
+# In the notes of an epoch: `save_checkpoints` saved it during a run, which had not come to this epoch yet.
+OUT_OF_BAND = "beside"
 WENT_BACK_TO = "went_back_to"  # in the notes: the epoch that the user has named for the run to go back to
 
 AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
@@ -45,8 +46,8 @@ class Restored:
 class CheckpointBackend(abc.ABC):
     """A checkpoint manager, as one run or one call of the runner uses it. Every process makes the same calls.
 
-    The session is the backend's, not the manager's: a run has one backend; what is loaded or saved beside the run in
-    another session has another.
+    The session is the backend's, not the manager's: a run has one backend; what is loaded or saved out of band, in
+    another session, has another.
     """
 
     asks_jax = False  # the manager itself asks JAX for its preemption notice, with its steps
@@ -66,12 +67,12 @@ class CheckpointBackend(abc.ABC):
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         """All nodes of the job. `wanted` are those that the job names; refused if the manager has other nodes."""
 
-    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, out_of_band: bool = False) -> None:
         """Called once, before anything but `nodes`.
 
-        With `beside`, a run uses the manager in another session, or has used it: the manager keeps that run's nodes.
+        `out_of_band`: a run uses the manager in another session, or has used it. The manager keeps that run's nodes.
         """
-        del beside
+        del out_of_band
         self._session, self._calls, self.handler_nodes = session, calls, session.nodes
 
     def epochs(self) -> list[int]:
@@ -212,13 +213,13 @@ class ItemBackend(CheckpointBackend):
             shown = ", ".join(map(str, epochs[-20:]))
             logging.warning("the metadata handler says that checkpoint %d was saved last; on storage: %s", known, shown)
 
-        # What `save_checkpoints` saved beside a run is resumed from only if it is named.
-        beside = list[int]()
-        while epochs and self._is_beside(epochs[-1]):
-            beside.append(epochs.pop())
-        if beside:
+        # What `save_checkpoints` saved out of band is resumed from only if it is named.
+        out_of_band = list[int]()
+        while epochs and self._is_out_of_band(epochs[-1]):
+            out_of_band.append(epochs.pop())
+        if out_of_band:
             left = f"which goes on from checkpoint {epochs[-1]}" if epochs else "of which nothing is left to go on from"
-            said = f"{directory}: save_checkpoints() saved {beside} in the middle of a run, {left}"
+            said = f"{directory}: save_checkpoints() saved {out_of_band} in the middle of a run, {left}"
             said += "; to go on from one of them, name it: resume_from_epoch=…"
             if not epochs:
                 raise InvalidArgumentError(f"{said}, or delete them to start from scratch")
@@ -229,7 +230,7 @@ class ItemBackend(CheckpointBackend):
         """On the primary: whether the newest epoch is of a run that has gone back to this one."""
         for epoch in reversed(self.epochs()):
             notes = self._readable_notes(epoch)
-            if notes and not notes.get(BESIDE):
+            if notes and not notes.get(OUT_OF_BAND):
                 gone_back = epoch > named and notes.get(WENT_BACK_TO) == named
                 if gone_back:
                     logging.warning(
@@ -244,8 +245,8 @@ class ItemBackend(CheckpointBackend):
                 return gone_back
         return False
 
-    def _is_beside(self, epoch: int) -> bool:
-        return bool(self._readable_notes(epoch).get(BESIDE))
+    def _is_out_of_band(self, epoch: int) -> bool:
+        return bool(self._readable_notes(epoch).get(OUT_OF_BAND))
 
     def _readable_notes(self, epoch: int) -> Mapping[str, Any]:
         try:

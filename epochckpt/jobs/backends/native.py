@@ -45,7 +45,7 @@ class NativeBackend(ItemBackend):
             self._manager.set_nodes(wanted)
         return self._manager.node_names
 
-    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, out_of_band: bool = False) -> None:
         """See CheckpointBackend. UnsupportedError: other processes save with the manager than run the job."""
         processes = self._manager.processes
         if processes not in (None, session.coordinator.ids):
@@ -53,7 +53,7 @@ class NativeBackend(ItemBackend):
                 f"the manager of {self.directory} has multiprocessing_options of its own: processes {list(processes)} "
                 "save together; JobRunner needs all of the job's, with process 0 as the primary"
             )
-        super().open(session, calls, beside)
+        super().open(session, calls, out_of_band)
         self.handler_nodes = self.taken_names = self._manager.node_names
         self._manager.introduce_handler()
 
@@ -210,9 +210,9 @@ class NativeBackend(ItemBackend):
 
 
 def _blob_items(kinds: Mapping[str, str]) -> list[str]:
-    """The items that are blobs; beside one of arrays may be another, with what each node has of its own in the blob."""
-    beside = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind == "arrays"}
-    return [item for item, kind in kinds.items() if kind != "node" or item not in beside]
+    """The items that are blobs. The second item of a blob, with each node's own values, is left out."""
+    own = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind == "arrays"}
+    return [item for item, kind in kinds.items() if kind != "node" or item not in own]
 
 
 def _made_by(reshard: Reshard, blob: str, states: Sequence[Any], saved_by: int, nodes: int) -> list[Any]:

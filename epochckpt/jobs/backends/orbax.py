@@ -43,10 +43,10 @@ class OrbaxBackend(ItemBackend):
             _refuse_several(wanted)
         return wanted or [f"process_{i}" for i in range(processes)]
 
-    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, out_of_band: bool = False) -> None:
         """See CheckpointBackend. UnsupportedError: there are more nodes here than those that are to be checkpointed."""
         _refuse_several(session.hosted)
-        super().open(session, calls, beside)
+        super().open(session, calls, out_of_band)
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
