@@ -255,7 +255,7 @@ class NodeFile:
         return 1
 
 
-class CarriedFile(NodeFile):
+class InlinedFile(NodeFile):
     """A file that a handler wrote on another host's disk, and whose content is in the commit record."""
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile, content: bytes):

@@ -78,7 +78,7 @@ class ItemPlan:
     part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
     copied_bytes: int  # of leaves that are no jax arrays
     # The same for cells that it holds and another node owns, where each host has a disk of its own.
-    also: "ItemPlan | None" = None
+    replicas: "ItemPlan | None" = None
 
     @functools.cached_property
     def staged(self) -> list[CellSource]:
@@ -291,7 +291,7 @@ def plan_item(
     builder = _Builder(name, node_of_process, replica_split_bytes, cell_bytes, per_node)
     item = builder.item(paths, forms)
 
-    def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], also: ItemPlan | None = None) -> ItemPlan:
+    def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], replicas: ItemPlan | None = None) -> ItemPlan:
         sources = tuple(_sources(builder, item, forms, cells))
         taken = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
         if taken:  # Of most of a shard all is copied: one copy, of which the pieces are views.
@@ -299,9 +299,11 @@ def plan_item(
             whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
             sources = tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
         host = ~item.each(lambda leaf: leaf.is_global, bool)[cells[0]]
-        return ItemPlan(item, cells, sources, tuple(item.part_ends(cells, part_bytes)), int(cells[2][host].sum()), also)
+        return ItemPlan(
+            item, cells, sources, tuple(item.part_ends(cells, part_bytes)), int(cells[2][host].sum()), replicas
+        )
 
-    return planned(item.owned(node), planned(item.also(node)) if local_disks and not per_node else None)
+    return planned(item.owned(node), planned(item.replicas(node)) if local_disks and not per_node else None)
 
 
 class _Builder:

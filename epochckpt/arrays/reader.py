@@ -17,7 +17,7 @@ import numpy as np
 
 from epochckpt import _collector, _progress
 from epochckpt._threads import Pool
-from epochckpt.arrays.node_files import ArrayFile, CarriedFile, Copy, NodeFile, Pack, noting
+from epochckpt.arrays.node_files import ArrayFile, Copy, InlinedFile, NodeFile, Pack, noting
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -121,7 +121,7 @@ class EpochReader:
         for node in sorted(self.here):
             total += self.record.nodes[node].nbytes
             with contextlib.suppress(EpochCheckpointError):
-                total += sum(file.size for file in self.node_record(node).also)
+                total += sum(file.size for file in self.node_record(node).replicas)
         return total
 
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
@@ -144,7 +144,7 @@ class EpochReader:
                 if np.any(file.cell_of[pack.leaves] >= 0):
                     packed[file].append(pack)
         for request in requests:
-            if (content := self._carried(request)) is not None:
+            if (content := self._inlined(request)) is not None:
                 request.out[...] = content[slices(request.box)]
                 continue
             for (file, position), copy in self._cells(request):
@@ -161,25 +161,25 @@ class EpochReader:
 
     def item_files(self, item: str) -> list[tuple[int, DataFile]]:
         """(node, file) of every file that handlers wrote for an item, on all nodes."""
-        carried = self.record.carried.get(item, {})
+        inlined = self.record.inlined.get(item, {})
         listed = {n: [f for f in e.files if f.item == item and f.name] for n, e in enumerate(self.record.nodes)}
-        nodes = [n for n, files in listed.items() if n in self.here or any(f.name not in carried for f in files)]
+        nodes = [n for n, files in listed.items() if n in self.here or any(f.name not in inlined for f in files)]
         self.pool.run([functools.partial(self.node_record, node) for node in nodes if listed[node]])
         found: list[tuple[int, DataFile]] = []
         for node, files in listed.items():
             if node in nodes and files:
                 files = [f for f in self.node_record(node).files if f.item == item and f.name]
             else:  # their checksums are those of their contents
-                files = [dataclasses.replace(f, sums=checksums.WRITTEN.sums([carried[f.name]])) for f in files]
+                files = [dataclasses.replace(f, sums=checksums.WRITTEN.sums([inlined[f.name]])) for f in files]
             found += [(node, file) for file in files]
         return found
 
     def node_file(self, node: int, file: DataFile) -> NodeFile:
         """A file that a handler wrote, wherever it can be read."""
-        content = self.record.carried.get(file.item, {}).get(file.name)
+        content = self.record.inlined.get(file.item, {}).get(file.name)
         if node in self.here or content is None:
             return NodeFile(self.at(node), node, file)
-        return CarriedFile(self, node, file, content)
+        return InlinedFile(self, node, file, content)
 
     def read_file(self, item: str, name: str) -> bytes:
         """The content of a small file that a handler wrote, verified."""
@@ -219,7 +219,7 @@ class EpochReader:
     @once
     def node_files(self, node: int) -> dict[str, DataFile]:
         record = self.node_record(node)
-        return {file.path: file for file in (*record.files, *record.also)}
+        return {file.path: file for file in (*record.files, *record.replicas)}
 
     @once
     def _node_record(self, node: int) -> NodeRecord:
@@ -265,8 +265,8 @@ class EpochReader:
     @once
     def also_files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node, which is here, wrote of cells that others own; none but on a disk of its own."""
-        listed = [f for f in self.node_record(node).also if f.item == item]
-        held = self._arrays(item).also(node)
+        listed = [f for f in self.node_record(node).replicas if f.item == item]
+        held = self._arrays(item).replicas(node)
         return self._laid_out(item, node, listed, held, self.path(node)) if listed else []
 
     def _laid_out(
@@ -386,9 +386,9 @@ class EpochReader:
     def _also_places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
         return _places_in(self.also_files(item, node))
 
-    def _carried(self, request: Request) -> np.ndarray | None:
+    def _inlined(self, request: Request) -> np.ndarray | None:
         """The leaf of a request, if the commit record has it and its node's files are not here."""
-        content = self.record.carried.get(request.item, {}).get(str(request.leaf))
+        content = self.record.inlined.get(request.item, {}).get(str(request.leaf))
         arrays = self._arrays(request.item)
         if content is None or arrays.owner(request.leaf, 0) in self.here:
             return None

@@ -51,7 +51,7 @@ class Snapshot:
     """What a save holds once the training thread goes on."""
 
     trees: list[SavedTree] = dataclasses.field(default_factory=list)  # emptied as soon as they are written
-    also: list[SavedTree] = dataclasses.field(default_factory=list)  # of cells that other nodes own; emptied, too
+    replicas: list[SavedTree] = dataclasses.field(default_factory=list)  # of cells that other nodes own; emptied, too
     items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)  # as the epoch will record them
     own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)  # as each node records its own
     # Files of known content that this process writes, by item and path in the item's folder.
@@ -78,7 +78,7 @@ class Snapshot:
 
     def drop(self) -> None:
         """Lets go of the copies, and removes what handlers have written."""
-        self.trees, self.also, self.files = [], [], {}
+        self.trees, self.replicas, self.files = [], [], {}
         for save in self.running:
             save.discard()
         self.running = ()
@@ -97,7 +97,7 @@ class SavePlan:
     @property
     def copied_bytes(self) -> int:
         """Bytes of host memory that the snapshot is going to hold, at most."""
-        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._also]) + self._staged.copied_bytes
+        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._replicas]) + self._staged.copied_bytes
 
     @functools.cached_property
     def _staged(self) -> Copies:
@@ -106,15 +106,17 @@ class SavePlan:
             self.staging,
             [
                 Cell(_shard(tree.plan, tree.data, t), t.cut, (number, t.leaf, t.shard) if t.whole else None)
-                for number, tree in enumerate([*self.trees, *self._also])
+                for number, tree in enumerate([*self.trees, *self._replicas])
                 for t in tree.plan.staged
             ],
         )
 
     @property
-    def _also(self) -> list[SavedTree]:
+    def _replicas(self) -> list[SavedTree]:
         """What this process writes of cells that other nodes own."""
-        return [SavedTree(tree.plan.also, tree.node, tree.data) for tree in self.trees if tree.plan.also is not None]
+        return [
+            SavedTree(tree.plan.replicas, tree.node, tree.data) for tree in self.trees if tree.plan.replicas is not None
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -146,18 +148,18 @@ class SavePlan:
             for run in (item.run for item in self.items if item.run is not None):
                 running.append(run())
             with _collector.paused():
-                arriving, also = iter(self._staged.start()), self._also
-                slab = memory_map.anonymous(sum(tree.plan.small_bytes for tree in [*self.trees, *also]))
-                trees, also = (
+                arriving, replicas = iter(self._staged.start()), self._replicas
+                slab = memory_map.anonymous(sum(tree.plan.small_bytes for tree in [*self.trees, *replicas]))
+                trees, replicas = (
                     [SavedTree(plan, node, take(plan, leaves, arriving, slab)) for plan, node, leaves in each]
-                    for each in (self.trees, also)
+                    for each in (self.trees, replicas)
                 )
         except BaseException:
             for save in running:
                 save.discard()
             raise
         files = {(item.name, item.file[0]): item.file[1] for item in self.items if item.file and self.primary}
-        return Snapshot(trees, also, items, own, files, running, self.digest, self.copied_bytes)
+        return Snapshot(trees, replicas, items, own, files, running, self.digest, self.copied_bytes)
 
 
 @dataclasses.dataclass(slots=True)

@@ -9,7 +9,7 @@ A node's file holds its cells ordered by item size (largest first, so that each 
 cell. Beyond `part_bytes` it is continued in another part.
 
 A job whose hosts have local disks (`StorageOptions.local_disks`) needs more on each of them: what the host holds and
-another node owns (`ArrayItem.also`), in files that are laid out alike.
+another node owns (`ArrayItem.replicas`), in files that are laid out alike.
 """
 
 import collections
@@ -27,7 +27,8 @@ from epochckpt.format import checksums, safetensors
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import ARRAY_KINDS, KeyPath
 
-_CARRIED_LEAF, _CARRIED_ITEM = 64 * 2**10, 512 * 2**10  # bytes of one leaf, and of all of an item, see `carried`
+_INLINED_LEAF = 64 * 2**10  # the most bytes of one leaf, see `ArrayItem.inlined`
+_INLINED_ITEM = 512 * 2**10  # and of all leaves of an item together
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
 MAX_CELLS, MAX_ITEM_CELLS = 2**24, 2**30
 """The most cells of a leaf, and of all leaves of an item: what a record of it may have."""
@@ -304,8 +305,8 @@ class ArrayItem:
         """(leaf, cell, bytes) of every cell that `node` writes, in file order."""
         return self._listed(self._file_order, lambda info: self.grids[info.grid].owned(info.rotation, node))
 
-    def also(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same of every cell with bytes that `node` holds and another node writes, but for those `carried`."""
+    def replicas(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(leaf, cell, bytes) of every cell that `node` holds and another node writes; not of `inlined` leaves."""
 
         def held(info: Leaf) -> list[int]:
             if info.nbytes == 0:
@@ -314,18 +315,18 @@ class ArrayItem:
                 return [] if self.grids[info.grid].owned(info.rotation, node) else [0]
             return self.grids[info.grid].owned(info.rotation, node, others=True)
 
-        return self._listed(self._file_order[~np.isin(self._file_order, [*self.carried])], held)
+        return self._listed(self._file_order[~np.isin(self._file_order, [*self.inlined])], held)
 
     @functools.cached_property
-    def carried(self) -> frozenset[int]:
+    def inlined(self) -> frozenset[int]:
         """The small leaves of which each process has a value of its own.
 
-        Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.carried`).
+        Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.inlined`).
         """
-        found, left = set[int](), _CARRIED_ITEM
+        found, left = set[int](), _INLINED_ITEM
         for i in self._file_order.tolist():
             size = self.leaves[i].nbytes
-            if not self.leaves[i].is_global and 0 < size <= min(left, _CARRIED_LEAF):
+            if not self.leaves[i].is_global and 0 < size <= min(left, _INLINED_LEAF):
                 found.add(i)
                 left -= size
         return frozenset(found)

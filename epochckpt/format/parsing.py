@@ -95,7 +95,7 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
     record = codec.parse(NodeRecord, fields)
     if any(item.arrays is None for item in record.items.values()):
         raise fields.fail("items", "pytrees")
-    if any(file.name for file in record.also):
+    if any(file.name for file in record.replicas):
         raise fields.fail("also", "data files")
     return record
 
@@ -179,7 +179,7 @@ def _without_items(data: bytes) -> bytes:
 
 
 def _epoch_record(fields: Fields, trees: bool) -> EpochRecord:
-    record = codec.parse(EpochRecord, fields, **({} if trees else {"items": {}, "carried": {}}))
+    record = codec.parse(EpochRecord, fields, **({} if trees else {"items": {}, "inlined": {}}))
     if not record.nodes or len({node.name for node in record.nodes}) != len(record.nodes):
         raise fields.fail("nodes", "at least one node, with distinct names")
     if trees and record.default_item and paths.DEFAULT_ITEM not in record.items:

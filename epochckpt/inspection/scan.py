@@ -312,18 +312,18 @@ def _nodes(
             elif commits is not None:
                 commits.check_node(folder, record, number, sizes)
                 if here is not None:
-                    _check_also(commits, folder, record, number)
+                    _check_replicas(commits, folder, record, number)
         except (errors.EpochCheckpointError, OSError) as error:
             state, detail = DAMAGED, errors.say(error)
         yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
 
 
-def _check_also(commits: Commits, folder: str, record: EpochRecord, number: int) -> None:
+def _check_replicas(commits: Commits, folder: str, record: EpochRecord, number: int) -> None:
     """Raises DamagedError for the first missing or short file of what a node wrote of cells that others own."""
     path = paths.join(folder, record.path(number))
     node = parsing.read_record(commits.store, path, parsing.parse_node)
-    if node is not None and node.also:
-        entry = dataclasses.replace(record.nodes[number], files=node.also)
+    if node is not None and node.replicas:
+        entry = dataclasses.replace(record.nodes[number], files=node.replicas)
         commits.check_node(folder, dataclasses.replace(record, nodes=(entry,)), 0)
 
 
