@@ -28,7 +28,7 @@ from epochckpt._threads import Deadline
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.items import SaveItem
 from epochckpt.arrays.plan import CellSource, ItemPlan
-from epochckpt.arrays.transfers import Arriving, Cell, Copies, Staging
+from epochckpt.arrays.transfers import Arriving, Copies, StagedCell, Staging
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.format import ItemRecord, checksums
 from epochckpt.format import tree as tree_lib
@@ -105,7 +105,7 @@ class SavePlan:
         return Copies(
             self.staging,
             [
-                Cell(_shard(tree.plan, tree.data, t), t.cut, (number, t.leaf, t.shard) if t.whole else None)
+                StagedCell(_shard(tree.plan, tree.data, t), t.cut, (number, t.leaf, t.shard) if t.whole else None)
                 for number, tree in enumerate([*self.trees, *self._replicas])
                 for t in tree.plan.staged
             ],

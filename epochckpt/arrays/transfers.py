@@ -34,7 +34,7 @@ _SPARE = 16  # a copy on a device leaves at least this part of its memory free
 _ORDERED_PLATFORMS = frozenset({"gpu", "cpu"})  # donation waits for transfers, see above; libtpu's source is not public
 
 
-class Cell(NamedTuple):
+class StagedCell(NamedTuple):
     """One cell on an accelerator."""
 
     data: jax.Array  # the shard that holds it, on one device
@@ -79,7 +79,7 @@ class Staging:
 class Copies:
     """What one save copies from accelerators. Nothing is copied before `start`; `copied_bytes` of host memory are."""
 
-    def __init__(self, staging: Staging, cells: Sequence[Cell]):
+    def __init__(self, staging: Staging, cells: Sequence[StagedCell]):
         self._staging, self._cells = staging, cells
         groups: dict[Any, list[int]] = {}
         if staging.how in ("auto", "device"):
@@ -158,7 +158,7 @@ def _copied(arrays: Sequence[jax.Array], parts: Any) -> list[list[jax.Array]]:
     ]
 
 
-def _parts(cell: Cell, piece_bytes: float) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]:
+def _parts(cell: StagedCell, piece_bytes: float) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]:
     """Cuts a cell into contiguous pieces of at most so many bytes, as long as that is more than an element."""
     if cell.nbytes <= piece_bytes and cell.cut is None:
         return (None,)
