@@ -62,7 +62,7 @@ class Pack(NamedTuple):
     out: np.ndarray  # uint8
 
 
-class Copy(NamedTuple):
+class CellCopy(NamedTuple):
     """One use of a cell: `out[into] = cell[source]`."""
 
     out: np.ndarray
@@ -284,12 +284,12 @@ class ArrayFile(NodeFile):
     def _cut(self, block_bytes: int) -> np.ndarray:
         return grid.blocks(np.diff(self.part.offsets), self.data_start, block_bytes)
 
-    def tasks(self, wanted: dict[int, list[Copy]], packs: Sequence[Pack] = ()) -> list[Callable[[], None]]:
+    def tasks(self, wanted: dict[int, list[CellCopy]], packs: Sequence[Pack] = ()) -> list[Callable[[], None]]:
         """Opens the file; returns tasks that read the wanted cells, given by their positions in the file, and packs."""
         self.open()
         tasks: list[Callable[[], None]] = []
         moves: dict[int, list[_Move]] = collections.defaultdict(list)  # by block
-        runs: dict[int, list[tuple[int, list[Copy]]]] = collections.defaultdict(list)
+        runs: dict[int, list[tuple[int, list[CellCopy]]]] = collections.defaultdict(list)
         for pack in packs:
             self._move_pack(pack, moves)
         cells = np.array(sorted(wanted), dtype=np.int64)
@@ -348,7 +348,7 @@ class ArrayFile(NodeFile):
         self,
         blocks: list[int],
         moves: Mapping[int, list[_Move]],
-        runs: Mapping[int, list[tuple[int, list[Copy]]]],
+        runs: Mapping[int, list[tuple[int, list[CellCopy]]]],
     ) -> None:
         """Reads blocks with one call; each goes to one destination as it is, or parts of it to theirs."""
         alone = moves.get(blocks[0], ()) if len(blocks) == 1 and blocks[0] not in runs else ()
@@ -364,7 +364,7 @@ class ArrayFile(NodeFile):
                     out[:] = piece[start - origin : end - origin]
                 self._spread(block, np.frombuffer(piece, np.uint8), runs.get(block, ()))
 
-    def _direct(self, cell: int, copies: list[Copy]) -> memoryview | None:
+    def _direct(self, cell: int, copies: list[CellCopy]) -> memoryview | None:
         """The destination as bytes, if one whole cell goes to one contiguous place."""
         if len(copies) != 1:
             return None
@@ -373,7 +373,7 @@ class ArrayFile(NodeFile):
             return None
         return part.reshape(-1).view(np.uint8).data
 
-    def _spread(self, block: int, buffer: np.ndarray, cells: Sequence[tuple[int, list[Copy]]]) -> None:
+    def _spread(self, block: int, buffer: np.ndarray, cells: Sequence[tuple[int, list[CellCopy]]]) -> None:
         """Takes whole cells out of a block."""
         start, _ = self._bounds(block)
         for cell, copies in cells:
@@ -382,7 +382,7 @@ class ArrayFile(NodeFile):
             for copy in copies:
                 copy.out[copy.into] = array[copy.source]
 
-    def _large(self, cell: int, copies: list[Copy]) -> None:
+    def _large(self, cell: int, copies: list[CellCopy]) -> None:
         """Reads a part of a cell that spans several blocks: only the blocks that hold the wanted rows.
 
         Leading axes with one wanted index are descended into, so that a piece of a long row costs only a piece.

@@ -17,7 +17,7 @@ import numpy as np
 
 from epochckpt import _collector, _progress
 from epochckpt._threads import Pool
-from epochckpt.arrays.node_files import ArrayFile, Copy, InlinedFile, NodeFile, Pack, noting
+from epochckpt.arrays.node_files import ArrayFile, CellCopy, InlinedFile, NodeFile, Pack, noting
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -132,7 +132,7 @@ class EpochReader:
         self,
         requests: Sequence[Request],
         packs: Sequence[Pack],
-        wanted: dict[ArrayFile, dict[int, list[Copy]]],
+        wanted: dict[ArrayFile, dict[int, list[CellCopy]]],
         packed: dict[ArrayFile, list[Pack]],
     ) -> None:
         """Notes by files what is to be read of them; fills requests for what the commit record has."""
@@ -356,19 +356,19 @@ class EpochReader:
             assert info.dtype is not None, "it has bytes"
             yield Request(pack.item, leaf, whole(info.shape), np.ndarray(info.shape, info.dtype, pack.out, start))
 
-    def _cells(self, request: Request) -> Iterator[tuple[tuple[ArrayFile, int], Copy]]:
+    def _cells(self, request: Request) -> Iterator[tuple[tuple[ArrayFile, int], CellCopy]]:
         """((file, position in it), copy) for every cell that a request needs."""
         arrays = self._arrays(request.item)
         if arrays.is_whole(request.leaf):
             if request.out.size:
-                copy = Copy(request.out, slices(request.box, request.box), slices(request.box))
+                copy = CellCopy(request.out, slices(request.box, request.box), slices(request.box))
                 yield self._place(request.item, request.leaf, 0), copy
             return
         for cell in arrays.cells_touching(request.leaf, request.box):
             box = arrays.cell_box(request.leaf, cell)
             meet = grid.meet(request.box, box)
             place = self._place(request.item, request.leaf, cell)
-            yield place, Copy(request.out, slices(meet, request.box), slices(meet, box))
+            yield place, CellCopy(request.out, slices(meet, request.box), slices(meet, box))
 
     def _place(self, item: str, leaf: int, cell: int) -> tuple[ArrayFile, int]:
         """Where a cell is read from: the file, and the position in it."""
@@ -400,7 +400,7 @@ class EpochReader:
 def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence[Pack]]]) -> None:
     """Does what `EpochReader.read` does for several readers of one directory, with the threads of the first."""
     began, tally = time.monotonic(), list[tuple[int, float]]()
-    wanted: dict[ArrayFile, dict[int, list[Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    wanted: dict[ArrayFile, dict[int, list[CellCopy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     packed: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
     pool, root = asked[0][0].pool, asked[0][0].store.root
     with _collector.paused():
