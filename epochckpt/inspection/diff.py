@@ -204,7 +204,7 @@ class _Comparison:
     def _arrays(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
         # Datetimes and words of random keys are compared, but a distance between them means nothing.
         odd = ("datetime64", "timedelta64")
-        change = stats.Change(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
+        change = stats.ArrayChange(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
         where = (pair.item, pair.name, pair.node)
         values = ""
         try:

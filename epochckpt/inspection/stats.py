@@ -133,7 +133,7 @@ class _Moments:
         self.finite = total
 
 
-class Change:
+class ArrayChange:
     """The difference of two arrays of one shape and any two dtypes.
 
     NaN equals NaN, whatever its payload, and 0 equals -0. Norms are of the elements that are finite in both arrays;
