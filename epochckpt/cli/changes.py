@@ -32,7 +32,7 @@ _UNCHANGED = Line(Span("Nothing was changed; --yes does it.", Tone.FAINT))
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class EpochChange:
     """What becomes of one epoch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Changes:
 
     directory: str
     done: bool
-    changes: tuple[Change, ...]
+    changes: tuple[EpochChange, ...]
     destination: str | None = None
     remark: str = ""
     mirror: str | None = None
@@ -259,7 +259,7 @@ def _changes(
     ledger = read_ledger(run.commits.store)
     named = None if args.mirror is None else open_store(args.mirror).root
     homes = {MIRROR: named or root}
-    changes = [Change(r.epoch, r.nbytes, _in(homes.get(r.tier, root), r.folder), to(r)) for r in rows]
+    changes = [EpochChange(r.epoch, r.nbytes, _in(homes.get(r.tier, root), r.folder), to(r)) for r in rows]
     where = getattr(args, "destination", None)
     destination = None if where is None else open_store(where).root
     return Changes(
