@@ -476,13 +476,13 @@ def goodput(found: rows.Goodput) -> list[Block]:
     return [*view, kinds.Summary((kept, runs, kills)), shown, *kinds.problems(found.problems)]
 
 
-def _end(row: rows.RunRow, newest: bool) -> Words:
+def _end(row: rows.RunGoodput, newest: bool) -> Words:
     if row.killed is None:
         return Span("open", Tone.LIVE) if newest else "not seen"
     return Span("killed", Tone.BAD) if row.killed else "closed"
 
 
-def _lost(row: rows.RunRow) -> Words:
+def _lost(row: rows.RunGoodput) -> Words:
     return Span(f"≥ {_units.secs(row.lost_secs)}", Tone.BAD) if row.lost_secs else ""
 
 

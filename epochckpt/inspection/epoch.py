@@ -36,8 +36,8 @@ from epochckpt.inspection.rows import (
     LeafRow,
     LeafStats,
     MetricsRow,
+    RunGoodput,
     RunMetrics,
-    RunRow,
     Usage,
     UsageRow,
 )
@@ -146,7 +146,7 @@ class UsageView(Table[UsageRow]):
         return self.usage
 
 
-class GoodputView(Table[RunRow]):
+class GoodputView(Table[RunGoodput]):
     """What the runs of a directory have spent their time on, one row per run; `goodput` also has the sums."""
 
     def __init__(self, goodput: Goodput):

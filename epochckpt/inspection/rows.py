@@ -250,7 +250,7 @@ class Usage:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunRow:
+class RunGoodput:
     """What one run has spent its time on, from the opening of its manager until the next run, as the primary saw it."""
 
     incarnation: str
@@ -285,7 +285,7 @@ class Goodput:
     """What the runs of a directory have spent their time on."""
 
     directory: str  # path or URL
-    runs: tuple[RunRow, ...]  # oldest first; those that began to save; the newest hundred are recorded
+    runs: tuple[RunGoodput, ...]  # oldest first; those that began to save; the newest hundred are recorded
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
     unit: str = "epoch"  # as in `Overview`
 
@@ -295,7 +295,7 @@ class Goodput:
         return sum(1 for run in self.runs if run.killed)
 
     @property
-    def total(self) -> RunRow | None:
+    def total(self) -> RunGoodput | None:
         """All runs together, with the newest epoch; None if there are none."""
         if not self.runs:
             return None
