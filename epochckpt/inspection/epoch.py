@@ -92,7 +92,7 @@ class Shown:
         return self.to_text().rstrip("\n")
 
 
-class Container(Shown):
+class NamedContents(Shown):
     """Something that shows itself and iterates over the names of what is in it."""
 
     def _names(self) -> Sequence[Any]:
@@ -195,7 +195,7 @@ class ArrayView(Shown):
         return self.look
 
 
-class EpochInspection(Container):
+class EpochInspection(NamedContents):
     """One epoch. Iterates over the names of its items.
 
     Attributes:
@@ -328,7 +328,7 @@ class EpochInspection(Container):
         return self.detail()
 
 
-class ItemInspection(Container):
+class ItemInspection(NamedContents):
     """One item of one epoch. Iterates over the names of its leaves, of its files, or of its nodes.
 
     Everything is read from the attempt that was committed at the first read. If that attempt is deleted, reads raise
