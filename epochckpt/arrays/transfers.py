@@ -110,7 +110,7 @@ class Copies:
                     raise
                 text = "%s has no memory for a copy of what is saved: it is copied to host memory instead"
                 logging.log_first_n(logging.WARNING, text, 3, device)
-        window = _Window(self._staging.window_bytes, [each for i in sorted(pieces) for each in pieces[i]])
+        window = _StagingWindow(self._staging.window_bytes, [each for i in sorted(pieces) for each in pieces[i]])
         # The rest goes to host memory now: shards, and parts of shards that are cut out on their device.
         cuts: dict[Any, list[int]] = {}
         moving: dict[Any, _Transfer] = {}
@@ -194,7 +194,7 @@ class _Transfer:
         return self.data
 
 
-class _Window:
+class _StagingWindow:
     """Moves pieces from devices to host memory, in order, so many bytes ahead; used by background threads only."""
 
     def __init__(self, nbytes: int, pieces: Iterable[_Transfer]):
@@ -232,7 +232,7 @@ class Arriving:
         nbytes: int,
         pieces: Sequence[_Transfer],
         cut: tuple[slice, ...] | None = None,
-        window: _Window | None = None,
+        window: _StagingWindow | None = None,
     ):
         self._pieces, self._cut, self._window = pieces, cut, window
         self._ends = list(itertools.accumulate(piece.nbytes for piece in pieces))
