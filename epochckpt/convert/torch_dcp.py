@@ -228,7 +228,7 @@ class _Unpickler(_PurePython):
         return _Storage(key, kind.dtype)
 
 
-class _Window(io.RawIOBase):
+class _MappedPart(io.RawIOBase):
     """A part of a mapped file as a file."""
 
     def __init__(self, data: memoryview):
@@ -296,7 +296,7 @@ class _Archive:
 
     def __init__(self, path: str, data: np.ndarray, sums: list[tuple[str, np.ndarray, int]]):
         self.path, self._data, self._sums = path, data, sums
-        with zipfile.ZipFile(io.BufferedReader(_Window(memoryview(data)))) as archive:  # type: ignore[type-var]
+        with zipfile.ZipFile(io.BufferedReader(_MappedPart(memoryview(data)))) as archive:  # type: ignore[type-var]
             self._members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "byteorder" in self._members and self.bytes_of("byteorder").tobytes() != b"little":
             raise UnsupportedError(f"{path}: its numbers are big-endian")
