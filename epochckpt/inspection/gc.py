@@ -76,7 +76,7 @@ def collect(
             "(StorageOptions.save_timeout_secs), and must not be taken for dead; expected more than that"
         )
     commits = scan.open_commits(directory, options)
-    search = _Search(commits, older_than_secs, epochs_too, clock)
+    search = _GarbageSearch(commits, older_than_secs, epochs_too, clock)
     rows, kept = list[LeftoverRow](), dict[str, str]()
     with scan.access(commits.store):
         found = search.look(options.todelete_subdir if options else None)
@@ -99,7 +99,7 @@ def collect(
     return Garbage(commits.store.root, tuple(rows), kept, tuple(row for row in found if row.path in kept))
 
 
-class _Search:
+class _GarbageSearch:
     """What may go, why the rest may not, and removing it."""
 
     def __init__(self, commits: Commits, older_than_secs: float, epochs_too: bool, clock: Callable[[], float]):
