@@ -153,7 +153,7 @@ class Runs(Container):
     def _names(self) -> Sequence[str]:
         return self._search().found
 
-    def _search(self) -> _Search:
+    def _search(self) -> _FolderSearch:
         with scan.access(self._store):
             return _searched(self._store)
 
@@ -162,22 +162,22 @@ class Runs(Container):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Search:
+class _FolderSearch:
     """The names of the checkpoint directories that a search has found; and, in words, what it left out."""
 
     found: Sequence[str]
     left_out: str = ""
 
 
-def _searched(store: Store) -> _Search:
+def _searched(store: Store) -> _FolderSearch:
     """The checkpoint directories below a folder, which is none itself; nothing is searched for inside of one."""
     walk = _walk(store, "", _DEPTH)
     seen = list(itertools.islice(walk, _SEARCHED))
     found = sorted(path for path, is_run in seen if is_run)
     if next(walk, None) is None:
-        return _Search(found)
+        return _FolderSearch(found)
     ((most, count),) = collections.Counter(os.path.dirname(path) for path, _ in seen).most_common(1)
-    return _Search(
+    return _FolderSearch(
         found,
         f"only {_SEARCHED} folders were searched for runs, and there are more; {count} of them lie in {most or '.'}. "
         "Name a folder further down to see what else is there",
