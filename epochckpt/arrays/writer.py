@@ -47,7 +47,7 @@ def write_arrays(
     """Writes an item's data files into the node's folder, from one buffer per cell range of the plan."""
     with _collector.paused():  # their headers
         parts = plan.files(block_bytes)
-    files = [_File(folder, epoch, plan, number, buffers, block_bytes, kind) for number, _ in enumerate(parts)]
+    files = [_FileWriter(folder, epoch, plan, number, buffers, block_bytes, kind) for number, _ in enumerate(parts)]
 
     def check() -> None:
         """A last look at memory that is not ours."""
@@ -113,7 +113,7 @@ def write_file(
     return dataclasses.replace(record, sums=checksums.BlockSums(checksums.WRITTEN, tuple(sums)))
 
 
-class _File(Generic[FileT]):
+class _FileWriter(Generic[FileT]):
     """One data file being written: its header, then the buffers of runs of cells, in blocks that end at `ends`."""
 
     def __init__(
@@ -217,7 +217,7 @@ class _File(Generic[FileT]):
 class _Memory:
     """Aligned memory for the pieces of some files, as much as threads use at the same time."""
 
-    def __init__(self, files: Iterable[_File[Any]]):
+    def __init__(self, files: Iterable[_FileWriter[Any]]):
         self._nbytes = max((file.largest for file in files), default=0) + ALIGNMENT
         self._free: collections.deque[np.ndarray] = collections.deque()
 
