@@ -33,7 +33,7 @@ def load(path: str) -> Any:
     """
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise FormatError(path, "is no file")
-    reader = _Reader(path)
+    reader = _Unpacker(path)
     with open(path, "rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -60,7 +60,7 @@ def _is_deeper(tree: Any, depth: int) -> bool:
     return depth < 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 
-class _Reader:
+class _Unpacker:
     def __init__(self, path: str):
         self.path = path
         self.values = 0
