@@ -85,8 +85,8 @@ class ObjectStore(Store):
             found = self._client.head(path)
             if found is None:
                 raise missing(self._client.name(path))
-            return _Reader(self._client, path, found["size"])
-        return _Reader(self._client, path, size)
+            return _ObjectReader(self._client, path, found["size"])
+        return _ObjectReader(self._client, path, size)
 
     def create(self, path: str, data: bytes) -> None:
         """One conditional write."""
@@ -251,7 +251,7 @@ class ObjectStore(Store):
         return self._client.ask(path, "listing", pages)
 
 
-class _Reader(Reader):
+class _ObjectReader(Reader):
     """One object, read by ranges."""
 
     def __init__(self, client: Client, path: str, size: int):
