@@ -17,7 +17,7 @@ from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidAr
 from epochckpt.format import paths
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import goodput, scan, usage, whole_run
-from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, MetricsView, UsageView
+from epochckpt.inspection.epoch import DiffView, EpochInspection, GoodputView, MetricsView, NamedContents, UsageView
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, NEWER, EpochRow, Overview, RunMetrics
 from epochckpt.inspection.select import narrowed
 from epochckpt.manager.numbers import epoch_number
@@ -86,7 +86,7 @@ def inspect(
     return Inspection(directory, metric, mode, options, unit, None if mirror is None else os.fspath(mirror))
 
 
-class Inspection(Container):
+class Inspection(NamedContents):
     """A directory of checkpoints; see `inspect`. Iterates over the numbers of its epochs, ascending.
 
     Attributes:

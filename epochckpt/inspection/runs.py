@@ -17,7 +17,7 @@ from epochckpt._metrics import numbers
 from epochckpt.directory import owners
 from epochckpt.inspection import configs, leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
-from epochckpt.inspection.epoch import Container
+from epochckpt.inspection.epoch import NamedContents
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, DirectoryRow, Overview, RunsOverview
 from epochckpt.storage import Store, open_store
 
@@ -77,7 +77,7 @@ def inspect_runs(
     return found
 
 
-class Runs(Container):
+class Runs(NamedContents):
     """A folder of runs; see `inspect_runs`. Iterates over their names, which are their paths below the folder."""
 
     def __init__(
