@@ -20,7 +20,7 @@ import numpy as np
 
 from epochckpt._threads import Pool
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, FormatError
-from epochckpt.format import ArrayItem, DataFile, NodeRecord, Part, checksums, grid
+from epochckpt.format import ArrayItem, DataFile, NodeRecord, PartCells, checksums, grid
 from epochckpt.storage import Reader, Store, writing
 
 _Move = tuple[int, int, memoryview]  # bytes of a file, from start to end, and where they go
@@ -276,7 +276,7 @@ class InlinedFile(NodeFile):
 class ArrayFile(NodeFile):
     """A data file, in which each cell of `part` begins at one of the `offsets`; its epoch's reader must live."""
 
-    def __init__(self, epoch: Epoch, node: int, file: DataFile, item: ArrayItem, part: Part):
+    def __init__(self, epoch: Epoch, node: int, file: DataFile, item: ArrayItem, part: PartCells):
         super().__init__(epoch, node, file)
         self._epoch = weakref.ref(epoch)  # which keeps this file
         self.item, self.part, self.offsets = item, part, part.offsets + file.data_start

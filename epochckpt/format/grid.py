@@ -166,7 +166,7 @@ class Leaf(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PartCells:
     """The cells in one part of a node's data file, in file order."""
 
     leaves: np.ndarray  # leaf number of each cell
@@ -346,13 +346,13 @@ class ArrayItem:
         every = np.array([*itertools.chain.from_iterable(cells)], np.int64)
         return np.repeat(leaves, each), every[begins[number] + within], sizes[number]
 
-    def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[Part]:
+    def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[PartCells]:
         """The parts of a node's cells that end after the given numbers of cells."""
         leaves, cells, sizes = owned
         parts, start = [], 0
         for end in ends:
             offsets = np.concatenate([[0], np.cumsum(sizes[start:end])])
-            parts.append(Part(leaves[start:end], cells[start:end], offsets))
+            parts.append(PartCells(leaves[start:end], cells[start:end], offsets))
             start = end
         return parts
 
