@@ -108,7 +108,7 @@ class NamedContents(Shown):
         return name in self._names()
 
 
-class Table(Shown, Sequence[T]):
+class RowsView(Shown, Sequence[T]):
     """A sequence of rows that shows itself."""
 
     def __init__(self, rows: Sequence[T]):
@@ -124,7 +124,7 @@ class Table(Shown, Sequence[T]):
         return self.rows[number]
 
 
-class DiffView(Table[DiffRow]):
+class DiffView(RowsView[DiffRow]):
     """The difference of two epochs, one row per leaf; `diff` also has the epochs and what could not be compared."""
 
     def __init__(self, diff: Diff):
@@ -135,7 +135,7 @@ class DiffView(Table[DiffRow]):
         return self.diff
 
 
-class UsageView(Table[UsageRow]):
+class UsageView(RowsView[UsageRow]):
     """What a directory takes up on storage, one row per epoch or other thing; `usage` also has the sums by kind."""
 
     def __init__(self, usage: Usage):
@@ -146,7 +146,7 @@ class UsageView(Table[UsageRow]):
         return self.usage
 
 
-class GoodputView(Table[RunGoodput]):
+class GoodputView(RowsView[RunGoodput]):
     """What the runs of a directory have spent their time on, one row per run; `goodput` also has the sums."""
 
     def __init__(self, goodput: Goodput):
@@ -157,7 +157,7 @@ class GoodputView(Table[RunGoodput]):
         return self.goodput
 
 
-class MetricsView(Table[MetricsRow]):
+class MetricsView(RowsView[MetricsRow]):
     """The metrics of a run, one row per epoch."""
 
     def __init__(self, found: RunMetrics):
@@ -292,7 +292,7 @@ class EpochInspection(NamedContents):
         node: str | None = None,
         *,
         progress: Progress | None = None,
-    ) -> Table[LeafStats]:
+    ) -> RowsView[LeafStats]:
         """Statistics of every array that is meant; reads those arrays, in pieces.
 
         Args:
@@ -317,7 +317,7 @@ class EpochInspection(NamedContents):
         for name, of, leaf in arrays:
             rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
             (progress or _ignore)(leaf.nbytes)
-        return Table(rows)
+        return RowsView(rows)
 
     def verify(self, progress: Progress | None = None) -> Verification:
         """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
@@ -431,7 +431,7 @@ class ItemInspection(NamedContents):
             raise UnknownNameError(f"{self._where}: there is no file {quoted(file)}; {_text.near(file, names)}")
         return self._leaves.file(self.row.name, file, self._node)
 
-    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> Table[LeafStats]:
+    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> RowsView[LeafStats]:
         """Statistics of the item's arrays; see `EpochInspection.stats`."""
         return self._epoch.stats(patterns, self.row.name, self._node or None, progress=progress)
 
