@@ -16,7 +16,7 @@ from epochckpt.cli.commands import epoch_of, only_cpu, opened, options_of
 from epochckpt.cli.output import FOUND, OK, Output
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import scan
-from epochckpt.inspection.blocks import Block, Column, Line, Span, Summary, Tone, problems, table
+from epochckpt.inspection.blocks import Block, Column, Span, Summary, TextLine, Tone, problems, table
 from epochckpt.inspection.directory_views import noun, several
 from epochckpt.inspection.rows import DAMAGED, MIRROR, EpochRow
 from epochckpt.inspection.text import render
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from epochckpt.inspection.directory import Inspection
     from epochckpt.manager import CheckpointManager
 
-_UNCHANGED = Line(Span("Nothing was changed; --yes does it.", Tone.FAINT))
+_UNCHANGED = TextLine(Span("Nothing was changed; --yes does it.", Tone.FAINT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def import_(args: argparse.Namespace, output: Output) -> int:
     more = len(plan.leaves) - len(shown)
 
     def view() -> Iterator[Block]:
-        yield Line(Span(f"{plan.source} → {plan.directory}", Tone.STRONG, 2000), title=True)
+        yield TextLine(Span(f"{plan.source} → {plan.directory}", Tone.STRONG, 2000), title=True)
         what = f"import {unit} {plan.epoch}", _units.several(len(plan.leaves), "leaf", "leaves")
         yield Summary((*what, _units.nbytes(plan.nbytes), f"item {plan.item}"))
         yield table(
@@ -198,7 +198,7 @@ def import_(args: argparse.Namespace, output: Output) -> int:
             (Column("bytes", 1, right=True), lambda leaf: _units.nbytes(leaf.nbytes)),
         )
         if more:
-            yield Line(Span(f"… {_units.count(more)} more; --limit 0 lists all", Tone.FAINT))
+            yield TextLine(Span(f"… {_units.count(more)} more; --limit 0 lists all", Tone.FAINT))
         if not args.yes:
             yield _UNCHANGED
 
@@ -289,7 +289,7 @@ def _answer(output: Output, found: Changes, verb: str) -> int:
         return Span(path, limit=1000)
 
     def view() -> Iterator[Block]:
-        yield Line(Span(title, Tone.STRONG, 2000), title=True)
+        yield TextLine(Span(title, Tone.STRONG, 2000), title=True)
         yield Summary(tuple(filter(None, (count, found.remark, mirror))))
         yield table(
             found.changes,

@@ -131,7 +131,7 @@ class Table(NamedTuple):
     recent: int = 0
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """One line of text; a view's first one is its title."""
 
     words: Words
@@ -188,7 +188,7 @@ class Section(NamedTuple):
     on_demand: bool = False  # a terminal shows it only if it is asked for
 
 
-Block = Line | Summary | Facts | Problem | Table | Tree | Heat | Section
+Block = TextLine | Summary | Facts | Problem | Table | Tree | Heat | Section
 
 
 def trees(blocks: Iterable[Block]) -> list[Tree]:

@@ -12,7 +12,7 @@ from epochckpt import _text, _units
 from epochckpt._metrics import flat
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows
-from epochckpt.inspection.blocks import Block, Cell, Column, Line, Mark, Span, Tone, Words, secs, table
+from epochckpt.inspection.blocks import Block, Cell, Column, Mark, Span, TextLine, Tone, Words, secs, table
 from epochckpt.inspection.signs import (
     BEST,
     HELD_UP,
@@ -87,7 +87,7 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     """A directory: its epochs and attempts, and what else lies there; `hint` says how to see epochs not shown."""
     usual = _Usual(found)
     view: list[Block] = [
-        Line(Span(found.directory, Tone.STRONG, 1000), title=True),
+        TextLine(Span(found.directory, Tone.STRONG, 1000), title=True),
         kinds.Summary(tuple(_summary(found, usual))),
     ]
     if found.hidden:
@@ -286,7 +286,7 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         (Column("bytes", rank("bytes", 5), right=True), lambda row: _units.nbytes(row.nbytes)),
         (Column("why", 3, least=16), lambda row: Span(row.detail, Tone.FAINT)),
     )
-    title = Line(Span(found.directory, Tone.STRONG, 1000), title=True)
+    title = TextLine(Span(found.directory, Tone.STRONG, 1000), title=True)
     return [title, kinds.Summary(tuple(said)), made, *kinds.problems(found.problems)]
 
 
@@ -303,7 +303,7 @@ def metrics(found: rows.RunMetrics) -> list[Block]:
         return lambda row: Span(figure(flat(row.metrics).get(name)), limit=16)
 
     names = found.names[:_COLUMNS]
-    title = Line(Span(found.directory, Tone.STRONG, 1000), title=True)
+    title = TextLine(Span(found.directory, Tone.STRONG, 1000), title=True)
     made = table(
         found.rows,
         (Column(found.unit, 0, right=True), lambda row: Span(str(row.epoch), Tone.STRONG)),
@@ -412,7 +412,7 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
     """What a directory takes up, by kind and by thing; of epochs the newest `limit`. `hint`: how to see all."""
     kinds_ = found.kinds
     view: list[Block] = [
-        Line(Span(found.directory, Tone.STRONG, 1000), title=True),
+        TextLine(Span(found.directory, Tone.STRONG, 1000), title=True),
         kinds.Summary((_units.nbytes(found.nbytes), _units.several(found.files, "file", "files"), *_host(found))),
         table(
             kinds_,
@@ -451,7 +451,7 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
 
 def goodput(found: rows.Goodput) -> list[Block]:
     """What the runs of a directory have spent their time on, and all of them together."""
-    view: list[Block] = [Line(Span(found.directory, Tone.STRONG, 1000), title=True)]
+    view: list[Block] = [TextLine(Span(found.directory, Tone.STRONG, 1000), title=True)]
     total = found.total
     if total is None:
         return [*view, faint(f"no {noun(found.unit)} here tells of a run"), *kinds.problems(found.problems)]

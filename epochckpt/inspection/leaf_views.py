@@ -13,7 +13,19 @@ from epochckpt import _text, _units
 from epochckpt.format import grid
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows, tree
-from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Span, Summary, Tone, Words, leaf_count, table
+from epochckpt.inspection.blocks import (
+    Bar,
+    Block,
+    Cell,
+    Column,
+    Span,
+    Summary,
+    TextLine,
+    Tone,
+    Words,
+    leaf_count,
+    table,
+)
 from epochckpt.inspection.signs import figure
 
 LISTED = 200  # leaves of a difference
@@ -101,7 +113,7 @@ def cuts(leaves: Sequence[rows.LeafRow]) -> list[Block]:
             found.setdefault(key, []).append((leaf, lies))
     view: list[Block] = [_cut(alike) for alike in sorted(found.values(), key=len, reverse=True)[:_CUTS]]
     if len(found) > _CUTS:
-        view.append(Line(Span(f"… {_units.count(len(found) - _CUTS)} more ways of cutting", Tone.FAINT)))
+        view.append(TextLine(Span(f"… {_units.count(len(found) - _CUTS)} more ways of cutting", Tone.FAINT)))
     heading = Span("How its arrays are cut over nodes", Tone.STRONG)
     return [kinds.Section(heading, tuple(view), open=False, on_demand=True)] if view else []
 
@@ -111,11 +123,17 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
     leaf, lies = alike[0]
     others = f" · {leaf_count(len(alike))}, such as " if len(alike) > 1 else " · "
     heading = Span(_lies(lies), Tone.STRONG), others, Span(leaf.name, limit=50)
-    view: list[Block] = [Line(Span(placed(leaf, ("", "")), Tone.FAINT))] if lies.spec else []
+    view: list[Block] = [TextLine(Span(placed(leaf, ("", "")), Tone.FAINT))] if lies.spec else []
     if len(lies.counts) != len(leaf.shape) or len(lies.owners) != math.prod(lies.counts):
         return kinds.Section(heading, tuple(view))  # the nodes are not known, as in a step of stock Orbax
     if len({each.owners for _, each in alike}) > 1:
-        view.append(Line(Span("which node wrote which part differs from leaf to leaf; listed: the first", Tone.FAINT)))
+        view.append(
+            TextLine(
+                Span(
+                    "the nodes that wrote the parts differ from leaf to leaf; those of the first are shown", Tone.FAINT
+                )
+            )
+        )
     sides = [size // count for size, count in zip(leaf.shape, lies.counts, strict=True)]
     if (picture := _picture(lies, sides)) is not None:
         return kinds.Section(heading, (*view, picture))
@@ -136,7 +154,7 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
     )
     view.append(nodes)
     if len(parts) > _NODES:
-        view.append(Line(Span(f"… {_units.several(len(parts) - _NODES, 'more node', 'more nodes')}", Tone.FAINT)))
+        view.append(TextLine(Span(f"… {_units.several(len(parts) - _NODES, 'more node', 'more nodes')}", Tone.FAINT)))
     return kinds.Section(heading, tuple(view))
 
 
@@ -218,7 +236,7 @@ def look(found: rows.ArrayLook) -> list[Block]:
     bare = dataclasses.replace(found.stats, leaf=dataclasses.replace(leaf, name="", kind="", dtype="", value=""))
     colours = Span("positive", Tone.LIVE), ", ", Span("negative", Tone.WARN), ", ", Span("NaN or Inf", Tone.BAD)
     said = Span(f"each square is {each}", Tone.FAINT), Span(f"the strongest is ±{_units.number(most)}", Tone.FAINT)
-    view: list[Block] = [Line((*title, f"  {_units.nbytes(leaf.nbytes)}"), title=True), *stats([bare])]
+    view: list[Block] = [TextLine((*title, f"  {_units.nbytes(leaf.nbytes)}"), title=True), *stats([bare])]
     view += [kinds.Summary((*said, colours)), kinds.Heat(levels)] if levels else []
     return [*view, *cuts([leaf])]
 
@@ -257,7 +275,7 @@ def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = Fal
     ]
     if found.rows and counts[rows.UNCHANGED] == len(found.rows) and not found.problems:
         said.append(Span("nothing changed", Tone.GOOD))
-    view: list[Block] = [Line(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
+    view: list[Block] = [TextLine(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
     if found.metrics:
         view.append(_metrics(found.metrics))
     shown = sorted((row for row in found.rows if unchanged or row.change != rows.UNCHANGED), key=_importance)
@@ -265,7 +283,7 @@ def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = Fal
     if alike[:listed]:
         view.append(_changes(alike[:listed], found.rows))
     if more := sum(map(len, alike[len(alike[:listed]) :])):
-        view.append(Line(Span(f"… {_units.several(more, 'more leaf', 'more leaves')}{hint}", Tone.FAINT)))
+        view.append(TextLine(Span(f"… {_units.several(more, 'more leaf', 'more leaves')}{hint}", Tone.FAINT)))
     return [*view, *kinds.problems(found.problems)]
 
 

@@ -60,7 +60,7 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
         if number and (two or isinstance(block, kinds.Section) or isinstance(after, kinds.Summary | kinds.Facts)):
             yield Text()
         match block:
-            case kinds.Line():
+            case kinds.TextLine():
                 yield line(block.words, indent)
             case kinds.Summary():
                 yield _Summary(block)

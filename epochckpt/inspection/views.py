@@ -15,7 +15,7 @@ from epochckpt import _text, _units
 from epochckpt._metrics import flat
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import leaf_views, rows, tree
-from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Problem, Span, Tone, Words, secs, table
+from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Problem, Span, TextLine, Tone, Words, secs, table
 from epochckpt.inspection.directory_views import goodput, metrics, overview, runs, usage
 from epochckpt.inspection.leaf_views import cuts, diff, stats
 from epochckpt.inspection.signs import BEST, LATEST, faint, figure, nbytes, node_strip, slow_node, strip_column, tone
@@ -69,7 +69,7 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
     title = Span(f"{row.unit} {row.epoch}", Tone.STRONG), "  ", Span(row.state, tone(row.state))
     title += tuple(Span(f"  {sign} {word}", tone) for sign, word, tone, is_so in marks if is_so)
     shown, others = found.items[:_ITEMS], found.items[_ITEMS:]
-    view: list[Block] = [Line(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
+    view: list[Block] = [TextLine(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
     roots: dict[str, tree.Branch] = {}
     for each in shown:
         blocks = item(each, row.nbytes, open=each.kind == "arrays" or len(shown) == 1)
@@ -78,7 +78,9 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
         view += blocks
     tree.fold_twins(roots)
     if others:
-        view.append(Line(f"… {len(others)} more items: {', '.join(_text.shown(each.name, 40) for each in others[:8])}"))
+        view.append(
+            TextLine(f"… {len(others)} more items: {', '.join(_text.shown(each.name, 40) for each in others[:8])}")
+        )
     return view
 
 

@@ -47,7 +47,7 @@ class _Renderer:
     def block(self, block: Block) -> Html:
         """One block, and those in it."""
         match block:
-            case kinds.Line():
+            case kinds.TextLine():
                 return el("div", "title" if block.title else "", worded(block.words))
             case kinds.Summary():
                 return el("div", "summary", *(el("span", "", worded(words)) for words in block.statements))
