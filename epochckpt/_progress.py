@@ -46,7 +46,10 @@ class Work:
 
     def __init__(self, what: str, total: float | None = None, outer: Work | None = None):
         self.notes = collections.Counter[str]()
-        self._what, self._total, self._outer, self._done = what, total, outer, 0.0
+        self._what = what
+        self._total = total
+        self._outer = outer
+        self._done = 0.0
         self._parts: list[tuple[Callable[[], float], float]] = []
         self._lock = threading.Lock()
 
@@ -59,7 +62,8 @@ class Work:
 
     def set(self, done: float, total: float) -> None:
         """So many bytes are done, of so many."""
-        self._done, self._total = done, total
+        self._done = done
+        self._total = total
 
     def follow(self, done: Callable[[], float], total: float) -> None:
         """A part of the work, of `total` bytes, whose progress `done` tells; of work whose total is known, nothing."""
@@ -73,7 +77,8 @@ class Work:
 
         Work that writes what it reads counts the same bytes as parts that it follows, and as those that it advances.
         """
-        parts, advanced = list(self._parts), self._done
+        parts = list(self._parts)
+        advanced = self._done
         done = max(advanced, sum(min(done(), total) for done, total in parts))
         total = self._total
         if total is None and parts and not advanced:
@@ -83,7 +88,8 @@ class Work:
     @contextlib.contextmanager
     def drawn(self) -> Generator[None]:
         """Draws it, within the block, if that lasts long enough."""
-        began, over = time.time(), _threads.Future[None]()
+        began = time.time()
+        over = _threads.Future[None]()
         drawing = _threads.start(lambda: self._draw(began, over))
         try:
             yield
@@ -102,7 +108,8 @@ class Work:
                 done, total = self.figures()
                 if total != drawn.total:
                     drawn.reset(total)
-                drawn.start_t, drawn.n = began, done
+                drawn.start_t = began
+                drawn.n = done
                 drawn.refresh()
                 if ended:
                     return

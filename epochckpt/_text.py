@@ -63,7 +63,8 @@ _MANY = 5000  # names; comparing with more of them takes too long
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
     """At most five of the known names that resemble `name`, nearest first."""
-    listed, low = list(known), name.lower()
+    listed = list(known)
+    low = name.lower()
     compared = listed
     if len(listed) > _MANY:  # only those that begin or end alike
         head, _, tail = name.rpartition("/")
@@ -117,7 +118,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 def no_match(pattern: str, known: Iterable[str]) -> str:
     """The error text for a pattern, or a name, that matches no leaf."""
-    listed, quoted = list(known), repr(shown(pattern, limit=_LIMIT))
+    listed = list(known)
+    quoted = repr(shown(pattern, limit=_LIMIT))
     below = pattern.rstrip("/") + "/"
     if any(other.startswith(below) for other in listed):
         return f"no leaf matches {quoted}; those below it match {shown(f'{below}*', limit=_LIMIT)!r}"
@@ -126,7 +128,8 @@ def no_match(pattern: str, known: Iterable[str]) -> str:
 
 def no_leaf(name: str, known: Iterable[str]) -> str:
     """The error text for a leaf that does not exist."""
-    listed, quoted = list(known), repr(shown(name, limit=_LIMIT))
+    listed = list(known)
+    quoted = repr(shown(name, limit=_LIMIT))
     if any(mark in name for mark in "*?["):
         return f"{quoted} looks like a pattern, which names no single leaf: .stats({quoted}) takes patterns"
     return f"there is no leaf {quoted}; {near(name, listed)}"

@@ -80,7 +80,10 @@ class NodeCountError(InvalidArgumentError):
             f"item {item!r} of checkpoint {epoch} differs per node and was saved by {saved_by} nodes; this job has "
             f"{nodes}: pass NodeRestore(reshard=…), which makes new states of the old ones"
         )
-        self.item, self.epoch, self.saved_by, self.nodes = item, epoch, saved_by, nodes
+        self.item = item
+        self.epoch = epoch
+        self.saved_by = saved_by
+        self.nodes = nodes
 
 
 class UnsupportedError(InvalidArgumentError):
@@ -113,14 +116,18 @@ class EpochNotFoundError(EpochCheckpointError, _StepNotFound):
     """The `directory` has no such committed `epoch` (None: not any); `available` are those that it has, ascending."""
 
     def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
-        what, stock = f"no checkpoint {epoch}", f"Checkpoint at {directory}/{epoch} not found"
+        what = f"no checkpoint {epoch}"
+        stock = f"Checkpoint at {directory}/{epoch} not found"
         if epoch is None:
-            what, stock = "no checkpoint", f"No steps found in {directory}"
+            what = "no checkpoint"
+            stock = f"No steps found in {directory}"
         have = "it holds no committed checkpoint"
         if available:
             have = f"committed: {'… ' if len(available) > 20 else ''}{', '.join(map(str, available[-20:]))}"
         super().__init__(f"{directory}: {what}; {have} (in Orbax's words: {stock})")
-        self.epoch, self.directory, self.available = epoch, directory, list(available)
+        self.epoch = epoch
+        self.directory = directory
+        self.available = list(available)
 
 
 class EpochDeletedError(EpochNotFoundError):
@@ -130,7 +137,9 @@ class EpochDeletedError(EpochNotFoundError):
         EpochCheckpointError.__init__(
             self, f"{directory}: checkpoint {epoch} was deleted or replaced while it was being read ({detail})"
         )
-        self.epoch, self.directory, self.available = epoch, directory, []
+        self.epoch = epoch
+        self.directory = directory
+        self.available = []
 
 
 class EpochExistsError(EpochCheckpointError, _StepAlreadyExists):
@@ -181,7 +190,9 @@ class StorageError(EpochCheckpointError, OSError):
             f"{path}: {problem}. That says nothing about the data, so nothing was decided and nothing changed: start "
             "again when it answers. If it never will (a broken disk), move away what lies there"
         )
-        self.path, self.problem, self.errno = path, problem, error.errno
+        self.path = path
+        self.problem = problem
+        self.errno = error.errno
 
 
 class FormatError(EpochCheckpointError, ValueError):
@@ -189,7 +200,8 @@ class FormatError(EpochCheckpointError, ValueError):
 
     def __init__(self, path: str, problem: str):
         super().__init__(f"{path}: {problem}")
-        self.path, self.problem = path, problem
+        self.path = path
+        self.problem = problem
 
 
 class FormatVersionError(EpochCheckpointError, ValueError):
@@ -202,7 +214,9 @@ class FormatVersionError(EpochCheckpointError, ValueError):
 
     def __init__(self, path: str, problem: str, features: Sequence[str] = ()):
         super().__init__(f"{path}: {problem}")
-        self.path, self.problem, self.features = path, problem, list(features)
+        self.path = path
+        self.problem = problem
+        self.features = list(features)
 
 
 class DamagedError(EpochCheckpointError, ValueError):
@@ -218,7 +232,10 @@ class DamagedError(EpochCheckpointError, ValueError):
             one = f"one of {leaves} leaves from {readable(leaf)!r} on" if leaves > 1 else f"leaf {readable(leaf)!r}"
             where = f"{path}, {one}"
         super().__init__(f"{where}: {problem}")
-        self.path, self.problem, self.leaf, self.leaves = path, problem, leaf, leaves
+        self.path = path
+        self.problem = problem
+        self.leaf = leaf
+        self.leaves = leaves
 
 
 @dataclass(frozen=True)
@@ -269,7 +286,10 @@ class MismatchError(EpochCheckpointError, ValueError, KeyError):
         renames: Sequence[SuggestedRename] = (),
         remedies: Remedies | None = None,
     ):
-        self.item, self.epoch, self.rows, self.renames = item, epoch, list(rows), list(renames)
+        self.item = item
+        self.epoch = epoch
+        self.rows = list(rows)
+        self.renames = list(renames)
         self.say_for(remedies or _OF_MANAGERS)
 
     def say_for(self, remedies: Remedies) -> None:
@@ -392,7 +412,8 @@ class SaveError(EpochCheckpointError, RuntimeError):
 
     def __init__(self, epoch: int, reason: str):
         super().__init__(self._message.format(epoch, reason))
-        self.epoch, self.reason = epoch, reason
+        self.epoch = epoch
+        self.reason = reason
 
 
 class LateNodesError(SaveError, TimeoutError):
@@ -445,7 +466,8 @@ class SaveErrorGroup(SaveError):
         head = f"{several(len(errors), 'save', 'saves')} failed:"
         EpochCheckpointError.__init__(self, "\n".join([head, *(f"  {e}" for e in errors)]))
         self.errors = list(errors)
-        self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
+        self.epoch = errors[-1].epoch
+        self.reason = "; ".join(e.reason for e in errors)
 
 
 class UnfinishedError(EpochCheckpointError, RuntimeError):
@@ -474,7 +496,8 @@ class RemovalError(EpochCheckpointError, OSError):
             f"{directory}: checkpoint {epoch} is deleted, but its files could not be removed: {reason}. Nobody reads "
             "them any more; the next run that writes there removes them, once the cause is gone"
         )
-        self.epoch, self.reason = epoch, reason
+        self.epoch = epoch
+        self.reason = reason
 
 
 class RetentionError(RemovalError):
@@ -489,7 +512,8 @@ class RetentionError(RemovalError):
             f"{directory}: checkpoint {epoch}, which the options no longer keep, could not be deleted: {reason}. It is "
             "still there, and listed; every commit tries again, so remove the cause",
         )
-        self.epoch, self.reason = epoch, reason
+        self.epoch = epoch
+        self.reason = reason
 
 
 class UploadError(EpochCheckpointError, RuntimeError):
@@ -500,7 +524,9 @@ class UploadError(EpochCheckpointError, RuntimeError):
             f"checkpoint {epoch} was not uploaded to {destination}: {reason}. The checkpoint is untouched: remove the "
             "cause and start the job again, which only uploads"
         )
-        self.epoch, self.destination, self.reason = epoch, destination, reason
+        self.epoch = epoch
+        self.destination = destination
+        self.reason = reason
 
 
 class TaskError(EpochCheckpointError, RuntimeError):
@@ -512,7 +538,12 @@ class TaskError(EpochCheckpointError, RuntimeError):
 
     def __init__(self, task: str, group: str, node: str, epoch: int, reason: str, unit: str = "epoch"):
         super().__init__(f"task {task!r} of group {group!r} on node {node} failed in {unit} {epoch}: {reason}")
-        self.task, self.group, self.node, self.epoch, self.reason, self.unit = task, group, node, epoch, reason, unit
+        self.task = task
+        self.group = group
+        self.node = node
+        self.epoch = epoch
+        self.reason = reason
+        self.unit = unit
 
 
 class CoordinationError(EpochCheckpointError, RuntimeError):
@@ -587,7 +618,8 @@ def kept(error: _E) -> _E:
             continue
         found.append(one)
         waiting += [one.__cause__, one.__context__]
-        lines, one.__traceback__ = _lines(one.__traceback__), None
+        lines = _lines(one.__traceback__)
+        one.__traceback__ = None
         if lines and not any(note.startswith(_RAISED) for note in getattr(one, "__notes__", ())):
             one.add_note(f"{_RAISED}\n{''.join(lines)}")
     return error

@@ -128,7 +128,8 @@ class BucketSettings(Mapping[str, Any]):
         if made.anonymous and (made.profile or made.requester_pays):
             other = "profile" if made.profile else "requester_pays"
             raise InvalidArgumentError(f"{where}: anonymous contradicts {other}, which stands for somebody")
-        first, longest = made.first_retry_secs, made.longest_retry_secs
+        first = made.first_retry_secs
+        longest = made.longest_retry_secs
         if first and longest and first > longest:
             raise InvalidArgumentError(f"{where}: first_retry_secs={first:g} is above longest_retry_secs={longest:g}")
         return made

@@ -62,7 +62,8 @@ class RestoreContext:
 
     def successions(self, names: Sequence[str]) -> list[int]:
         """For each node of this job the old node whose place it takes: that of its name, else the next one left."""
-        old, now = {name: number for number, name in enumerate(names)}, set(self.nodes.names)
+        old = {name: number for number, name in enumerate(names)}
+        now = set(self.nodes.names)
         left = iter([number for number, name in enumerate(names) if name not in now])
         return [old[name] if name in old else next(left) for name in self.nodes.names]
 
@@ -71,7 +72,8 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
     """Values by node number, in that order: the value of the only node of this process, or a dict by node name."""
     if not by_node:
         if len(nodes.hosted) > 1:
-            count, hosted = len(nodes.hosted), ", ".join(nodes.hosted_names)
+            count = len(nodes.hosted)
+            hosted = ", ".join(nodes.hosted_names)
             raise InvalidArgumentError(f"item {name!r}: this process hosts {count} nodes ({hosted}); pass {advice}")
         return {nodes.hosted[0]: values}
     if not isinstance(values, Mapping):
@@ -92,12 +94,14 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
 
     `MISSING` where no node of this process has a value.
     """
-    record, nodes = reader.record, context.nodes
+    record = reader.record
+    nodes = context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
     given = {} if asked.by_node and asked.item is None else asked.item
     targets = of_hosted(name, given, asked.by_node, nodes, "NodeRestore(by_node=True), with targets by node name")
     # Which old node's value each node of this process gets, by number; or new values, made of all the old ones.
-    count, now = len(record.nodes), len(nodes)
+    count = len(record.nodes)
+    now = len(nodes)
     sources: dict[int, int] = {}
     states: dict[int, Any] = {}
     if count == now:
@@ -227,7 +231,8 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
     if isinstance(args, own.NodeSave):
         return SaveItem(name, "node", tree=args.item, by_node=args.by_node)
     handler = known.find(name, args, saving=True)
-    kind, handler_name = handlers.kind_of(handler), handlers.type_name(handler)
+    kind = handlers.kind_of(handler)
+    handler_name = handlers.type_name(handler)
     if kind == "other":
         return SaveItem(name, "files", handler_name, run=functools.partial(HandlerSave, handler, name, args))
     if kind in _FILES:
@@ -416,7 +421,8 @@ def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeR
     if isinstance(args, ocp.args.ArrayRestore):
         return TreeRequest(target, args.restore_args)
     if isinstance(args, ocp.args.StandardRestore):
-        fallback, layouts = args.fallback_sharding, args.support_layout
+        fallback = args.fallback_sharding
+        layouts = args.support_layout
         return TreeRequest(target, fallback_sharding=fallback, layouts=layouts, resize=not args.strict)
     if args.legacy_transform_fn is not None:
         raise UnsupportedError(

@@ -104,12 +104,15 @@ def _pairs(olds: Sequence[str], news: Sequence[str], *, single: bool) -> dict[st
         clear = back.get(new) == old and "*" not in old + new
         if clear and not (single and _unlike(old.split("/"), new.split("/"))):
             groups[_NUMBER.sub("0", old), _NUMBER.sub("0", new)][old] = new
-    old_numbers, new_numbers = _numbers(olds), _numbers(news)
+    old_numbers = _numbers(olds)
+    new_numbers = _numbers(news)
     found = dict[str, str]()
     for (old_form, new_form), some in groups.items():
-        old_ones, new_ones = old_numbers[old_form], new_numbers[new_form]
+        old_ones = old_numbers[old_form]
+        new_ones = new_numbers[new_form]
         if len(_NUMBER.findall(old_form)) != len(_NUMBER.findall(new_form)):  # Dense has become Dense_0
-            old_ones, new_ones = _varying(old_ones), _varying(new_ones)
+            old_ones = _varying(old_ones)
+            new_ones = _varying(new_ones)
         if len(some) == len(old_ones) == len(new_ones) and all(old_ones[o] == new_ones[n] for o, n in some.items()):
             found.update(some)
     return found

@@ -86,8 +86,12 @@ class NodeFile:
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile):
         self._epoch: Callable[[], Epoch | None] = lambda: epoch
-        self.node, self.name, self.path = node, file.path, epoch.path(node, file)
-        self.size, self.data_start, self.cells = file.size, file.data_start, file.cells
+        self.node = node
+        self.name = file.path
+        self.path = epoch.path(node, file)
+        self.size = file.size
+        self.data_start = file.data_start
+        self.cells = file.cells
         self._reader: Reader | None = None
         self._ends = np.zeros(0, dtype=np.int64)
         self._sums = checksums.BlockSums(checksums.WRITTEN)
@@ -196,7 +200,8 @@ class NodeFile:
 
     def _pieces(self, blocks: Sequence[int], into: memoryview | None = None) -> Iterator[tuple[int, memoryview]]:
         """Reads blocks with one call, into a buffer if one is given; gives each with its bytes, not verified."""
-        start, end = self._bounds(blocks[0])[0], self._bounds(blocks[-1])[1]
+        start = self._bounds(blocks[0])[0]
+        end = self._bounds(blocks[-1])[1]
         reader = self._reader
         assert reader is not None, "tasks run while the file is open"
         if into is None:
@@ -221,7 +226,8 @@ class NodeFile:
         """The bytes of a block, verified: these, or where the store's answer was damaged those of another one."""
         if not (self.epoch.verify or always):
             return piece
-        reader, answers = self._reader, iter([piece])
+        reader = self._reader
+        answers = iter([piece])
         assert reader is not None, "tasks run while the file is open"
 
         def checked() -> memoryview:
@@ -279,7 +285,9 @@ class ArrayFile(NodeFile):
     def __init__(self, epoch: Epoch, node: int, file: DataFile, item: ArrayItem, part: PartCells):
         super().__init__(epoch, node, file)
         self._epoch = weakref.ref(epoch)  # which keeps this file
-        self.item, self.part, self.offsets = item, part, part.offsets + file.data_start
+        self.item = item
+        self.part = part
+        self.offsets = part.offsets + file.data_start
 
     def _cut(self, block_bytes: int) -> np.ndarray:
         return grid.blocks(np.diff(self.part.offsets), self.data_start, block_bytes)
@@ -312,10 +320,15 @@ class ArrayFile(NodeFile):
         """Moves the leaves of a pack that lie in this file; those that follow each other here and there as one."""
         cells = self.cell_of[pack.leaves]
         here = cells >= 0
-        begins, ends, places = self.offsets[cells[here]], self.offsets[cells[here] + 1], pack.starts[here]
+        begins = self.offsets[cells[here]]
+        ends = self.offsets[cells[here] + 1]
+        places = pack.starts[here]
         apart = np.flatnonzero((begins[1:] != ends[:-1]) | (np.diff(places) != np.diff(begins))) + 1
-        firsts, lasts = np.concatenate([[0], apart]), np.concatenate([apart, [len(begins)]]) - 1
-        begins, ends, places = begins[firsts], ends[lasts], places[firsts]
+        firsts = np.concatenate([[0], apart])
+        lasts = np.concatenate([apart, [len(begins)]]) - 1
+        begins = begins[firsts]
+        ends = ends[lasts]
+        places = places[firsts]
         rows = (begins, ends, places, *self._blocks(begins, ends))
         out = pack.out.data
         for start, end, at, block, until in zip(*(row.tolist() for row in rows), strict=True):
@@ -341,7 +354,8 @@ class ArrayFile(NodeFile):
             return
         for block in range(first, last + 1):
             a, b = self._bounds(block)
-            a, b = max(a, start), min(b, end)
+            a = max(a, start)
+            b = min(b, end)
             moves[block].append((a, b, out[a - start : b - start]))
 
     def _deliver(
@@ -388,8 +402,10 @@ class ArrayFile(NodeFile):
         Leading axes with one wanted index are descended into, so that a piece of a long row costs only a piece.
         """
         shape = self.item.cell_shape(int(self.part.leaves[cell]))
-        start, end = int(self.offsets[cell]), int(self.offsets[cell + 1])
-        row, bounds = end - start, []
+        start = int(self.offsets[cell])
+        end = int(self.offsets[cell + 1])
+        row = end - start
+        bounds = []
         for axis, size in enumerate(shape):
             row //= size
             low = min(c.source[axis].start for c in copies)

@@ -34,7 +34,8 @@ _FINER = 4  # and they may be smaller by this factor than they need to be
 
 COPY_BYTES = 64 * 1024  # of a cell: smaller ones are copied together, which costs less than a view of each
 
-_FEW_HOLDERS, _SMALL_BYTES = 16, 256 * 1024
+_FEW_HOLDERS = 16
+_SMALL_BYTES = 256 * 1024
 """A replicated leaf of fewer bytes has its owner among the first holders: a restore opens the files of these few."""
 
 
@@ -88,7 +89,8 @@ class ItemPlan:
     @functools.cached_property
     def cell_ranges(self) -> list[CellRange]:
         """The buffers of a snapshot, in file order; each lies in one part of the data file."""
-        sizes, count = self.owned[2], len(self.sources)
+        sizes = self.owned[2]
+        count = len(self.sources)
         copied = (sizes <= COPY_BYTES) & ~np.array([source.staged for source in self.sources], bool)
         begins = np.ones(count, bool)
         begins[1:] = ~(copied[1:] & copied[:-1])
@@ -124,7 +126,9 @@ class ItemPlan:
     def files(self, block_bytes: int) -> list[FilePlan]:
         """The parts of this node's data file, with checksums of blocks of this size."""
         if block_bytes not in self._files:
-            found, firsts, cell = list[FilePlan](), [cells.first for cells in self.cell_ranges], 0
+            found = list[FilePlan]()
+            firsts = [cells.first for cells in self.cell_ranges]
+            cell = 0
             for end, part in zip(self.part_ends, self.item.cut(self.owned, self.part_ends), strict=True):
                 cells = zip(part.leaves.tolist(), part.cells.tolist(), strict=True)
                 head = safetensors.header([self.item.tensor(*each) for each in cells])
@@ -255,15 +259,20 @@ def _form_of(value: Any, item: str, name: str) -> LeafForm:
         raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
         return LeafForm(kind, np.dtype(np.uint8), (len(raw),))
     shape = of_leaf = tuple(value.shape)
-    dtype, impl, sharding, held = value.dtype, None, None, ()
+    dtype = value.dtype
+    impl = None
+    sharding = None
+    held = ()
     if kind == "prng":
         impl = str(jax.random.key_impl(value))
         inner = jax.eval_shape(jax.random.key_data, value)
-        shape, dtype = tuple(inner.shape), inner.dtype
+        shape = tuple(inner.shape)
+        dtype = inner.dtype
     if kind in ("jax", "prng"):
         if value.is_deleted():
             raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
-        sharding, held = value.sharding, tuple(shard.device for shard in value.addressable_shards)
+        sharding = value.sharding
+        held = tuple(shard.device for shard in value.addressable_shards)
     stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
     return LeafForm(kind, stored, shape, of_leaf, sharding, held, impl)
 
@@ -317,8 +326,11 @@ class _Builder:
         cell_bytes: float,
         per_node: bool,
     ):
-        self.name, self.node_of_process = name, node_of_process
-        self.replica_split_bytes, self.cell_bytes, self.per_node = replica_split_bytes, cell_bytes, per_node
+        self.name = name
+        self.node_of_process = node_of_process
+        self.replica_split_bytes = replica_split_bytes
+        self.cell_bytes = cell_bytes
+        self.per_node = per_node
         self.grids: dict[Grid, int] = {}
         self.equal: dict[Grid, Grid] = {}  # one of each: to compare two takes long in a large job
         self.cut: dict[Any, Grid] = {}  # by another grid, and the cells along each axis
@@ -361,13 +373,15 @@ class _Builder:
     def _rotations(self, leaves: Sequence[Leaf], forms: Forms) -> Iterator[tuple[int, int]]:
         """Gives leaves a rotation: those of a grid row take turns, largest first, which balances the load."""
         turns = [0] * len(self.grids)
-        grids, firsts = list(self.grids), [leaves[i] for i in forms.first]
+        grids = list(self.grids)
+        firsts = [leaves[i] for i in forms.first]
         counts = np.bincount(forms.of, minlength=len(firsts)).tolist()
         cells = sum(n * len(grids[a.grid].holders) for n, a in zip(counts, firsts, strict=True) if a.grid >= 0)
         if cells > MAX_ITEM_CELLS:
             problem = f"item {self.name!r}: its {len(leaves)} leaves lie on devices in {cells} parts"
             raise InvalidArgumentError(f"{problem}; an item has at most {MAX_ITEM_CELLS}. Save it as several items")
-        steps, widths = [_turn(grid) for grid in grids], [grid.width[1] for grid in grids]
+        steps = [_turn(grid) for grid in grids]
+        widths = [grid.width[1] for grid in grids]
         sizes = [leaf.nbytes if leaf.grid >= 0 and widths[leaf.grid] > 1 else -1 for leaf in firsts]
         turning = [i for i, n in enumerate(forms.of) if sizes[n] >= 0] if max(sizes, default=-1) >= 0 else []
         for i in sorted(turning, key=lambda i: -sizes[forms.of[i]]):
@@ -402,7 +416,8 @@ class _Builder:
         if grid is None:
             counts, devices, cells = layout
             nodes = self.nodes_of(layout)
-            count, here = math.prod(counts), nodes >= 0
+            count = math.prod(counts)
+            here = nodes >= 0
             held = np.zeros(count, bool)
             held[cells[here]] = not self.per_node
             if (lost := np.flatnonzero(~here & ~held[cells])).size:
@@ -429,7 +444,8 @@ class _Builder:
     def _split(self, shape: tuple[int, ...], itemsize: int, grid: Grid) -> Grid:
         """Cuts the cells of a large leaf into contiguous pieces: one for each holder, and none above `cell_bytes`."""
         full = grid.counts + (1,) * (len(shape) - len(grid.counts))
-        cell, finer = [d // c for d, c in zip(shape, full, strict=True)], [*full]
+        cell = [d // c for d, c in zip(shape, full, strict=True)]
+        finer = [*full]
 
         def nbytes() -> int:
             return math.prod(cell) * itemsize
@@ -477,7 +493,8 @@ def _pieces(rows: int, wanted: int, most: int) -> int:
 def _shard_bytes(form: LeafForm) -> int:
     """Bytes of each shard of a leaf, on one device."""
     assert form.dtype is not None, "it has bytes"
-    nbytes, of_leaf = math.prod(form.shape) * form.dtype.itemsize, form.of_leaf
+    nbytes = math.prod(form.shape) * form.dtype.itemsize
+    of_leaf = form.of_leaf
     return nbytes * math.prod(form.sharding.shard_shape(of_leaf)) // math.prod(of_leaf)
 
 
@@ -564,14 +581,16 @@ def _sources(
             source = CellSource(leaf, -1, None if item.is_whole(leaf) else slices(item.cell_box(leaf, cell)))
         else:
             if number not in shards:
-                layout, local = builder.layout(form), dict[int, int]()
+                layout = builder.layout(form)
+                local = dict[int, int]()
                 if (place := places.get(id(layout.devices))) is None:
                     place = places[id(layout.devices)] = {device: i for i, device in enumerate(layout.devices.flat)}
                 for k, device in enumerate(form.held):
                     local.setdefault(int(layout.cells[place[device]]), k)
                 shards[number] = layout, local, {device.platform for device in form.held} != HOST
             layout, local, staged = shards[number]
-            alone, counts = layout.devices.size == 1, layout.counts
+            alone = layout.devices.size == 1
+            counts = layout.counts
             if item.is_whole(leaf):
                 source = CellSource(leaf, next(iter(local.values())), None, staged, alone)  # maybe without elements
             else:

@@ -41,7 +41,8 @@ class _Planned:
     """What a plan was made for."""
 
     def __init__(self, key: Key):
-        self._key, self._types = key, tree_lib.key_types(key.treedef)
+        self._key = key
+        self._types = tree_lib.key_types(key.treedef)
 
     def is_of(self, key: Key) -> bool:
         return self._key == key and (not self._types or self._types == tree_lib.key_types(key.treedef))
@@ -56,7 +57,10 @@ class Planner:
     def __init__(
         self, nodes: Nodes, options: StorageOptions, part_bytes: int | None, *, writers: int, cut: bool = False
     ):
-        self._nodes, self._options, self._part_bytes, self._cut = nodes, options, part_bytes, cut
+        self._nodes = nodes
+        self._options = options
+        self._part_bytes = part_bytes
+        self._cut = cut
         self._staging = Staging(options, writers)
         self._plans: list[tuple[_Planned, ItemPlan]] = []  # the newest first; replaced, never changed
         self._ahead = collections.deque[tuple[_Planned, Future[ItemPlan]]](maxlen=_AHEAD)
@@ -115,7 +119,8 @@ class Planner:
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """See `_threads`: a thread in the middle of jax's calls would abort the interpreter as it ends."""
-        deadline, ahead = Deadline(_PATIENCE_SECS), [future for _, future in self._ahead]
+        deadline = Deadline(_PATIENCE_SECS)
+        ahead = [future for _, future in self._ahead]
 
         def wait() -> None:
             for future in ahead:

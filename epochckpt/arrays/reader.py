@@ -81,7 +81,11 @@ class EpochReader:
         here: Collection[int] | None = None,
         copy: Callable[[], EpochReader | None] = lambda: None,
     ):
-        self.store, self.folder, self.record, self.pool, self.verify = store, folder, record, pool, verify
+        self.store = store
+        self.folder = folder
+        self.record = record
+        self.pool = pool
+        self.verify = verify
         self.here = range(len(record.nodes)) if here is None else here
         self.copy = functools.cache(copy)
         self.tally: list[tuple[int, float]] | None = None  # (bytes, seconds of verifying), while `read` reads
@@ -278,7 +282,8 @@ class EpochReader:
         where: str,
     ) -> list[ArrayFile]:
         """The files in which a node has these cells of an item, as the record `where` lists them."""
-        arrays, name = self._arrays(item), self.record.nodes[node].name
+        arrays = self._arrays(item)
+        name = self.record.nodes[node].name
         ends = np.cumsum([f.cells for f in listed], dtype=np.int64).tolist()
         if [f.part for f in listed] != list(range(len(listed))) or (ends[-1] if ends else 0) != len(cells[0]):
             problem = f"node {name!r}, item {item!r}: its files do not hold the {len(cells[0])} cells it owns"
@@ -399,10 +404,12 @@ class EpochReader:
 
 def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence[Pack]]]) -> None:
     """Does what `EpochReader.read` does for several readers of one directory, with the threads of the first."""
-    began, tally = time.monotonic(), list[tuple[int, float]]()
+    began = time.monotonic()
+    tally = list[tuple[int, float]]()
     wanted: dict[ArrayFile, dict[int, list[CellCopy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     packed: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
-    pool, root = asked[0][0].pool, asked[0][0].store.root
+    pool = asked[0][0].pool
+    root = asked[0][0].store.root
     with _collector.paused():
         for reader, requests, packs in asked:
             reader.sort(requests, packs, wanted, packed)

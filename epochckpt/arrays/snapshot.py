@@ -78,7 +78,9 @@ class Snapshot:
 
     def drop(self) -> None:
         """Lets go of the copies, and removes what handlers have written."""
-        self.trees, self.replicas, self.files = [], [], {}
+        self.trees = []
+        self.replicas = []
+        self.files = {}
         for save in self.running:
             save.discard()
         self.running = ()
@@ -148,7 +150,8 @@ class SavePlan:
             for run in (item.run for item in self.items if item.run is not None):
                 running.append(run())
             with _collector.paused():
-                arriving, replicas = iter(self._staged.start()), self._replicas
+                arriving = iter(self._staged.start())
+                replicas = self._replicas
                 slab = memory_map.anonymous(sum(tree.plan.small_bytes for tree in [*self.trees, *replicas]))
                 trees, replicas = (
                     [SavedTree(plan, node, take(plan, leaves, arriving, slab)) for plan, node, leaves in each]
@@ -235,7 +238,8 @@ def take(
         slab.seek(start)
         _fill(slab, [_content(plan, leaves, t) for _, t in plan.copied])
     assert slab.tell() == start + plan.small_bytes, "the plan has the size of each leaf"
-    copies, found = np.frombuffer(slab, np.uint8), list[Buffer | Arriving]()
+    copies = np.frombuffer(slab, np.uint8)
+    found = list[Buffer | Arriving]()
     for cells in plan.cell_ranges:
         t = plan.sources[cells.first]
         if cells.copied:

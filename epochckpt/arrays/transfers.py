@@ -64,7 +64,8 @@ class Staging:
     def has_room(self, device: Any, nbytes: int) -> bool:
         """Whether a copy fits into a device's free memory beside what training needs there."""
         stats = _memory_stats(device)
-        limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use")
+        limit = stats.get("bytes_limit")
+        used = stats.get("bytes_in_use")
         if not limit or used is None:
             return self.how == "device"  # the allocation will tell
         # At its peak the device held what stays, what a step needs for a moment and, maybe, a copy of ours.
@@ -80,7 +81,8 @@ class Copies:
     """What one save copies from accelerators. Nothing is copied before `start`; `copied_bytes` of host memory are."""
 
     def __init__(self, staging: Staging, cells: Sequence[StagedCell]):
-        self._staging, self._cells = staging, cells
+        self._staging = staging
+        self._cells = cells
         groups: dict[Any, list[int]] = {}
         if staging.how in ("auto", "device"):
             for i, cell in enumerate(cells):
@@ -123,7 +125,8 @@ class Copies:
         cut = {i: each for device, group in cuts.items() for i, (each,) in self._copy(device, group, math.inf).items()}
         moving |= cut
         for transfer, data in zip(moving.values(), _to_host([each.data for each in moving.values()]), strict=True):
-            transfer.data, transfer.started = data, True
+            transfer.data = data
+            transfer.started = True
         for transfer in moving.values():
             if self._staging.how == "host" or _device(transfer.data).platform not in _ORDERED_PLATFORMS:
                 transfer.wait()
@@ -163,7 +166,8 @@ def _parts(cell: StagedCell, piece_bytes: float) -> tuple[tuple[tuple[int, ...],
     if cell.nbytes <= piece_bytes and cell.cut is None:
         return (None,)
     box = [(0, d) for d in cell.data.shape] if cell.cut is None else [(s.start, s.stop) for s in cell.cut]
-    axis, row = len(box), cell.data.dtype.itemsize
+    axis = len(box)
+    row = cell.data.dtype.itemsize
     while axis and row * (box[axis - 1][1] - box[axis - 1][0]) <= piece_bytes:
         axis -= 1
         row *= box[axis][1] - box[axis][0]
@@ -198,7 +202,9 @@ class _StagingWindow:
     """Moves pieces from devices to host memory, in order, so many bytes ahead; used by background threads only."""
 
     def __init__(self, nbytes: int, pieces: Iterable[_Transfer]):
-        self._free, self._queue, self._lock = nbytes, collections.deque(pieces), threading.Lock()
+        self._free = nbytes
+        self._queue = collections.deque(pieces)
+        self._lock = threading.Lock()
 
     def get(self, piece: _Transfer) -> np.ndarray:
         """The bytes of a piece, also if there is no room: its caller cannot go on without it."""
@@ -211,7 +217,8 @@ class _StagingWindow:
     def _start(self, piece: _Transfer) -> None:
         if not piece.started:
             self._free -= piece.nbytes
-            (piece.data,), piece.started = _to_host([piece.data]), True
+            (piece.data,) = _to_host([piece.data])
+            piece.started = True
 
     def wrote(self, piece: _Transfer, nbytes: int) -> None:
         """Some bytes of a piece have been written. With the last ones its memory is free."""
@@ -234,7 +241,9 @@ class Arriving:
         cut: tuple[slice, ...] | None = None,
         window: _StagingWindow | None = None,
     ):
-        self._pieces, self._cut, self._window = pieces, cut, window
+        self._pieces = pieces
+        self._cut = cut
+        self._window = window
         self._ends = list(itertools.accumulate(piece.nbytes for piece in pieces))
         self.nbytes = nbytes
 
@@ -255,7 +264,8 @@ class Arriving:
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[_Transfer, int, int]]:
         """The pieces that some of these bytes lie in, and which of each piece's bytes that are."""
-        first, last = bisect.bisect_right(self._ends, start), bisect.bisect_left(self._ends, stop)
+        first = bisect.bisect_right(self._ends, start)
+        last = bisect.bisect_left(self._ends, stop)
         found = []
         for piece, end in zip(self._pieces[first : last + 1], self._ends[first : last + 1], strict=True):
             begin = end - piece.nbytes

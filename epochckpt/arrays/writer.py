@@ -134,7 +134,9 @@ class _FileWriter(Generic[FileT]):
         self.sums = [""] * len(self.ends)
         self.pieces = _pieces(self.ends.tolist())
         self.largest = max(end - start for start, end in itertools.starmap(self._bounds, self.pieces))
-        self._lock, self._filled, self._rest = threading.Lock(), 0, b""
+        self._lock = threading.Lock()
+        self._filled = 0
+        self._rest = b""
         self.record = kind(plan.item.name, number, int(self.offsets[-1]), len(self.head), cells, block_bytes)
         self.path = paths.join(folder, self.record.path)
 
@@ -165,7 +167,8 @@ class _FileWriter(Generic[FileT]):
             first, last = self.pieces[self._filled]
             self._filled += 1
             start, end = self._bounds(first, last)
-            begin, at = start - len(self._rest), 0
+            begin = start - len(self._rest)
+            at = 0
             for part in filter(None, (self._rest, *self._parts(start, end))):
                 np.copyto(buffer[at : at + len(part)], np.frombuffer(part, np.uint8))
                 at += len(part)
@@ -233,9 +236,12 @@ class _Memory:
 
 def _pieces(ends: Sequence[int]) -> list[tuple[int, int]]:
     """Groups blocks that are written together: (first, last + 1) of each."""
-    pieces, first, start = list[tuple[int, int]](), 0, 0
+    pieces = list[tuple[int, int]]()
+    first = 0
+    start = 0
     for block, end in enumerate(ends):
         if end - start > _PIECE_BYTES and block > first:
             pieces.append((first, block))
-            first, start = block, ends[block - 1]
+            first = block
+            start = ends[block - 1]
     return [*pieces, (first, len(ends))]

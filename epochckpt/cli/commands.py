@@ -183,7 +183,8 @@ def diff(args: argparse.Namespace, output: Output) -> int:
     """
     run = opened(args)
     other = run if args.other is None else opened(args, args.other)
-    one, two = epoch_of(run, args.before, output), epoch_of(other, args.after, output)
+    one = epoch_of(run, args.before, output)
+    two = epoch_of(other, args.after, output)
     asked: dict[str, Any] = {"directory": args.other, "item": args.item, "node": args.node}
     rows = one.plain_row(), two.plain_row()
     what = " and ".join(f"{row.unit} {row.epoch}" for row in rows)
@@ -201,7 +202,8 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     rows = [epoch_of(run, asked, output).plain_row() for asked in dict.fromkeys(args.epochs)] or run.epochs()
     sizes = {row.epoch: row.nbytes for row in rows}
     found: list[Verification] = []
-    unread, unit = False, run.unit
+    unread = False
+    unit = run.unit
     with _progress.work("verifying", sum(sizes.values())) as bar:
         for epoch, nbytes in sizes.items():
             try:

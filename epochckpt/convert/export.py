@@ -124,7 +124,8 @@ def export(
         >>> ec.export("run", None, "tensors", "safetensors").epoch
         4
     """
-    began, progress = time.monotonic(), progress or _progress.counting()
+    began = time.monotonic()
+    progress = progress or _progress.counting()
     if format not in EXPORTED:
         raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, EXPORTED))}")
     if not isinstance(separator, str) or not separator:
@@ -150,8 +151,10 @@ def export(
         return sorted({*commits.list_epochs(), *(() if copies is None else copies.readable())})
 
     def run(number: int) -> Exported:
-        reader, arrays = readers.open(number), None
-        kinds, record = reader.item_kinds(), reader.record
+        reader = readers.open(number)
+        arrays = None
+        kinds = reader.item_kinds()
+        record = reader.record
         if item is not None and item not in kinds:
             raise items.unknown_item(number, item, kinds)
         if format != "orbax" or selection:
@@ -202,7 +205,8 @@ def export(
 
 def _array_item(reader: CheckpointReader, kinds: Mapping[str, str], item: str | None) -> tuple[ArraySource, str]:
     """The item of arrays that is meant."""
-    epoch, arrays = reader.record.epoch, [name for name, kind in kinds.items() if kind == "arrays"]
+    epoch = reader.record.epoch
+    arrays = [name for name, kind in kinds.items() if kind == "arrays"]
     if item is None and not arrays:
         raise UnsupportedError(f"checkpoint {epoch} has no item of arrays, and only those become tensors")
     chosen = item or items.chosen_arrays(epoch, arrays, None)
@@ -259,7 +263,8 @@ def _staged(place: str) -> Generator[str]:
     After an error nothing is left, neither this folder nor the parents that were made for it.
     """
     parent, name = os.path.split(place)
-    above, staging = PosixStore(parent), f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
+    above = PosixStore(parent)
+    staging = f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
     folder = os.path.join(parent, staging)
     missing = [str(p) for p in pathlib.Path(place).parents if not os.path.lexists(p)]  # innermost first
     with contextlib.ExitStack() as undo:

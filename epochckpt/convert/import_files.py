@@ -216,7 +216,8 @@ def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[Im
     new_paths = selection.paths(source, [path for path, _ in pairs])
     was = _text.public(tree_lib.leaf_name(pairs[number][0]) for number in new_paths)
     now = _text.public(map(tree_lib.leaf_name, new_paths.values()))
-    found, leaves = [], list[ImportedLeaf]()
+    found = []
+    leaves = list[ImportedLeaf]()
     for number, old, new in zip(new_paths, was, now, strict=True):
         value = pairs[number][1]
         before = getattr(value, "dtype", None) if isinstance(value, np.ndarray | np.generic | mmap.Assembled) else None

@@ -122,7 +122,9 @@ def _moved(old: Sequence[str], path: KeyPath, new: Sequence[str]) -> KeyPath:
         return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
     last = alike(old[::-1], new[::-1])
-    old, new, end = old[: len(old) - last], new[: len(new) - last], path[len(path) - last :]
+    old = old[: len(old) - last]
+    new = new[: len(new) - last]
+    end = path[len(path) - last :]
     first = alike(old, new)
     had = dict(zip(old, path, strict=False))
     return (*path[:first], *(had.get(key, ("k", key)) for key in new[first:]), *end)
@@ -157,7 +159,9 @@ class SelectedArrays:
     def __init__(self, source: ArraySource, item: str, selection: Selection):
         entry = source.record.items[item]
         assert entry.arrays is not None, "callers choose array items"
-        self.source, self.folder, self.name = source, source.folder, item
+        self.source = source
+        self.folder = source.folder
+        self.name = item
         self._stored = entry.arrays.leaves
         chosen = selection.paths(self.where, [leaf.path for leaf in self._stored])
         self._numbers = list(chosen)
@@ -166,7 +170,8 @@ class SelectedArrays:
         for number, path in chosen.items():
             leaf = self._stored[number]
             name = leaf.name if path == leaf.path else tree_lib.leaf_name(path)
-            dtype, grid = selection.cast_to(leaf.dtype), -1 if leaf.dtype is None else 0
+            dtype = selection.cast_to(leaf.dtype)
+            grid = -1 if leaf.dtype is None else 0
             if leaf.dtype is not None and dtype != leaf.dtype:
                 self.cast[_text.readable(name)] = leaf.dtype.name
             # a step of stock Orbax has no table of them, and Orbax restores no jax array without
@@ -187,7 +192,8 @@ class SelectedArrays:
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
         """See `EpochReader.read`; what is to be cast is held a second time, as it is stored."""
         assert not packs, "no restore reads from here"
-        wanted, cast = list[Request](), list[tuple[np.ndarray, np.ndarray]]()
+        wanted = list[Request]()
+        cast = list[tuple[np.ndarray, np.ndarray]]()
         for item, leaf, box, out in requests:
             number = self._numbers[leaf]
             if (dtype := self._stored[number].dtype) != out.dtype:

@@ -115,7 +115,8 @@ class _format_errors:
     """Says what is wrong with a file that is not what it should be."""
 
     def __init__(self, path: str, what: str = ""):
-        self._path, self._what = path, what
+        self._path = path
+        self._what = what
 
     def __enter__(self) -> None: ...
 
@@ -232,7 +233,8 @@ class _MappedPart(io.RawIOBase):
     """A part of a mapped file as a file."""
 
     def __init__(self, data: memoryview):
-        self._data, self._at = data, 0
+        self._data = data
+        self._at = 0
 
     def seekable(self) -> bool:
         return True
@@ -269,7 +271,9 @@ class _Files:
 
     def archive(self, place: Mapping[str, Any]) -> "_Archive":
         """What `torch.save` wrote to a place."""
-        name, start, length = place["relative_path"], place["offset"], place["length"]
+        name = place["relative_path"]
+        start = place["offset"]
+        length = place["length"]
         path = os.path.join(self._folder, name)
         if os.path.basename(name) != name or not name.endswith(".distcp"):
             raise FormatError(path, f"is listed in {METADATA}, and is no .distcp file beside it")
@@ -295,7 +299,9 @@ class _Archive:
     """A zip archive in memory."""
 
     def __init__(self, path: str, data: np.ndarray, sums: list[tuple[str, np.ndarray, int]]):
-        self.path, self._data, self._sums = path, data, sums
+        self.path = path
+        self._data = data
+        self._sums = sums
         with zipfile.ZipFile(io.BufferedReader(_MappedPart(memoryview(data)))) as archive:  # type: ignore[type-var]
             self._members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "byteorder" in self._members and self.bytes_of("byteorder").tobytes() != b"little":
@@ -322,7 +328,8 @@ class _Archive:
         """The elements of a tensor, as a view of the file."""
         if tensor.dtype not in DTYPES:
             raise UnsupportedError(f"{self.path}: a tensor is of torch.{tensor.dtype[:40]}, which NumPy and JAX lack")
-        name, dtype = f"data/{tensor.storage.key}", DTYPES[tensor.dtype]
+        name = f"data/{tensor.storage.key}"
+        dtype = DTYPES[tensor.dtype]
         raw = self.bytes_of(name)
         if any(by < 0 for by in tensor.stride) or tensor.offset < 0 or len(tensor.size) > 32:
             raise ValueError("a tensor has a negative stride, or too many dimensions")
@@ -341,9 +348,11 @@ def _tensor(files: _Files, name: str, kind: Mapping[str, Any], places: Mapping[A
     dtype = DTYPES[dtype_name]
     if not math.prod(shape):
         return np.empty(shape, dtype)
-    pieces, boxes = [], list[Box]()
+    pieces = []
+    boxes = list[Box]()
     for chunk in kind["chunks"]:
-        offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+        offsets = chunk.state["offsets"]
+        sizes = chunk.state["sizes"]
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if not math.prod(sizes):
             continue
@@ -378,7 +387,8 @@ def _cover(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 def _value(files: _Files, place: Mapping[str, Any]) -> Any:
     """A value that is no tensor; tensors in it become arrays."""
-    archive, counted = files.archive(place), itertools.count(1)
+    archive = files.archive(place)
+    counted = itertools.count(1)
 
     def plain(value: Any) -> Any:
         if next(counted) > _MAX_VALUES:

@@ -22,7 +22,9 @@ MAX_VALUES = 200_000
 """Most values: each costs a few kilobytes on its way into an epoch. An array counts as one."""
 
 _CHUNKED = "__msgpack_chunked_array__"
-_NDARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+_NDARRAY = 1
+_COMPLEX = 2
+_SCALAR = 3
 _TIMES = re.compile(f"(datetime|timedelta)64{tree_lib.TIME_UNIT}")
 
 
@@ -86,7 +88,8 @@ class _Unpacker:
         return self.joined(out) if _CHUNKED in out else out
 
     def joined(self, parts: dict[Any, Any]) -> np.ndarray:
-        shape, chunks = self.sequence(parts.get("shape")), self.sequence(parts.get("chunks"))
+        shape = self.sequence(parts.get("shape"))
+        chunks = self.sequence(parts.get("chunks"))
         flat = [c for c in chunks if isinstance(c, np.ndarray) and c.ndim == 1 and c.dtype == chunks[0].dtype]
         if not flat or len(flat) != len(chunks) or not all(type(d) is int and d >= 0 for d in shape):
             raise self.problem("has an array in pieces that do not fit together")

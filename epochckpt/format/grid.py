@@ -30,7 +30,8 @@ from epochckpt.format.tree import ARRAY_KINDS, KeyPath
 _INLINED_LEAF = 64 * 2**10  # the most bytes of one leaf, see `ArrayItem.inlined`
 _INLINED_ITEM = 512 * 2**10  # and of all leaves of an item together
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
-MAX_CELLS, MAX_ITEM_CELLS = 2**24, 2**30
+MAX_CELLS = 2**24
+MAX_ITEM_CELLS = 2**30
 """The most cells of a leaf, and of all leaves of an item: what a record of it may have."""
 
 
@@ -66,7 +67,8 @@ def boxes(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
     """Cuts an array into boxes, each contiguous in C order and next to the one before; without elements, none."""
     if math.prod(shape) == 0:
         return
-    axis, inner = 0, math.prod(shape)  # the first axis whose rows fit
+    axis = 0  # the first axis whose rows fit
+    inner = math.prod(shape)
     while inner > max_elements:
         inner //= shape[axis]
         axis += 1
@@ -284,7 +286,8 @@ class ArrayItem:
 
     def cells_touching(self, leaf: int, box: Box) -> list[int]:
         """The cells that intersect `box`; none of an array without elements."""
-        shape, counts = self.cell_shape(leaf), self.counts(leaf)
+        shape = self.cell_shape(leaf)
+        counts = self.counts(leaf)
         if math.prod(self.leaves[leaf].shape) == 0 or any(stop <= start for start, stop in box):
             return []
         if self.is_whole(leaf):
@@ -323,7 +326,8 @@ class ArrayItem:
 
         Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.inlined`).
         """
-        found, left = set[int](), _INLINED_ITEM
+        found = set[int]()
+        left = _INLINED_ITEM
         for i in self._file_order.tolist():
             size = self.leaves[i].nbytes
             if not self.leaves[i].is_global and 0 < size <= min(left, _INLINED_LEAF):
@@ -340,7 +344,8 @@ class ArrayItem:
         counts = np.array([*map(len, cells)], np.int64)
         begins = np.cumsum(counts) - counts  # of each form in all of them, one after the other
         forms = np.array(of, np.int64)[leaves]
-        each, number = counts[forms], np.repeat(forms, counts[forms])
+        each = counts[forms]
+        number = np.repeat(forms, counts[forms])
         within = np.arange(len(number)) - np.repeat(np.cumsum(each) - each, each)
         sizes = np.array([self.cell_bytes(i) if found else 0 for i, found in zip(firsts, cells, strict=True)], np.int64)
         every = np.array([*itertools.chain.from_iterable(cells)], np.int64)
@@ -349,7 +354,8 @@ class ArrayItem:
     def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[PartCells]:
         """The parts of a node's cells that end after the given numbers of cells."""
         leaves, cells, sizes = owned
-        parts, start = [], 0
+        parts = []
+        start = 0
         for end in ends:
             offsets = np.concatenate([[0], np.cumsum(sizes[start:end])])
             parts.append(PartCells(leaves[start:end], cells[start:end], offsets))

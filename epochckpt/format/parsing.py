@@ -125,7 +125,8 @@ def parse_small_items(path: str, data: bytes) -> SmallItems:
     does not notice faults in the rest.
     """
     checksums.check_seal(path, data)
-    start, end = data.find(_ITEMS), data.find(b',"default_item":')
+    start = data.find(_ITEMS)
+    end = data.find(b',"default_item":')
     if not 0 <= start < end:
         return SmallItems((), {})
     fields = Fields(path, checksums.parse_sealed(path, data[:start] + b"}"))
@@ -162,7 +163,8 @@ def _without_items(data: bytes) -> bytes:
     JSON has raw quotes only at the ends of strings. So `,"items":{` is always a key, and the braces outside of strings
     say how deep it lies and where its value ends.
     """
-    start, end = data.find(_ITEMS), data.find(b',"default_item":')
+    start = data.find(_ITEMS)
+    end = data.find(b',"default_item":')
     if not 0 <= start < end or data.count(b"{", 0, start) != 1 or b"}" in data[:start]:
         return data  # the key is not in the outermost object, or a name has a brace
     items = data[start:end]

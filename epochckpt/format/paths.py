@@ -50,7 +50,9 @@ _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX
 _UNCLAIMED = re.compile(r"unclaimed-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _ATTEMPT = re.compile(r"[0-9a-f]{8,16}-(\d+)-\d+\Z")
 _NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) + r"\Z")
-_ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-Za-z0-9._]")
+_ESCAPED = "x-"
+_HEX = re.compile(r"-([0-9a-f]{2})")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._]")
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )

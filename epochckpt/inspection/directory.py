@@ -104,7 +104,10 @@ class Inspection(NamedContents):
         mirror: str | None = None,
     ):
         self._mirror = mirror
-        self._given, self._mode, self._options, self._unit = os.fspath(directory), mode, options, unit
+        self._given = os.fspath(directory)
+        self._mode = mode
+        self._options = options
+        self._unit = unit
         self._asked = () if metric is None or isinstance(metric, str) else tuple(metric)
         self.metric = metric if metric is None or isinstance(metric, str) else next(iter(self._asked), None)
         self.commits = scan.open_commits(directory, options, single=True)
@@ -263,7 +266,8 @@ class Inspection(NamedContents):
             UnknownNameError: a pattern matches nothing in either epoch; names what is near.
         """
         other = self if directory is None else Inspection(directory, None, self._mode, self._options)
-        one, two = self[before], other[after]
+        one = self[before]
+        two = other[after]
         details = narrowed([one.detail(), two.detail()], patterns, item, node)
         elsewhere = "" if other is self else other.directory
         sides = (details[0], one.leaves()), (details[1], two.leaves())

@@ -199,7 +199,8 @@ def _curves(found: rows.Overview, names: Sequence[str]) -> list[Block]:
 
 def runs(found: rows.RunsOverview) -> list[Block]:
     """Runs side by side: what goes on in each, and one metric of all of them."""
-    now, metric = time.time_ns(), found.metric
+    now = time.time_ns()
+    metric = found.metric
     states = collections.Counter(row.state for row in found.runs)
     tones = {rows.DAMAGED: Tone.BAD, "stale": Tone.WARN, "ended": Tone.WARN, "finished": Tone.GOOD}
     tones["closed"] = Tone.PLAIN
@@ -322,7 +323,8 @@ def _curve(points: Sequence[tuple[int, float]]) -> kinds.Strip:
     share = -(-len(points) // _WIDE)
     groups = [points[first : first + share] for first in range(0, len(points), share)]
     means = [math.fsum(value / len(group) for _, value in group) for group in groups]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     marks = []
     for group, mean in zip(groups, means, strict=True):
         level = kinds.ratio(mean / 2 - low / 2, high / 2 - low / 2) if high > low else 0.5  # halves do not overflow
@@ -455,7 +457,8 @@ def goodput(found: rows.Goodput) -> list[Block]:
     total = found.total
     if total is None:
         return [*view, faint(f"no {noun(found.unit)} here tells of a run"), *kinds.problems(found.problems)]
-    runs, kills = _units.several(len(found.runs), "run", "runs"), _units.several(found.kills, "kill", "kills")
+    runs = _units.several(len(found.runs), "run", "runs")
+    kills = _units.several(found.kills, "kill", "kills")
     kept = Span(f"{kinds.percent(total.goodput)} of {_units.secs(total.secs)} trained and kept", Tone.GOOD)
     each = [*found.runs, total] if len(found.runs) > 1 else found.runs
     unknown = "from its newest commit to the next run: more that was lost, or nothing ran"

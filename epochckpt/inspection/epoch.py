@@ -313,7 +313,8 @@ class EpochInspection(NamedContents):
             raise DamagedError(f"checkpoint {self.epoch}, item {quoted(broken.name)}", broken.problem)
         if not arrays and patterns != "*":
             raise UnknownNameError(f"checkpoint {self.epoch}: what matches {quoted(patterns)} is no array")
-        reader, rows = self.leaves(), []
+        reader = self.leaves()
+        rows = []
         for name, of, leaf in arrays:
             rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
             (progress or _ignore)(leaf.nbytes)
@@ -339,7 +340,9 @@ class ItemInspection(NamedContents):
     """
 
     def __init__(self, epoch: EpochInspection, row: ItemRow, node: str = ""):
-        self._epoch, self.row, self._node = epoch, row, node
+        self._epoch = epoch
+        self.row = row
+        self._node = node
 
     @functools.cached_property
     def _leaves(self) -> CheckpointReader:

@@ -77,7 +77,8 @@ def collect(
         )
     commits = scan.open_commits(directory, options)
     search = _GarbageSearch(commits, older_than_secs, epochs_too, clock)
-    rows, kept = list[LeftoverRow](), dict[str, str]()
+    rows = list[LeftoverRow]()
+    kept = dict[str, str]()
     with scan.access(commits.store):
         found = search.look(options.todelete_subdir if options else None)
     try:
@@ -103,8 +104,11 @@ class _GarbageSearch:
     """What may go, why the rest may not, and removing it."""
 
     def __init__(self, commits: Commits, older_than_secs: float, epochs_too: bool, clock: Callable[[], float]):
-        self._commits, self._store = commits, commits.store
-        self._older_than_secs, self._epochs_too, self._clock = older_than_secs, epochs_too, clock
+        self._commits = commits
+        self._store = commits.store
+        self._older_than_secs = older_than_secs
+        self._epochs_too = epochs_too
+        self._clock = clock
         self._ahead_secs = 0.0  # of our clock before the storage's
         self._home = ""  # from the first removal on a folder of our own, or in an object store that of the head
 
@@ -116,7 +120,8 @@ class _GarbageSearch:
         return sorted([*map(_row, found.attempts), *found.others], key=lambda row: row.path)
 
     def _in_bucket(self, commits: PutCommits, todelete_subdir: str | None) -> list[LeftoverRow]:
-        things, now_ns = objects.all_things(commits, todelete_subdir), self._now_ns()
+        things = objects.all_things(commits, todelete_subdir)
+        now_ns = self._now_ns()
         head = commits.head.seen() or Head()
         found = list[LeftoverRow]()
         for thing in things:
@@ -141,7 +146,8 @@ class _GarbageSearch:
             return "holds epochs; removed only when asked for"
         if row.kind == ROLLED_BACK and self._is_rolling_back(row.path):
             return "a rollback is under way"
-        age, bound = row.age_secs or 0.0, self._older_than_secs
+        age = row.age_secs or 0.0
+        bound = self._older_than_secs
         if age < bound:
             return f"something was written to it {_units.secs(age)} ago; it may go after {_units.secs(bound)}"
         return ""
@@ -158,7 +164,8 @@ class _GarbageSearch:
         """Removes one thing; returns why not, or nothing."""
         if isinstance(self._commits, PutCommits):
             return self._remove_objects(self._commits, row)
-        store, path = self._store, row.path
+        store = self._store
+        path = row.path
         if not self._home:
             self._home = f"{leftovers.GC_PREFIX}{paths.new_id()}{paths.TMP_SUFFIX}"
             store.make_folder(self._home)

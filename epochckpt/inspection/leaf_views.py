@@ -33,7 +33,9 @@ _DIGITS = re.compile(r"\d+")
 _CUTS = 12  # ways of cutting arrays that are listed
 _NODES = 32  # of one of these ways
 _RANGES = 4  # of one node
-_ACROSS, _HOLDERS, _DEVICES = 8, 2, 8  # columns of a picture, and nodes and devices in one of its cells
+_ACROSS = 8  # columns of a picture
+_HOLDERS = 2  # nodes named in one of its cells
+_DEVICES = 8  # devices named there
 _CHANGES = {
     rows.ADDED: ("+", Tone.GOOD),
     rows.REMOVED: ("−", Tone.BAD),
@@ -57,7 +59,8 @@ TREE_COLUMNS = (
 def usual_place(leaves: Sequence[rows.LeafRow]) -> tuple[str, str]:
     """The mesh that most of the arrays on a mesh lie on; and, without any, the one device that all arrays lie on."""
     lies = [leaf.sharding for leaf in leaves if leaf.sharding is not None]
-    meshes, alone = collections.Counter(each.mesh for each in lies if each.mesh), {each.spec for each in lies}
+    meshes = collections.Counter(each.mesh for each in lies if each.mesh)
+    alone = {each.spec for each in lies}
     return (meshes.most_common(1)[0][0], "") if meshes else ("", alone.pop() if len(alone) == 1 else "")
 
 
@@ -127,13 +130,8 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
     if len(lies.counts) != len(leaf.shape) or len(lies.owners) != math.prod(lies.counts):
         return kinds.Section(heading, tuple(view))  # the nodes are not known, as in a step of stock Orbax
     if len({each.owners for _, each in alike}) > 1:
-        view.append(
-            TextLine(
-                Span(
-                    "the nodes that wrote the parts differ from leaf to leaf; those of the first are shown", Tone.FAINT
-                )
-            )
-        )
+        told = "the writers of the parts differ from leaf to leaf; shown are those of the first leaf"
+        view.append(TextLine(Span(told, Tone.FAINT)))
     sides = [size // count for size, count in zip(leaf.shape, lies.counts, strict=True)]
     if (picture := _picture(lies, sides)) is not None:
         return kinds.Section(heading, (*view, picture))
@@ -230,7 +228,8 @@ def look(found: rows.ArrayLook) -> list[Block]:
     leaf = found.stats.leaf
     most = max((abs(mean) for row in found.means for mean in row if math.isfinite(mean)), default=0.0)
     levels = tuple(tuple(mean / most if most else mean * 0.0 for mean in row) for row in found.means)
-    down, across = len(levels), len(levels[0]) if levels else 0
+    down = len(levels)
+    across = len(levels[0]) if levels else 0
     each = "an element" if down * across == math.prod(leaf.shape) else "the mean of some elements"
     title = Span(leaf.name, Tone.STRONG, 400), "  ", _type(leaf, Tone.GOOD), "  ", _shape(leaf)
     bare = dataclasses.replace(found.stats, leaf=dataclasses.replace(leaf, name="", kind="", dtype="", value=""))
@@ -246,7 +245,8 @@ def _histogram(found: rows.LeafStats) -> Cell:
         return Cell()
     if found.min is not None and found.min == found.max:
         return Cell(Span(f"all {_units.number(found.min)}", Tone.FAINT))
-    most, ends = max(*found.histogram, 1), [_units.number(edge) for edge in found.edges]
+    most = max(*found.histogram, 1)
+    ends = [_units.number(edge) for edge in found.edges]
     tips = [f"{_units.count(n)} from {ends[i]} to {ends[i + 1]}" for i, n in enumerate(found.histogram)]
     marks = (kinds.Mark(n / most, Tone.LIVE, n, tip) for n, tip in zip(found.histogram, tips, strict=True))
     return Cell(drawing=kinds.Strip(tuple(marks), summed=True), tip=f"{ends[0]} to {ends[-1]}")
@@ -363,7 +363,8 @@ def _changes(groups: Sequence[Sequence[rows.DiffRow]], all_rows: Sequence[rows.D
 
 def _what(row: rows.DiffRow) -> Words:
     """The type and shape of a leaf that came or went; both of each where they differ; else the detail."""
-    before, after = row.before, row.after
+    before = row.before
+    after = row.after
     if before is not None and after is not None and row.change in (rows.RESHAPED, rows.RETYPED):
         show = _shape if row.change == rows.RESHAPED else _type
         return show(before), " → ", show(after)

@@ -66,7 +66,8 @@ def extent(store: Store, path: str) -> DiskUsage | None:
     total = DiskUsage()
     try:
         for file in store.files(path):
-            total.nbytes, total.entries = total.nbytes + file.size, total.entries + 1
+            total.nbytes += file.size
+            total.entries += 1
             total.newest_ns = max(total.newest_ns or 0, file.written_ns)
             total.oldest_ns = min(total.oldest_ns or file.written_ns, file.written_ns)
     except OSError as error:
@@ -98,7 +99,8 @@ def _on_disk(place: str) -> DiskUsage | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     total.count(own)
-    total.moved_ns, total.newest_ns = total.newest_ns, None
+    total.moved_ns = total.newest_ns
+    total.newest_ns = None
     waiting = [place] if stat.S_ISDIR(own.st_mode) else []
     while waiting and total.entries < MAX_ENTRIES:
         try:
@@ -233,7 +235,9 @@ def _in_staging(commits: Commits, home: str) -> Iterator[Found]:
     token = home.removesuffix(paths.TMP_SUFFIX).rpartition("-")[2]
     for name, is_folder in names(store, home):
         path = paths.join(home, name)
-        tried, where, gone = _ATTEMPT.match(name), placing.parse_moving(name), placing.parse_removed(name)
+        tried = _ATTEMPT.match(name)
+        where = placing.parse_moving(name)
+        gone = placing.parse_removed(name)
         if not is_folder:
             continue
         if tried:
@@ -254,7 +258,8 @@ def _in_staging(commits: Commits, home: str) -> Iterator[Found]:
 
 def _attempt(store: Store, found: Found, node: str | None, now_ns: int) -> EpochRow | None:
     """The row of an attempt, of one node or of all; None if it is gone: committed, or discarded."""
-    path, (epoch,) = found.path, found.epochs
+    path = found.path
+    (epoch,) = found.epochs
     whole = extent(store, path)
     if whole is None:
         return None
@@ -264,7 +269,8 @@ def _attempt(store: Store, found: Found, node: str | None, now_ns: int) -> Epoch
         parts = [(paths.join(path, name), name) for name, is_folder in names(store, path) if is_folder]
     nodes = [row for part in parts if (row := _node(store, *part)) is not None]
     age = whole.age_secs(now_ns) or 0.0
-    state, detail = rows.IN_PROGRESS, progress(nodes)
+    state = rows.IN_PROGRESS
+    detail = progress(nodes)
     if age >= LIVE_SECS:
         state = rows.ABANDONED
         detail += f"; {silence(age)}"

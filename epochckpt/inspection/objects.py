@@ -58,13 +58,15 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
     aside = {entry.attempt: kept.partition("/")[0] for kept, entry in head.aside.items()}
     copies = {folder for file in found if file.path == paths.join(folder := _folder(file), paths.EPOCH_RECORD)}
     records = {attempt for file in found if (attempt := _recorded(file.path))}
-    unfinished, listed = {**head.begun, **head.dead}, _listed_in(commits, head)
+    unfinished = {**head.begun, **head.dead}
+    listed = _listed_in(commits, head)
     at = {folder: attempt for attempt, folder in unfinished.items()}
     things = dict[str, Thing]()
 
     def thing(file: File) -> Thing:
         folder, _, below = file.path.partition("/")
-        attempt, epoch = paths.attempt_in(below) or "", commits.names.parse(folder)
+        attempt = paths.attempt_in(below) or ""
+        epoch = commits.names.parse(folder)
         if attempt in aside or folder in aside.values():
             return _aside(commits, head, aside.get(attempt, folder), todelete_subdir)
         if not attempt and folder in head.removed_steps and folder not in head.epochs:
@@ -95,7 +97,9 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
         if each.kind != rows.FOREIGN:
             continue
         if attempt := _late(commits, head, each):
-            each.kind, each.attempt, each.path = rows.DELETED, attempt, paths.join(each.path, attempt)
+            each.kind = rows.DELETED
+            each.attempt = attempt
+            each.path = paths.join(each.path, attempt)
             each.detail = "what a run that was killed or overtaken wrote late of a deleted epoch: no reader looks at it"
         elif each.path in copies:
             each.detail = _copied(commits, each)
@@ -189,7 +193,8 @@ def attempts(commits: PutCommits, head: Head, now_ns: int) -> list[EpochRow]:
 
 def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
     """Attempts, and what else lies beside the epochs: one listing of the names, and of the objects of some folders."""
-    found, aside = Leftovers(), {kept.partition("/")[0] for kept in head.aside}
+    found = Leftovers()
+    aside = {kept.partition("/")[0] for kept in head.aside}
     for name in sorted(aside):
         nbytes = sum(entry.nbytes for kept, entry in head.aside.items() if kept.startswith(f"{name}/"))
         each = _aside(commits, head, name, todelete_subdir)
@@ -199,7 +204,8 @@ def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | 
     except AccessError as error:
         found.problems["what lies beside the epochs"] = str(error)
         return found
-    begun, dead = sorted(set(head.begun.values())), sorted({*head.dead.values(), *head.removed_steps})
+    begun = sorted(set(head.begun.values()))
+    dead = sorted({*head.dead.values(), *head.removed_steps})
     known = {*_listed_in(commits, head), *begun, *dead, *(kept.partition("/")[2] for kept in head.aside)}
     unknown = [name for name in names if name not in known and commits.names.parse(name) is not None]
     unknown += [name for name in names if _other(commits, name, todelete_subdir).kind == rows.FOREIGN]
@@ -248,13 +254,18 @@ def attempt_row(commits: PutCommits, head: Head, thing: Thing, now_ns: int) -> E
     parts = []
     for node, written in nodes.items():
         done = any(file.path.endswith(f"/{paths.NODE_RECORD}") for file in written)
-        size, state = sum(file.size for file in written), "written" if done else "writing"
+        size = sum(file.size for file in written)
+        state = "written" if done else "writing"
         parts.append(NodeRow(paths.shown_name(node), size, None, state))
-    age, state, detail = thing.age_secs(now_ns) or 0.0, rows.IN_PROGRESS, progress_of(parts)
+    age = thing.age_secs(now_ns) or 0.0
+    state = rows.IN_PROGRESS
+    detail = progress_of(parts)
     if thing.attempt not in head.begun:
-        state, detail = rows.ABANDONED, f"{detail}; it was given up, or is of an earlier run: it is never committed"
+        state = rows.ABANDONED
+        detail = f"{detail}; it was given up, or is of an earlier run: it is never committed"
     elif age >= LIVE_SECS:
-        state, detail = rows.ABANDONED, f"{detail}; {silence(age)}"
+        state = rows.ABANDONED
+        detail = f"{detail}; {silence(age)}"
     return EpochRow(
         thing.epoch or 0,
         state,

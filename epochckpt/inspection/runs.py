@@ -88,7 +88,10 @@ class Runs(NamedContents):
         sort: str | None,
         options: ocp.CheckpointManagerOptions | None,
     ):
-        self._store, self._metric, self._mode, self._options = open_store(directory), metric, mode, options
+        self._store = open_store(directory)
+        self._metric = metric
+        self._mode = mode
+        self._options = options
         self._sort = sort
 
     @property

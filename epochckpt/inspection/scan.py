@@ -55,7 +55,8 @@ class _OneName(StepNames):
     """The folder of one epoch, whatever it is called."""
 
     def __init__(self, only: str, epoch: int):
-        self.only, self._epoch = only, epoch
+        self.only = only
+        self._epoch = epoch
 
     @property
     def several(self) -> bool:
@@ -305,7 +306,8 @@ def _nodes(
     if commits is not None and not record.per_node and tiers.host_of(commits) is not None:
         here = {entry.name for entry in commits.store.list(folder)}
     for number, node in enumerate(record.nodes):
-        state, detail = COMMITTED, ""
+        state = COMMITTED
+        detail = ""
         try:
             if here is not None and node.folder not in here:
                 state = ELSEWHERE
@@ -314,7 +316,8 @@ def _nodes(
                 if here is not None:
                     _check_replicas(commits, folder, record, number)
         except (errors.EpochCheckpointError, OSError) as error:
-            state, detail = DAMAGED, errors.say(error)
+            state = DAMAGED
+            detail = errors.say(error)
         yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
 
 
@@ -480,12 +483,15 @@ class _Scan:
     """One look at a directory."""
 
     def __init__(self, commits: Commits, metric: str | None, mode: str):
-        self._commits, self._metric, self._mode = commits, metric, mode
+        self._commits = commits
+        self._metric = metric
+        self._mode = mode
         self._problems: dict[str, str] = {}
         self._rows: dict[int, EpochRow] = {}
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
-        commits, only = self._commits, self._commits.names.only
+        commits = self._commits
+        only = self._commits.names.only
         if in_bucket(commits):
             found = self._read_head(commits, limit, todelete_subdir)
         else:
@@ -498,7 +504,8 @@ class _Scan:
         newest = sorted(self._rows, reverse=True)
         if self._metric is not None:
             self._update(self._attach, self._rows)
-        shown, more = set[int](), set(newest if limit is None else newest[:limit])
+        shown = set[int]()
+        more = set(newest if limit is None else newest[:limit])
         while True:
             if self._metric is None:
                 self._update(self._attach, more)
@@ -556,7 +563,9 @@ class _Scan:
 
     def _first(self, epochs: Collection[int]) -> list[int]:
         """The newest of some epochs, at least one, that together cost as much as a look may."""
-        bucket, cost, chosen = in_bucket(self._commits), 0, list[int]()
+        bucket = in_bucket(self._commits)
+        cost = 0
+        chosen = list[int]()
         entries = self._commits.entries() if in_bucket(self._commits) else {}
         for epoch in sorted(epochs, reverse=True):
             row = self._rows[epoch]

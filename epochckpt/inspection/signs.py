@@ -28,7 +28,11 @@ STATES = {  # tones and meanings
 }
 UNKNOWN = Tone.PLAIN, ""
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 8, 12, 120, 120
+_SHORT.maxlevel = 3
+_SHORT.maxdict = 8
+_SHORT.maxlist = 12
+_SHORT.maxstring = 120
+_SHORT.maxother = 120
 
 
 def tone(state: str) -> Tone:

@@ -28,7 +28,8 @@ def no_folder(path: str) -> str:
         return f"is a file{record or '; expected a directory of epochs'}"
     if os.path.islink(path):
         return f"is a broken link, to {os.readlink(path)}"
-    above, name = path, ""
+    above = path
+    name = ""
     while not os.path.lexists(above):
         above, name = os.path.split(above)
     try:

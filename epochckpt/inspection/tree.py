@@ -78,7 +78,9 @@ class Branch:
         """Joins each group below with its child where it has only one."""
         while len(self.children) == 1 and self.leaf is None:
             (only,) = self.children
-            self.label, self.leaf, self.children = f"{self.label}/{only.label}", only.leaf, only.children
+            self.label = f"{self.label}/{only.label}"
+            self.leaf = only.leaf
+            self.children = only.children
         for child in self.children:
             child._join()
         keys = self.label[len(self.key) :]
@@ -141,7 +143,8 @@ def _hidden(branches: Sequence[Branch], like: str = "") -> Branch:
 def opened(root: Branch, folding: Folding) -> set[Branch]:
     """The branches whose children are shown: upper levels first, until there is no room."""
     children = root.listed(folding)
-    found, used = {root}, len(children)
+    found = {root}
+    used = len(children)
     waiting = collections.deque((child, 1) for child in children)
     while waiting:
         branch, level = waiting.popleft()

@@ -66,10 +66,12 @@ def _numbers(commits: Commits, folder: str) -> tuple[int, ...]:
 
 def _in_bucket(commits: PutCommits, todelete_subdir: str | None) -> list[UsageRow]:
     things = objects.all_things(commits, todelete_subdir)
-    head, now_ns = commits.head.seen() or Head(), time.time_ns()
+    head = commits.head.seen() or Head()
+    now_ns = time.time_ns()
     found = []
     for thing in things:
-        kind, epochs = thing.kind, thing.epochs or (() if thing.epoch is None else (thing.epoch,))
+        kind = thing.kind
+        epochs = thing.epochs or (() if thing.epoch is None else (thing.epoch,))
         if kind == rows.ATTEMPT:
             kind = objects.attempt_row(commits, head, thing, now_ns).state
         found.append(_row(thing.path, (kind, epochs), thing.files))

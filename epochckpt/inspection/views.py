@@ -68,7 +68,8 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
     marks = (LATEST, "latest", Tone.LIVE, row.latest), (BEST, "best", Tone.GOOD, row.best)
     title = Span(f"{row.unit} {row.epoch}", Tone.STRONG), "  ", Span(row.state, tone(row.state))
     title += tuple(Span(f"  {sign} {word}", tone) for sign, word, tone, is_so in marks if is_so)
-    shown, others = found.items[:_ITEMS], found.items[_ITEMS:]
+    shown = found.items[:_ITEMS]
+    others = found.items[_ITEMS:]
     view: list[Block] = [TextLine(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
     roots: dict[str, tree.Branch] = {}
     for each in shown:
@@ -78,9 +79,8 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
         view += blocks
     tree.fold_twins(roots)
     if others:
-        view.append(
-            TextLine(f"… {len(others)} more items: {', '.join(_text.shown(each.name, 40) for each in others[:8])}")
-        )
+        names = ", ".join(_text.shown(item.name, 40) for item in others[:8])
+        view.append(TextLine(f"… {len(others)} more items: {names}"))
     return view
 
 

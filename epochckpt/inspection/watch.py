@@ -147,7 +147,8 @@ def watch(
     """
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
-    watcher, pause = Watcher(commits), threading.Event()
+    watcher = Watcher(commits)
+    pause = threading.Event()
     limit = math.inf if timeout_secs is None else timeout_secs
     deadline = Deadline(limit)
     # What is there at the first look has not just been committed.

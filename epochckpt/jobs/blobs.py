@@ -117,7 +117,8 @@ def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str,
             return containers.rebuild(value, made)
     except InvalidArgumentError as error:
         problem = f"{problem}; {error}"
-    where, answer = f"node {workspace.node}, blob {name!r}", f"say how, in @job.setup: ws.target({name!r}, …)"
+    where = f"node {workspace.node}, blob {name!r}"
+    answer = f"say how, in @job.setup: ws.target({name!r}, …)"
     logging.warning("%s comes back as dicts, lists and arrays, not as it was saved: %s; %s", where, problem, answer)
     return value
 
@@ -161,9 +162,11 @@ def kind_of(node: str, name: str, value: Any) -> str:
         pairs, _ = tree_lib.flatten(state_of(value))
     except (ValueError, TypeError) as error:
         raise InvalidArgumentError(f"{where} is not a pytree that can be saved: {error}") from error
-    spread, stateful = holds_global(value), is_stateful(value)
+    spread = holds_global(value)
+    stateful = is_stateful(value)
     for path, leaf in pairs:
-        leaf_name, kind = f"{where}, leaf {tree_lib.leaf_name(path)!r}" if path else where, tree_lib.leaf_kind(leaf)
+        leaf_name = f"{where}, leaf {tree_lib.leaf_name(path)!r}" if path else where
+        kind = tree_lib.leaf_kind(leaf)
         if kind is None:
             raise InvalidArgumentError(
                 f"{leaf_name}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be checkpointed. Expected "
@@ -220,7 +223,8 @@ def split(tree: Any) -> tuple[Any, dict[str, Any]]:
     Returns the tree, in which the other arrays are NumPy arrays, and its leaves that are not global, by leaf name.
     """
     pairs, treedef = tree_lib.flatten(tree)
-    own, leaves = dict[str, Any](), []
+    own = dict[str, Any]()
+    leaves = []
     for path, leaf in pairs:
         if not _is_global(leaf) and leaf is not None and not (isinstance(leaf, dict | list | tuple) and not leaf):
             own[tree_lib.leaf_name(path)] = leaf
@@ -245,7 +249,8 @@ def join(tree: Any, own: Mapping[str, Any], new_name: Callable[[str], str] | Non
 
 def _alike(a: Any, b: Any) -> bool:
     try:
-        a, b = np.asarray(a), np.asarray(b)
+        a = np.asarray(a)
+        b = np.asarray(b)
         return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
     except (TypeError, ValueError, RuntimeError):
         return False

@@ -88,7 +88,8 @@ def rebuild(plain: Any, container: Container, where: tree_lib.KeyPath = ()) -> A
     with contextlib.suppress(Exception):  # static fields may be anything, and so may their comparison raise anything
         if not where and of(plain) == container:  # as a user's `reshard` gave it
             return plain
-    found, made = _children(plain, container, where), {}
+    found = _children(plain, container, where)
+    made = {}
     for number, (kind, key) in enumerate(container.keys):
         name = str(key) if key not in found and str(key) in found else key  # stock Orbax turns keys into strings
         inner = container.inner.get(number)

@@ -84,7 +84,8 @@ class TaskOutput:
     """What a task gave when it last ran: what its function returned, or a blob."""
 
     def __init__(self, task: Task, blob: str | None):
-        self.task, self.blob = task, blob
+        self.task = task
+        self.blob = blob
         self.by_node: dict[str, Any] = {}  # the values of the last run, on the nodes of this process
 
     def fetch(self, node: str | None = None) -> Any:
@@ -228,7 +229,10 @@ class ComputedCondition(stop.Condition):
     """
 
     def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str, blob: str = ""):
-        self._repr, self.values, self.missing, self.blob = name, values, missing, blob
+        self._repr = name
+        self.values = values
+        self.missing = missing
+        self.blob = blob
 
     def __call__(self, ctx: stop.Context) -> bool:
         """Whether one is true after this epoch."""
@@ -331,7 +335,8 @@ class Job(_Scope):
             raise InvalidArgumentError(f"unit must be 'epoch' or 'step', got {unit!r}")
         if (unit == STEP) != (steps_per_epoch is not None):
             raise InvalidArgumentError("a job that counts steps says how many: Job(unit='step', steps_per_epoch=1000)")
-        self.unit, self.stride = unit, 1 if steps_per_epoch is None else _positive(steps_per_epoch)
+        self.unit = unit
+        self.stride = 1 if steps_per_epoch is None else _positive(steps_per_epoch)
         self.setup_group = TaskGroup("setup")
         self.init_group = _group(init_group, "init")
         self.epoch_group = _group(epoch_group, "epoch")

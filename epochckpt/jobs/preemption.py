@@ -65,8 +65,10 @@ class Stopper:
     """
 
     def __init__(self, notice: Notice, calls: RunCalls, resumable: bool, deadline_secs: float | None):
-        self._notice, self._calls = notice, calls
-        self._resumable, self._deadline_secs = resumable, deadline_secs
+        self._notice = notice
+        self._calls = calls
+        self._resumable = resumable
+        self._deadline_secs = deadline_secs
         self._noticed: float | None = None
         self._refusals = 0
         self.stopped = False  # the answer was True

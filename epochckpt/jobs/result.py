@@ -13,7 +13,8 @@ from epochckpt.jobs import stop
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: start it again
 UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
-_FAILURES, _METRICS = 5, 4  # as many are shown
+_FAILURES = 5  # failed saves that are named
+_METRICS = 4  # metrics that are shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

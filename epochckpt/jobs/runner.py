@@ -28,7 +28,8 @@ from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handl
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 
-_RESUME, _UNSAVED = (AUTO, NEVER, MUST), (WARN, ERROR, IGNORE)
+_RESUME = (AUTO, NEVER, MUST)
+_UNSAVED = (WARN, ERROR, IGNORE)
 _ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
 
 
@@ -125,13 +126,16 @@ class JobRunner:
         for name, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
-        self.job, self.checkpoint_manager = job, checkpoint_manager
-        self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
+        self.job = job
+        self.checkpoint_manager = checkpoint_manager
+        self.resume_from_epoch = resume_from_epoch
+        self.upload_task_group_builder = upload_task_group_builder
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
         self._settings = RunSettings(resume, include, exclude, deadline, limit, unsaved_blobs, save_every)
         self._timeout = seconds("exchange_timeout_secs", exchange_timeout_secs)
-        self._progress, self._must_save = progress, raise_if_not_saved
+        self._progress = progress
+        self._must_save = raise_if_not_saved
         self._result: RunResult | None = None
         self._run: TrainingRun | None = None
         self._session: Session | None = None  # of the last run
@@ -145,7 +149,8 @@ class JobRunner:
 
     def _check(self) -> CheckpointBackend | None:
         """Checks the attributes, which may have been set since the construction; returns a backend of the manager."""
-        manager, builder = self.checkpoint_manager, self.upload_task_group_builder
+        manager = self.checkpoint_manager
+        builder = self.upload_task_group_builder
         if not isinstance(self.job, Job):
             raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(self.job).__name__}")
         if self.resume_from_epoch is not None:
@@ -274,7 +279,8 @@ class JobRunner:
             InvalidArgumentError: there is no checkpoint manager.
         """
         backend, calls, handler = self._open_saved(session, "save_checkpoints")
-        run, notes = self._run, dict[str, Any]()
+        run = self._run
+        notes = dict[str, Any]()
 
         def look() -> list[bool]:
             self._introduce(handler, backend)
@@ -286,7 +292,8 @@ class JobRunner:
             if run is not None:
                 notes = run.out_of_band_notes(epoch, session)
             if run is not None and run.backend is not None and run.names and run.session is session:
-                backend, names = run.backend, run.names
+                backend = run.backend
+                names = run.names
             else:
                 backend.open(session, calls, out_of_band=run is not None and bool(run.names))
                 kept = self.job.nodes_to_checkpoint() or session.nodes
@@ -335,14 +342,16 @@ class JobRunner:
     def _open(self, session: Session) -> tuple[CheckpointBackend | None, RunCalls, HandlerNotifier]:
         """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
-        found, expected = type(session).__name__, self.job.session_class
+        found = type(session).__name__
+        expected = self.job.session_class
         if not isinstance(session, Session):
             raise InvalidArgumentError(f"expected a session (LocalSession() or DistributedSession()), got {found}")
         if expected is not None and not isinstance(session, expected):
             raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {found}")
 
         # In a distributed job every process has its part in a save, if only to say that it has nothing.
-        everywhere, nodes = self.job.nodes(), session.nodes
+        everywhere = self.job.nodes()
+        nodes = session.nodes
         if backend is not None:
             distributed = isinstance(session, DistributedSession) and not backend.per_node
             wanted = everywhere if distributed else self.job.nodes_to_checkpoint()

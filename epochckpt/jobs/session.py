@@ -157,7 +157,9 @@ def default_session(kind: type | None) -> Session:
 
 
 def _run(task: Task, workspace: Workspace, unit: str) -> Any:
-    group, node, epoch = task.group.name if task.group else "-", workspace.node, workspace.epoch
+    group = task.group.name if task.group else "-"
+    node = workspace.node
+    epoch = workspace.epoch
     try:
         return task.run(workspace)
     except EpochCheckpointError as error:  # its message is clear, and callers know its type

@@ -83,7 +83,8 @@ class CopyUpload(UploadTaskGroupBuilder):
         except (TypeError, ValueError) as error:
             shown = plain(destination) if isinstance(destination, str) else destination
             raise InvalidArgumentError(f"destination {shown!r}: {error}") from error
-        self.destination, self.address = target.root, target.address
+        self.destination = target.root
+        self.address = target.address
         self.replace = bool(replace)
 
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
@@ -135,7 +136,9 @@ def upload_task(manager: Any, epoch: int, asked: CopyUpload) -> Callable[[Worksp
 @upload_task.register(CheckpointManager)
 def _epoch_upload(manager: CheckpointManager, epoch: int, asked: CopyUpload) -> Callable[[Workspace], None]:
     """A task that copies an epoch of our manager, once for all nodes of this process."""
-    coordinator, nodes, ran = coordination.connect(False), manager.node_names, set[str]()
+    coordinator = coordination.connect(False)
+    nodes = manager.node_names
+    ran = set[str]()
     here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
     option = "CopyUpload(timeout_secs=…)"
     calls = RunCalls(coordinator, nodes, asked.timeout_secs, option=option, signs=False)

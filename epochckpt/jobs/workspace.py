@@ -122,7 +122,9 @@ class Workspace(MutableMapping[str, Any]):
     def scratch(self) -> Workspace:
         """A copy for trying something: blobs and live objects may be set there without changing this workspace."""
         out = Workspace(self.node)
-        out.live, out.epoch, out.steps = types.SimpleNamespace(**vars(self.live)), self.epoch, self.steps
+        out.live = types.SimpleNamespace(**vars(self.live))
+        out.epoch = self.epoch
+        out.steps = self.steps
         out._blobs = {name: jax.tree.map(lambda leaf: leaf, value) for name, value in self._blobs.items()}
         out._targets = dict(self._targets)
         return out
@@ -136,10 +138,16 @@ class Workspace(MutableMapping[str, Any]):
         if self._children:
             return
         child = self.child(node)
-        child.live, child.epoch, child.steps = self.live, self.epoch, self.steps
-        child._blobs, child._targets = self._blobs, self._targets
-        child._stopper, child._init_tracer = self._stopper, self._init_tracer
-        self.live, self._blobs, self._targets = types.SimpleNamespace(), {}, {}
+        child.live = self.live
+        child.epoch = self.epoch
+        child.steps = self.steps
+        child._blobs = self._blobs
+        child._targets = self._targets
+        child._stopper = self._stopper
+        child._init_tracer = self._init_tracer
+        self.live = types.SimpleNamespace()
+        self._blobs = {}
+        self._targets = {}
 
     @property
     def children(self) -> Mapping[str, Workspace]:

@@ -44,7 +44,9 @@ class Saves:
     def __init__(self, root: str, policy: Any, primary: bool, asynchronous: bool):
         policies = policy.policies if isinstance(policy, decide.AnySavePolicy) else [policy]
         self._continuous = int(any(isinstance(each, decide.ContinuousCheckpointingPolicy) for each in policies))
-        self._root, self._primary, self._asynchronous = root, primary, asynchronous
+        self._root = root
+        self._primary = primary
+        self._asynchronous = asynchronous
         self._write = "/jax/orbax/write/async" if asynchronous else "/jax/orbax/write"
         self._tags = {"storage_type": _storage(root)}
         _monitoring.event("/jax/orbax/checkpoint_manager/init")
@@ -60,7 +62,8 @@ class Saves:
         """
         began, planned, ready, room, copied = moments
         if between is not None:
-            name, continuous = "/jax/orbax/checkpoint_manager/time_between_consecutive_saves_secs", self._continuous
+            name = "/jax/orbax/checkpoint_manager/time_between_consecutive_saves_secs"
+            continuous = self._continuous
             _monitoring.secs(between, name, continuous_checkpointing_enabled=continuous)
         if self._primary:
             _monitoring.event(f"{self._write}/start")

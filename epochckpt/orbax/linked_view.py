@@ -134,7 +134,8 @@ def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], pat
     if not os.path.lexists(place):
         return "is missing"
     # A link to a node stands for the node's data files of the item, an alias for an item, any other one for a file.
-    files, item = [""], path.split("/")[0]
+    files = [""]
+    item = path.split("/")[0]
     if itself in nodes:
         files = _data_files(nodes[itself], item)
     elif path in view.aliases:
@@ -166,7 +167,8 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
     epoch's, so that a view never comes to an epoch that has taken this one's place meanwhile.
     """
     where = f"{store.root}/{folder}"
-    damage, view = check(store, folder, record), _expected(record)
+    damage = check(store, folder, record)
+    view = _expected(record)
     links = view.links | view.node_links | view.aliases
     wrong = {*(record.orbax_view or ()), *links} if damage is None else damage.keys()
     by_node = view.node_links.keys()  # in a node's folder, of which nothing else is exchanged

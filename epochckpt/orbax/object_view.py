@@ -120,7 +120,9 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
     """
     if record.orbax_view is None:
         return {}
-    view, damage, there = Views().build(record), dict[str, DamagedError](), list[str]()
+    view = Views().build(record)
+    damage = dict[str, DamagedError]()
+    there = list[str]()
 
     def look(path: str) -> None:
         at = layout.join(folder, path)

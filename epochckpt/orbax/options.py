@@ -86,7 +86,8 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
 
 def _changed(options: Any, prefix: str = "") -> list[str]:
     """Names of the fields that are not at their defaults; those of the options in it as `file_options.…`."""
-    default, found = type(options)(), list[str]()
+    default = type(options)()
+    found = list[str]()
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if field.name in _NESTED:
@@ -102,7 +103,8 @@ def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptio
     With local disks there is no Orbax view: stock Orbax cannot read the part of an epoch that one disk has.
     InvalidArgumentError: both ask for a bound, and not for the same.
     """
-    found, default = storage or StorageOptions(), StorageOptions().save_timeout_secs
+    found = storage or StorageOptions()
+    default = StorageOptions().save_timeout_secs
     asked = options.async_options
     if asked is not None and asked.timeout_secs not in (type(asked)().timeout_secs, found.save_timeout_secs):
         if found.save_timeout_secs != default:

@@ -30,7 +30,8 @@ class StepLog:
     def __init__(self, logger: Any, root: str, policy: Any, primary: bool, asynchronous: bool):
         self._logger = logger or ocp.logging.StandardLogger()
         self._events = Saves(root, policy, primary, asynchronous)
-        self.waited, self.restoring = self._events.waited, self._events.restoring
+        self.waited = self._events.waited
+        self.restoring = self._events.restoring
         self._last: float | None = None  # when the last save was asked for, monotonic
 
     def begun(
@@ -52,7 +53,8 @@ class StepLog:
         the commit. `nbytes` is the size of what is saved.
         """
         now = time.monotonic()
-        between, self._last = None if self._last is None else ready - self._last, ready
+        between = None if self._last is None else ready - self._last
+        self._last = ready
         self._events.begun((began, planned, ready, room, now), nbytes, between)
         return dataclasses.asdict(step_statistics.SaveStepStatistics()) | {
             "step": step,

@@ -163,7 +163,9 @@ def _json(store: Store, path: str, problems: dict[str, str], unread: dict[str, S
     try:
         found, problem = read_object(store, path)
     except StorageError as error:
-        found, problem, unread[path] = None, f"cannot be read: {error}", kept(error)
+        found = None
+        problem = f"cannot be read: {error}"
+        unread[path] = kept(error)
     if problem:
         problems[path] = problem
     return found or {}
@@ -195,14 +197,16 @@ def check_files(store: Store, at: str) -> None:
     if not store.renames:
         return
     root = os.path.realpath(store.root)
-    waiting, seen = [(at, os.path.realpath(_full(store, at)))], set[str]()
+    waiting = [(at, os.path.realpath(_full(store, at)))]
+    seen = set[str]()
     while waiting:
         folder, place = waiting.pop()
         if place in seen:  # links may lead in a circle
             continue
         seen.add(place)
         for name, kind in look(store, place).items():
-            path, target = paths.join(folder, name), os.path.join(place, name)
+            path = paths.join(folder, name)
+            target = os.path.join(place, name)
             if kind == "link":
                 target = os.path.realpath(target)
                 if os.path.commonpath([root, target]) != root:
@@ -357,7 +361,8 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
         attempt = f"orbax-folder-{committed}"
     elif committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
         found = patiently(folder, lambda: os.stat(os.path.join(store.root, folder)))
-        committed, attempt = found.st_mtime_ns, f"orbax-folder-{found.st_ino}"
+        committed = found.st_mtime_ns
+        attempt = f"orbax-folder-{found.st_ino}"
     started = _nanoseconds(info.get("init_timestamp_nsecs"))
     custom = info.get("custom_metadata")
     return OrbaxRecord(
@@ -493,7 +498,8 @@ def nbytes(store: Store, folder: str) -> int:
     """Bytes of all files of a step; folders behind symlinks, and what is no file, are none of it."""
     if not store.renames:
         return sum(file.size for file in store.files(folder))
-    total, waiting = 0, [folder]
+    total = 0
+    waiting = [folder]
     while waiting:
         at = waiting.pop()
         for name, kind in look(store, at).items():

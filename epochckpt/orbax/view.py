@@ -158,7 +158,8 @@ class Views:
                 handlers[node.folder] = _json_handler()
                 view.node_links[at] = layout.NODE_RECORD
         for name, item in record.items.items():
-            handler, lost = item.handler, ""
+            handler = item.handler
+            lost = ""
             if item.kind == "files":
                 _add_files(view, record, name)
             elif item.arrays is None:
@@ -282,7 +283,8 @@ def copies(record: EpochRecord) -> dict[str, str]:
     found = {}
     for number, node in enumerate(record.nodes):
         for file in node.files:
-            item, original = record.items[file.item], record.path(number, file)
+            item = record.items[file.item]
+            original = record.path(number, file)
             if item.kind == "files":
                 found[file.path] = original
             elif item.kind == "arrays" and item.handler in _key_handlers():
@@ -316,7 +318,8 @@ def _inexpressible(item: ItemRecord, arrays: ArrayItem, max_entries: int) -> str
         return f"its index would have {entries:,} entries, more than {max_entries:,}; {instead}"
     if not arrays.is_bare:
         return None
-    kind, known = arrays.leaves[0].kind, _TYPES.keys() | {"bool", "int", "float"}
+    kind = arrays.leaves[0].kind
+    known = _TYPES.keys() | {"bool", "int", "float"}
     if not _is_array_item(item):
         known |= {"str"}
     return None if kind in known else f"Orbax has no form for a {kind} alone"
@@ -340,7 +343,8 @@ class _ItemView:
     def __init__(
         self, key: Any, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem, scalars: _Scalars
     ):
-        self.key, self.arrays = key, arrays
+        self.key = key
+        self.arrays = arrays
         self.typed = item.handler not in _key_handlers()  # PRNG keys come back as such, else as their data
         self.unsupported: dict[str, str] = {}
         self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
@@ -413,7 +417,8 @@ class _ItemView:
         elif leaf.kind in ("jax", "prng") and leaf.path and not name:
             self.unsupported[leaf.name] = "Orbax 0.11.33 finds no sharding for an array with an empty name"
         else:
-            chunk, dtype = self.arrays.cell_shape(number), leaf.dtype
+            chunk = self.arrays.cell_shape(number)
+            dtype = leaf.dtype
             zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
             self.entries[_key(name, ".zarray")] = _zarray(leaf.shape, chunk, zarr_dtype)
             is_jax = leaf.kind in ("jax", "prng")

@@ -106,7 +106,8 @@ class Tally:
     """Bytes, to which any thread adds."""
 
     def __init__(self) -> None:
-        self.nbytes, self._lock = 0, threading.Lock()
+        self.nbytes = 0
+        self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
         """So many more."""
@@ -457,7 +458,9 @@ class Conflicts:
     """Counts failed conditional writes of a file, and compares what was read before each."""
 
     def __init__(self) -> None:
-        self._began, self._tries, self._same = time.monotonic(), 0, 0
+        self._began = time.monotonic()
+        self._tries = 0
+        self._same = 0
         self._seen: bytes | None = None
 
     def note(self, seen: bytes) -> None:
@@ -468,7 +471,8 @@ class Conflicts:
 
     def error(self, name: str) -> StorageError:
         """The error when no further try is made."""
-        tries, secs = f"{self._tries} conditional writes", time.monotonic() - self._began
+        tries = f"{self._tries} conditional writes"
+        secs = time.monotonic() - self._began
         if self._same > max(2, self._tries // 2):
             problem = (
                 f"the last {self._same} of {tries} in {secs:.0f} s were refused because it has changed, yet it reads "

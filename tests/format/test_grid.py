@@ -16,7 +16,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, forms_of, key, plan_item
 from epochckpt.errors import FormatError
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry, NodeRecord, grid
+from epochckpt.format import (
+    ArrayItem,
+    DataFile,
+    EpochRecord,
+    Grid,
+    ItemRecord,
+    Leaf,
+    NodeEntry,
+    NodeRecord,
+    checksums,
+    grid,
+)
 from epochckpt.format.grid import blocks
 from epochckpt.format.parsing import parse_epoch, parse_head, parse_node
 from epochckpt.format.records import ReplicaFile
@@ -255,7 +266,7 @@ def test_with_local_disks_a_node_writes_all_that_its_devices_hold_once(
 
 def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
     """It is in the record of the node alone; small contents are in that of the epoch, and others are refused there."""
-    file = ReplicaFile("default", 0, 5000, 4096, 3, 4096, ("0" * 16, "1" * 16))
+    file = ReplicaFile("default", 0, 5000, 4096, 3, 4096, checksums.BlockSums(checksums.WRITTEN, ("0" * 16, "1" * 16)))
     node = NodeRecord(
         epoch=7,
         attempt="0123456789abcdef-7-0",

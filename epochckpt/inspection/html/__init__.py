@@ -98,7 +98,8 @@ class _Renderer:
     def _tree(self, block: kinds.Tree) -> Html:
         """A tree of at most so many characters; each group shows one child at least, and counts what it leaves out."""
         # Rows, which are cheap to count, come first; names may be long, so that characters decide.
-        most, room = _CHILDREN, self._chars_per_leaf * block.root.count
+        most = _CHILDREN
+        room = self._chars_per_leaf * block.root.count
         while most > 1 and tree.size(block.root, _folding(most)) > room // _BRANCH_CHARS:
             most = most * 9 // 10
         while len(body := self._branches(block, _folding(most))) > room and most > 1:

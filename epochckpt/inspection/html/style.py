@@ -112,7 +112,8 @@ _RULES = """
 
 def css() -> str:
     """The style sheet, without its element."""
-    light, dark = _variables(LIGHT, "light"), _variables(DARK, "dark")
+    light = _variables(LIGHT, "light")
+    dark = _variables(DARK, "dark")
     themes = [f"{_ROOT}{{{light}}}", f"@media (prefers-color-scheme:dark){{{_ROOT}{{{dark}}}}}"]
     for theme, variables, pages in (("light", light, _IS_LIGHT), ("dark", dark, _IS_DARK)):
         marked = *pages, f'html[theme="{theme}"]', f'html[data-theme="{theme}"]'

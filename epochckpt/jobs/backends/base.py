@@ -59,7 +59,8 @@ class CheckpointBackend(abc.ABC):
     discarded: int | None = None  # the epoch that was saved and deleted at once, because the manager's options say so
 
     def __init__(self, manager: Any, directory: str):
-        self._manager, self.directory = manager, directory
+        self._manager = manager
+        self.directory = directory
         self.address = directory  # what opens it again
         self._ended: list[SaveResult] = []
 
@@ -73,7 +74,9 @@ class CheckpointBackend(abc.ABC):
         `out_of_band`: a run uses the manager in another session, or has used it. The manager keeps that run's nodes.
         """
         del out_of_band
-        self._session, self._calls, self.handler_nodes = session, calls, session.nodes
+        self._session = session
+        self._calls = calls
+        self.handler_nodes = session.nodes
 
     def epochs(self) -> list[int]:
         """The committed epochs, ascending; empty where each node has its own."""
@@ -107,7 +110,8 @@ class CheckpointBackend(abc.ABC):
 
     def outcomes(self) -> list[SaveResult]:
         """The saves that have ended since the last call, as this process knows."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def drain(self) -> None:
@@ -194,7 +198,8 @@ class ItemBackend(CheckpointBackend):
 
     def _candidates(self, resume: str, handler: HandlerNotifier) -> list[int]:
         """On the primary: the epochs that a run may go on from by itself, ascending; none: from scratch."""
-        directory, epochs = self.directory, self.epochs()
+        directory = self.directory
+        epochs = self.epochs()
         if not epochs:
             self._check_free()
         if resume == NEVER and epochs:
@@ -297,7 +302,8 @@ class ItemBackend(CheckpointBackend):
         self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: Mapping[str, Any]
     ) -> dict[str, Any]:
         """A blob by node of this process, out of its `form` in an item, in the containers that it was saved in."""
-        spaces, made = self._spaces(), dict[str, Any]()
+        spaces = self._spaces()
+        made = dict[str, Any]()
         for node, value in by_node.items():
             if form == "json":
                 value = _of_this_node(blob, value, nodes, spaces[node])
@@ -323,7 +329,8 @@ class ItemBackend(CheckpointBackend):
         self._manager.reload()
         if epoch not in self.epochs():
             return False
-        nodes, wanted = self._spaces().keys(), dict[str, set[str]]()
+        nodes = self._spaces().keys()
+        wanted = dict[str, set[str]]()
         try:
             available = set(self._blobs_of(self._item_names(epoch), self.notes(epoch)).values())
             for name in names:  # of all nodes, or `node/blob`
@@ -345,7 +352,8 @@ class ItemBackend(CheckpointBackend):
     def agree_on_names(self, names: Names) -> None:
 
         def report() -> dict[str, Any]:
-            kinds, types = self._kinds_of(names), dict[str, Any]()
+            kinds = self._kinds_of(names)
+            types = dict[str, Any]()
             if not self._calls.primary:
                 per_node = {n: [b for b in blobs if kinds[b] != blob_lib.GLOBAL] for n, blobs in names.items()}
                 types = {key: one for key, one in self._recorded(self._states(per_node)).items() if one is not None}
@@ -399,7 +407,8 @@ class ItemBackend(CheckpointBackend):
 
     def _begin(self, epoch: int, items: Mapping[str, Any], metrics: Any, notes: Mapping[str, Any]) -> bool:
         """Begins a save of these items, by their arguments."""
-        args, metadata = ocp.args.Composite(**items), {NOTES: notes}
+        args = ocp.args.Composite(**items)
+        metadata = {NOTES: notes}
         return self._manager.save(epoch, args=args, metrics=metrics or None, force=True, custom_metadata=metadata)
 
 
@@ -428,7 +437,8 @@ def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..
 def _of_this_node(name: str, by_node: Mapping[str, Any], nodes: Sequence[str], workspace: Workspace) -> Any:
     """A blob that was saved as JSON with stock Orbax, one value per node, as this node is to have it."""
     decoded = {n: base64.b64decode(data[BYTES]) if isinstance(data, dict) else data[0] for n, data in by_node.items()}
-    states, me = list(decoded.values()), nodes.index(workspace.node)
+    states = list(decoded.values())
+    me = nodes.index(workspace.node)
     if len(states) == len(nodes):
         return decoded.get(workspace.node, states[me])
     target = workspace.targets.get(name)

@@ -38,7 +38,9 @@ class NativeBackend(ItemBackend):
 
     def __init__(self, manager: CheckpointManager):
         super().__init__(manager)
-        self.handler, self.directory, self.address = manager.metadata_handler, manager.root, manager.address
+        self.handler = manager.metadata_handler
+        self.directory = manager.root
+        self.address = manager.address
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         if wanted:
@@ -93,17 +95,24 @@ class NativeBackend(ItemBackend):
         return _blob_items(self._manager.item_kinds(epoch))
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
-        manager, spaces, everyone = self._manager, self._spaces(), self._manager.node_names
-        notes, kinds = self.notes(epoch), manager.item_kinds(epoch)
+        manager = self._manager
+        spaces = self._spaces()
+        everyone = self._manager.node_names
+        notes = self.notes(epoch)
+        kinds = manager.item_kinds(epoch)
         blobs = self._blobs_of(_blob_items(kinds), notes, only)
         forms = notes.get("forms") or {}  # of items that the runner saved with stock Orbax
-        hosted, first = list(spaces), next(iter(spaces.values()))
+        hosted = list(spaces)
+        first = next(iter(spaces.values()))
         count = max(len(manager.nodes(epoch)), 1)
 
         # What each item is restored as. A state that one node saved for all is resharded here, once it is read.
-        asked, to_reshard = dict[str, Any](), dict[str, Any]()
+        asked = dict[str, Any]()
+        to_reshard = dict[str, Any]()
         for item, blob in blobs.items():
-            target, own, form = first.targets.get(blob), item + blob_lib.OWN_SUFFIX, forms.get(item)
+            target = first.targets.get(blob)
+            own = item + blob_lib.OWN_SUFFIX
+            form = forms.get(item)
             reshard = target.reshard if target is not None and count != len(everyone) else None
             make = None if reshard is None else functools.partial(_made_by, reshard, blob)
             rename = blob_lib.rename_of(first, blob)
@@ -138,7 +147,8 @@ class NativeBackend(ItemBackend):
                 by_node = got[item]
             elif item in to_reshard:
                 state = got[item][BARE] if form == "bare" else got[item]
-                new, form = resharded(blob, [state], len(everyone), to_reshard[item]), None
+                new = resharded(blob, [state], len(everyone), to_reshard[item])
+                form = None
                 by_node = {node: new[everyone.index(node)] for node in hosted}
             else:
                 own = got.get(item + blob_lib.OWN_SUFFIX) or {}
@@ -166,7 +176,8 @@ class NativeBackend(ItemBackend):
                 logging.warning("%s; %s", problem, blob_lib.how_to_place(blobs[item]))
 
     def prepare(self, epoch: int, names: Names) -> Any:
-        states, several = self._states(names), len(self._manager.node_names) > 1
+        states = self._states(names)
+        several = len(self._manager.node_names) > 1
         items: dict[str, Any] = {}
         for blob, item in self._items.items():
             trees = {node: tree for (node, name), tree in states.items() if name == blob}

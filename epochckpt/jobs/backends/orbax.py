@@ -67,7 +67,8 @@ class OrbaxBackend(ItemBackend):
                 "that. Stock Orbax reads its arrays, but not what differs per node"
             )
         notes = self.notes(epoch)
-        blobs, forms = self._blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
+        blobs = self._blobs_of(self._item_names(epoch), notes, only)
+        forms = notes.get("forms") or {}
         ((node, workspace),) = self._spaces().items()
         if renamed := [blob for blob in blobs.values() if blob_lib.rename_of(workspace, blob) is not None]:
             problem = f"ws.target({renamed[0]!r}, rename=…) needs an epochckpt.CheckpointManager"
@@ -78,7 +79,8 @@ class OrbaxBackend(ItemBackend):
             else self._argument(blob_lib.target_of(workspace, blob), forms.get(item))
             for item, blob in blobs.items()
         }
-        nodes, saved_by = self._session.nodes, notes.get("nodes") or self._session.nodes
+        nodes = self._session.nodes
+        saved_by = notes.get("nodes") or self._session.nodes
         try:
             got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
         except Exception as error:  # Orbax raises many types where it has no devices for an array
@@ -164,7 +166,8 @@ class OrbaxBackend(ItemBackend):
         """Waits for the save in flight, if there is one, and looks at what became of it."""
         if self._asked is None:
             return
-        (epoch, began, held), self._asked = self._asked, None
+        epoch, began, held = self._asked
+        self._asked = None
         detail = ""
         try:
             self._manager.wait_until_finished()
