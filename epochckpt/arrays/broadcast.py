@@ -1,15 +1,15 @@
 """Restores what several processes need by reading every byte once: each reads a share, and a collective spreads it.
 
-The processes that need the same boxes of a leaf form a group. All leaves with the same groups are one stream: its bytes
-are cut into pieces, in the order in which they lie in files, and each process of a group reads, and verifies, one run
-of them. Then the runs are gathered, a chunk at a time, in every group at once.
+The processes that need the same boxes of a leaf form a group. All leaves with the same groups are one stream. The bytes
+of a stream are cut into pieces, in file order. Each process of a group reads and verifies its share of the pieces, some
+consecutive ones. Then the shares are gathered, a chunk at a time, in every group at once.
 
 Guarantees:
-- no process enters a collective before all have agreed: that they ask for the same leaves and shardings, and that each
-  has read and verified its share. What one of them could not read, or its error, is raised by all of them;
+- no process enters a collective before all have agreed that they ask for the same leaves and shardings, and that each
+  has read and verified its share. If one process fails, all of them raise its error;
 - every process takes part in every agreement, or has told the others why it does not: see `Sharing.__exit__`;
 - collectives run on the thread that restores, in the same order on every process;
-- each byte is verified where it is read. On its way between the processes it has what JAX's collectives have.
+- each byte is verified where it is read. Between the processes it has the protection of JAX's collectives, no more.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Sharing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Tells the others that this process has what it wants, or its error, unless that is known."""
+        """Tells the other processes that this one is done, or its error if they do not have it yet."""
         if error is None:
             self._tell({"step": "all"})
         else:
@@ -196,7 +196,7 @@ class Sharing:
     def _planned(
         self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]
     ) -> tuple[list[_Stream | None], list[Request]]:
-        """All streams, None for those of other processes, and what this one reads for itself; all agree on them."""
+        """All streams, and the requests that this process reads alone. A stream of other processes only is None."""
         found: dict[int, set[Any]] = collections.defaultdict(set)
         rows = []
         for request in requests:

@@ -61,7 +61,7 @@ class RestoreContext:
     sharing: Sharing | None = None  # of the restore that is under way, where its processes share what they read
 
     def successions(self, names: Sequence[str]) -> list[int]:
-        """For each node of this job the old node whose place it takes: that of its name, else the next one left."""
+        """For each node of this job, the number of the old node that it replaces: by name, else the next free one."""
         old = {name: number for number, name in enumerate(names)}
         now = set(self.nodes.names)
         left = iter([number for number, name in enumerate(names) if name not in now])
@@ -203,7 +203,7 @@ def found_as(name: str, names: Collection[str]) -> str:
 
 
 def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
-    """The named item of arrays, or the only one; InvalidArgumentError, which lists the items, if there is none."""
+    """The named item of arrays, or the only one; else an InvalidArgumentError that lists the items."""
     item = item and found_as(item, arrays)
     if item is None and len(arrays) == 1:
         return arrays[0]

@@ -137,9 +137,9 @@ def _varying(numbers: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _nearest(parts: Sequence[str], others: Sequence[str]) -> dict[str, str]:
-    """For each part the one of the others that shares most first and last keys with it.
+    """For each part, the most similar other: the one with the most first and last keys in common.
 
-    Of several the one with the same numbers counts; if that leaves more than one, the part has none.
+    Among equally similar ones, the one with the same numbers counts; a part for which several remain is left out.
     """
     ends = _ends(parts) & _ends(others)
     sharing = collections.defaultdict[_Shared, list[str]](list)

@@ -24,8 +24,8 @@ from epochckpt.format import ArrayItem, DataFile, NodeRecord, PartCells, checksu
 from epochckpt.storage import Reader, Store, writing
 
 _Move = tuple[int, int, memoryview]  # bytes of a file, from start to end, and where they go
-_SPAN_BYTES = 16 * 2**20  # that one request reads
-_GAP_BYTES = 2**20  # that it reads in vain, where that saves another request
+_SPAN_BYTES = 16 * 2**20  # the most that one request reads
+_GAP_BYTES = 2**20  # unwanted bytes that a request may read to save another request
 
 
 class Epoch(Protocol):
@@ -52,7 +52,7 @@ class Epoch(Protocol):
 
 
 class Pack(NamedTuple):
-    """Leaves of one item that are one cell each, and the memory that they are read into together."""
+    """Leaves of one item, a single cell each, that are read into one piece of memory."""
 
     item: str
     node: int  # that wrote them
@@ -317,7 +317,7 @@ class ArrayFile(NodeFile):
         return tasks + [functools.partial(self._deliver, blocks, moves, runs) for blocks in spans]
 
     def _move_pack(self, pack: Pack, moves: dict[int, list[_Move]]) -> None:
-        """Moves the leaves of a pack that lie in this file; those that follow each other here and there as one."""
+        """Moves the leaves of a pack that lie in this file. Neighbours in the file and in the memory move as one."""
         cells = self.cell_of[pack.leaves]
         here = cells >= 0
         begins = self.offsets[cells[here]]
@@ -364,7 +364,7 @@ class ArrayFile(NodeFile):
         moves: Mapping[int, list[_Move]],
         runs: Mapping[int, list[tuple[int, list[CellCopy]]]],
     ) -> None:
-        """Reads blocks with one call; each goes to one destination as it is, or parts of it to theirs."""
+        """Reads blocks with one call. A block goes to its destination whole, or is cut between several destinations."""
         alone = moves.get(blocks[0], ()) if len(blocks) == 1 and blocks[0] not in runs else ()
         into = alone[0][2] if len(alone) == 1 and alone[0][:2] == self._bounds(blocks[0]) else None
         for block, piece in self._pieces(blocks, into):

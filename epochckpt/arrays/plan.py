@@ -1,6 +1,6 @@
 """The plan of a save: a pure function of trees, shardings and the node list, so that all nodes compute the same one.
 
-A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares its `key`.
+A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares `leaf_keys`.
 """
 
 import bisect
@@ -51,7 +51,7 @@ class CellSource(NamedTuple):
 
 
 class CellRange(NamedTuple):
-    """Consecutive cells that a snapshot holds as one buffer: small ones, which are copied together, or one other."""
+    """Consecutive cells that a snapshot holds as one buffer: small cells, copied together, or a single larger cell."""
 
     first: int  # the number of the first cell, in file order
     last: int  # of the last one, + 1
@@ -180,12 +180,12 @@ def _is_copied(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) -> b
     return any(size > 1 for axis, size in zip(mesh["axes"], mesh["shape"], strict=True) if axis not in cut)
 
 
-def key(leaves: Sequence[Any], treedef: Any) -> tuple[Any, list[Any]]:
-    """What a plan depends on, cheap to make and to compare: structure, and of each leaf type, shape, dtype, sharding.
+def leaf_keys(leaves: Sequence[Any]) -> list[Any]:
+    """A key of each leaf: type, shape, dtype and sharding. A plan depends on these and on the tree's structure.
 
-    It holds no array. What it says of a leaf is the leaf's form.
+    The keys are cheap to make and to compare, and hold no array. Leaves with equal keys have one form.
     """
-    return treedef, [_form(leaf) if _is_array(type(leaf)) else _leaf_key(leaf) for leaf in leaves]
+    return [_form(leaf) if _is_array(type(leaf)) else _leaf_key(leaf) for leaf in leaves]
 
 
 _form = operator.attrgetter("shape", "dtype", "sharding")
@@ -211,7 +211,7 @@ def refuse_traced(name: str, tree: Any) -> None:
         raise InvalidArgumentError(
             f"item {name!r}, leaf {readable(tree_lib.leaf_name(traced[0]))!r} ({len(traced)} in all) is a tracer, no "
             "array: save() was called inside a function that jax transforms (jit, grad, vmap, scan, …), where there "
-            "are no values yet. Return the state from that function, and save what it returns"
+            "are no values yet. Return the state from that function, and save the returned one"
         )
 
 
@@ -236,14 +236,18 @@ class Forms(NamedTuple):
 
 
 def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], tuple[str, str]]) -> Forms:
-    """The forms of leaves, given what `key` says of each; refuses a form that cannot be saved.
+    """The forms of leaves with these `leaf_keys`; refuses a form that cannot be saved.
 
     `where` gives the item and the name of a leaf, for the error.
     """
     numbers = collections.defaultdict[Any, int](itertools.count().__next__)
     of = [*map(numbers.__getitem__, keys)]
     first = np.unique(of, return_index=True)[1].tolist()
-    return Forms([_form_of(leaves[i], *where(i)) for i in first], first, of)
+    distinct = list[LeafForm]()
+    for i in first:
+        item, name = where(i)
+        distinct.append(_form_of(leaves[i], item, name))
+    return Forms(distinct, first, of)
 
 
 def _form_of(value: Any, item: str, name: str) -> LeafForm:
@@ -293,8 +297,8 @@ def plan_item(
     """Plans one item from the paths and forms of its leaves; refuses a leaf that cannot be saved, by name.
 
     A replicated array larger than `replica_split_bytes` is split between several of its holders; `part_bytes` bounds a
-    data file, and with `cut` what is larger is cut by rows. With `per_node`, no other process may hold a part of the
-    item. With `local_disks` there is a plan of what this node holds and another one owns, too.
+    data file, and with `cut` a larger cell is cut by rows. With `per_node`, no other process may hold a part of the
+    item. With `local_disks` the plan has a second one, of replicas: cells that this node holds and another owns.
     """
     cell_bytes = part_bytes if cut and part_bytes else math.inf
     builder = _Builder(name, node_of_process, replica_split_bytes, cell_bytes, per_node)
@@ -303,7 +307,7 @@ def plan_item(
     def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], replicas: ItemPlan | None = None) -> ItemPlan:
         sources = tuple(_sources(builder, item, forms, cells))
         taken = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
-        if taken:  # Of most of a shard all is copied: one copy, of which the pieces are views.
+        if taken:  # A shard that is mostly wanted is copied whole, and the cells are views of that copy.
             shards = {k: _shard_bytes(forms.distinct[forms.of[k[0]]]) for k in taken}
             whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
             sources = tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
@@ -401,7 +405,8 @@ class _Builder:
 
     def nodes_of(self, layout: "_Layout") -> np.ndarray:
         """The node of each device, or -1; int64 of shape (devices,)."""
-        if (found := self.nodes.get(id(layout.devices))) is None:  # of one mesh they are one object, which lives
+        # A mesh keeps its array of devices alive, so the array's id stays unique.
+        if (found := self.nodes.get(id(layout.devices))) is None:
             of = (self.node_of_process.get(device.process_index, -1) for device in layout.devices.flat)
             found = self.nodes[id(layout.devices)] = np.fromiter(of, np.int64, layout.devices.size)
         return found
@@ -532,7 +537,7 @@ class _Layout(NamedTuple):
 
     counts: tuple[int, ...]  # cells per dimension
     devices: np.ndarray  # of one mesh always the same object
-    cells: np.ndarray  # the cell that each of them holds; int64, flat
+    cells: np.ndarray  # the cell of each device; int64, flat
 
 
 def _layout(sharding: Any, shape: tuple[int, ...]) -> _Layout:

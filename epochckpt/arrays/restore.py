@@ -296,7 +296,7 @@ class _Assembly:
             return [self._finish(request, host) for request, host in zip(requests, hosts, strict=True)]
 
     def _hosts(self, request: LeafRequest, boxes: Any) -> Any:
-        """The buffers of a jax array by box, cast; those of another leaf as they are."""
+        """The buffers of a jax array by box, cast; the buffer of another kind of leaf unchanged."""
         if not isinstance(boxes, list):
             return boxes
         leaf = self.item.leaves[request.leaf]
@@ -306,7 +306,7 @@ class _Assembly:
     def _plan(self, request: LeafRequest) -> Any:
         """Buffers for one leaf: [(box, buffer), …] for jax, one buffer otherwise, None for a leaf without bytes.
 
-        Instead of the buffer of a leaf that will be packed there is None.
+        A leaf that will be packed has None in place of its buffer.
         """
         if request.leaf < 0 or self.item.leaves[request.leaf].dtype is None:
             return None

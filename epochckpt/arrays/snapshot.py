@@ -103,7 +103,7 @@ class SavePlan:
 
     @functools.cached_property
     def _staged(self) -> Copies:
-        """The copies of what lies on accelerators, in the order of `take`; where to is decided here."""
+        """The copies of cells on accelerators, in the order of `take`. Decides where they are copied to."""
         return Copies(
             self.staging,
             [
@@ -115,7 +115,7 @@ class SavePlan:
 
     @property
     def _replicas(self) -> list[SavedTree]:
-        """What this process writes of cells that other nodes own."""
+        """The replicas that this process writes: cells that other nodes own."""
         return [
             SavedTree(tree.plan.replicas, tree.node, tree.data) for tree in self.trees if tree.plan.replicas is not None
         ]
@@ -318,7 +318,7 @@ def _host(value: Any, dtype: np.dtype[Any] | None, cut: tuple[slice, ...] | None
 
 
 def checked_json(value: Any, where: str) -> Any:
-    """User data as it will come back from JSON; raises InvalidArgumentError for what is not JSON."""
+    """User data as it will come back from JSON; InvalidArgumentError if JSON cannot hold it."""
     return checksums.unpack_json(checksums.pack_json(value, where))
 
 

@@ -176,7 +176,7 @@ class Matcher:
         return requests
 
     def _form(self, leaf: Leaf, target: Any, args: Any) -> Any:
-        """What the request of an array depends on, which is the same for most; None for what is looked at alone."""
+        """A key of the request of an array, equal for most arrays of a tree; None if the leaf needs its own request."""
         if leaf.kind != "jax" or not isinstance(target, _ARRAYS):
             return None
         asked = None
@@ -274,7 +274,7 @@ class Matcher:
         return found if found is None or resized is None or divides(found, resized) else None
 
     def with_restore_args(self, number: int, leaf: Leaf, args: Any, target: Any = None) -> LeafRequest:
-        """A leaf with explicit `ocp.RestoreArgs`, which say what it becomes; the target's value is a placeholder.
+        """A leaf with explicit `ocp.RestoreArgs`: they decide its type, and the target's value is a placeholder.
 
         As in Orbax, the shape of a target array with dimensions must be the stored one unless the arguments name
         another, and `ArrayRestoreArgs` without a dtype take the target's.
@@ -322,7 +322,7 @@ def _is_value(target: Any) -> bool:
 
 
 def _is_empty(target: Any) -> bool:
-    """Whether a target leaf is None or an empty container."""
+    """Whether a leaf of the target has no data: None or an empty container."""
     return tree_lib.leaf_kind(target) in EMPTY_KINDS
 
 

@@ -2,13 +2,14 @@
 
 `StorageOptions.snapshot` says where to:
 
-- "device": one computation per device copies what this process writes into free memory of the device, in pieces, and
-  background threads move one piece after another through pinned host memory. A step that donates the originals comes
-  later in the order of computations, which every backend keeps.
-- "pinned_host": to pinned host memory. Where XLA's source says that a computation which is given a buffer waits for the
-  transfers out of it (`PrepareArguments` in xla/pjrt/common_pjrt_client.cc waits for the "usage events" of what is
-  donated, and `CopyToMemorySpace` adds one), nobody waits for the transfers here. Elsewhere they are awaited.
-- "host": the same, and always awaited.
+- "device": one computation per device copies this process's cells into free memory of the device, in pieces. Background
+  threads move one piece after another through pinned host memory. A step that donates the originals comes later in the
+  order of computations, which every backend keeps.
+- "pinned_host": to pinned host memory. On the platforms of `_ORDERED_PLATFORMS` training goes on during the transfers:
+  in XLA's source, a computation that gets a donated buffer waits for the transfers out of that buffer.
+  (`PrepareArguments` in xla/pjrt/common_pjrt_client.cc waits for the "usage events" of donated buffers, and
+  `CopyToMemorySpace` adds such an event.) On other platforms the transfers are awaited.
+- "host": to pinned host memory, and the transfers are always awaited.
 """
 
 import bisect

@@ -1,9 +1,10 @@
 """Writes one node's files for one attempt: data files in large parallel pieces of the snapshot.
 
-What these functions return is durable, except `node.json`, which comes last (see `commit`). For a file system a piece
-is copied to aligned memory, hashed, and written from there to the disk (see `posix`): what is written is what was
-hashed, and it costs less than to have the kernel copy it to the page cache. To a bucket a block is sent as it lies in
-the snapshot, and hashed again where its memory is not ours. Memory that has changed meanwhile fails the attempt.
+The files are durable when these functions return. `node.json` comes after them (see `saving`). For a file system a
+piece is copied to aligned memory, hashed there, and written from there to the disk (see `storage.posix`). So the hashed
+bytes are the written bytes, and the kernel need not copy them to the page cache, which would cost more. To a bucket a
+block is sent from the snapshot without a copy; if its memory is not ours, it is hashed again after it was sent. A change
+of that memory fails the attempt.
 """
 
 import collections

@@ -99,8 +99,8 @@ def export(
             (`{"params": "model"}`, or `""` for nothing); or a function from name to name. New keys are dict keys.
         dtype: floating arrays are cast to it, rounded as JAX does; integers, bools, keys and Python values stay.
         separator: joins the keys of a leaf's path to the name of its tensor; "." is what Hugging Face and Orbax use.
-        framework: noted in the files as that of which the tensors have the names and layouts; libraries of Hugging Face
-            look for it. `"pt"` is true where leaves were renamed, and lie, as in PyTorch.
+        framework: noted in the files; the names and layouts of the tensors are those of this framework. Libraries of
+            Hugging Face look for it. `"pt"` is true where leaves were renamed, and lie, as in PyTorch.
         config: the content of `config.json`, or a file of JSON that has it; huggingface only.
         max_file_bytes: bytes of tensors after which safetensors go on in a further file.
         max_buffer_bytes: bound on the bytes of tensors that are held at a time.
@@ -111,7 +111,7 @@ def export(
 
     Raises:
         EpochNotFoundError: there is no such epoch.
-        DamagedError: bytes differ from what was written. As after every other error there is no destination.
+        DamagedError: bytes have changed since they were written. After this or another error there is no destination.
         UnsupportedError: the format cannot express something, by name.
         UnknownNameError: a pattern, or an entry of `rename`, matches nothing.
         InvalidArgumentError: the destination is no empty folder, lies in `directory`, or is the current directory; no
@@ -158,7 +158,8 @@ def export(
         if item is not None and item not in kinds:
             raise items.unknown_item(number, item, kinds)
         if format != "orbax" or selection:
-            arrays = SelectedArrays(*_array_item(reader, kinds, item), selection)
+            source, name = _array_item(reader, kinds, item)
+            arrays = SelectedArrays(source, name, selection)
         elif record.stock:
             raise UnsupportedError(
                 f"checkpoint {number} was written by stock Orbax: copy its folder, or save it with a manager of ours"

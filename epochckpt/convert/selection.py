@@ -116,7 +116,7 @@ def _renamed(where: str, rename: Rename, leaves: Mapping[int, tuple[str, KeyPath
 
 
 def _moved(old: Sequence[str], path: KeyPath, new: Sequence[str]) -> KeyPath:
-    """The path of a leaf whose keys were `old`: those that stay at the end, or the beginning, are what they were."""
+    """The new path of a leaf. Keys that `old` and `new` share at the end, or at the beginning, keep their types."""
 
     def alike(a: Sequence[str], b: Sequence[str]) -> int:
         return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

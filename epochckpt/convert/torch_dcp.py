@@ -1,9 +1,9 @@
 """Reads directories of `torch.distributed.checkpoint`, without torch.
 
-`.metadata` is a pickle: the shape and the chunks of each tensor, and where each chunk lies in a `.distcp` file, as what
-`torch.save` writes of it, which is a zip archive of a pickle and of raw bytes. A pickle may name any function of any
-module and have it called: here only the names of this format are known, and each of them makes an inert record. Chunks
-become views of the mapped files; only pickles are read.
+`.metadata` is a pickle of the shapes and the chunks of all tensors, with the place of each chunk in a `.distcp` file. A
+chunk has the form that `torch.save` gives it: a zip archive of a pickle and raw bytes. A pickle may name any function
+of any module and have it called. Here only the names of this format are known, and each of them makes an inert record.
+Chunks become views of the mapped files; only pickles are read.
 """
 
 import collections
@@ -67,7 +67,7 @@ _RECORDS = {
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},  # Python 3.13
 }
-_BAD = (  # what a pickle, an archive or a record that is none raises
+_BAD = (  # raised for invalid pickles, archives and records
     *(AttributeError, EOFError, IndexError, KeyError, NotImplementedError, OverflowError, RecursionError, TypeError),
     *(UnicodeError, ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, MemoryError),
 )
@@ -89,7 +89,7 @@ class Loaded:
 
 
 def load(folder: str) -> Loaded:
-    """The entries of a directory; FormatError if it is none, UnsupportedError for a form that is not known."""
+    """The entries of a directory; FormatError if it is no DCP directory, UnsupportedError for an unknown form of it."""
     path = os.path.join(folder, METADATA)
     if os.path.getsize(path) > _MAX_PICKLE_BYTES:
         raise FormatError(path, f"is larger than {_MAX_PICKLE_BYTES} bytes")
@@ -112,7 +112,7 @@ def load(folder: str) -> Loaded:
 
 
 class _format_errors:
-    """Says what is wrong with a file that is not what it should be."""
+    """Turns errors of an invalid file into a FormatError that names the file."""
 
     def __init__(self, path: str, what: str = ""):
         self._path = path
@@ -225,7 +225,7 @@ class _Unpickler(_PurePython):
     def persistent_load(self, pid: Any) -> Any:
         tag, kind, key, *_ = pid
         if tag != "storage" or not isinstance(kind, _Storage) or not isinstance(key, str):
-            raise ValueError("it has a storage that is none")
+            raise ValueError("it refers to something other than a storage")
         return _Storage(key, kind.dtype)
 
 
@@ -257,7 +257,7 @@ class _MappedPart(io.RawIOBase):
 
 
 class _Files:
-    """The files of a directory, mapped, and the checksums of what was taken from them."""
+    """The files of a directory, mapped, and the checksums of the parts that were read."""
 
     def __init__(self, folder: str):
         self._folder = folder
@@ -340,11 +340,11 @@ class _Archive:
 
 
 def _tensor(files: _Files, name: str, kind: Mapping[str, Any], places: Mapping[Any, Any]) -> Any:
-    """A tensor, of which each chunk lies somewhere."""
+    """One tensor, put together from its chunks."""
     shape = kind["size"]
     dtype_name = kind["properties"].state[0].name
     if dtype_name not in DTYPES:
-        return Unread(f"its type torch.{dtype_name[:40]} is none of NumPy and JAX")
+        return Unread(f"its type torch.{dtype_name[:40]} exists neither in NumPy nor in JAX")
     dtype = DTYPES[dtype_name]
     if not math.prod(shape):
         return np.empty(shape, dtype)

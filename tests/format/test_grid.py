@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, forms_of, key, plan_item
+from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, forms_of, leaf_keys, plan_item
 from epochckpt.errors import FormatError
 from epochckpt.format import (
     ArrayItem,
@@ -156,7 +156,7 @@ def plan_on(
     return plan_item(
         "default",
         [(("k", name),) for name, *_ in state],
-        forms_of(key(leaves, None)[1], leaves, lambda leaf: ("default", state[leaf][0])),
+        forms_of(leaf_keys(leaves), leaves, lambda leaf: ("default", state[leaf][0])),
         node=node,
         node_of_process={i: i for i in range(nodes)},
         replica_split_bytes=replica_split_bytes,
