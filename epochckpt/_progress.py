@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import functools
 import importlib
 import os
 import shutil
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from epochckpt import _threads
 from epochckpt._lazy import jax
@@ -27,9 +26,6 @@ from epochckpt._text import shown
 
 if TYPE_CHECKING:
     from tqdm import tqdm
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 DELAY_SECS = 2.0  # work that ends within this time shows nothing
 _EVERY_SECS = 0.1  # how often a bar is drawn
@@ -162,7 +158,7 @@ _current: contextvars.ContextVar[Work | None] = contextvars.ContextVar("epochckp
 
 @contextlib.contextmanager
 def work(what: str, total: float | None = None) -> Generator[Work]:
-    """Work that may last long, on `total` bytes where that is known before; see `Work`."""
+    """Work that may last long, on `total` bytes where that is known before; see `Work`. Also decorates a function."""
     outer = _current.get()
     made = Work(what, total, outer)
     token = _current.set(made)
@@ -171,20 +167,6 @@ def work(what: str, total: float | None = None) -> Generator[Work]:
             yield made
     finally:
         _current.reset(token)
-
-
-def shown_as(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorates a function whose calls are work."""
-
-    def decorate(fn: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with work(what):
-                return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 def follow(done: Callable[[], float], total: float) -> None:

@@ -235,7 +235,8 @@ class Sharing:
         shape = logical_shape(leaf) if request.shape is None else request.shape
         key = sharding, shape
         if key not in self._groups:
-            self._groups[key] = self._grouped(*device_cells(sharding, shape))
+            counts, cells = device_cells(sharding, shape)
+            self._groups[key] = self._grouped(counts, cells)
         return self._groups[key]
 
     def _grouped(self, counts: Sequence[int], cells: Mapping[Any, int]) -> tuple[Groups | None, Any]:

@@ -190,7 +190,8 @@ class EpochReader:
         found = [(node, f) for node, f in self.item_files(item) if f.name == name]
         if len(found) != 1:
             raise FormatError(f"{self.folder}/{item}/{name}", "is not listed in its node's record")
-        file = self.node_file(*found[0])
+        ((node, listed),) = found
+        file = self.node_file(node, listed)
         if file.size > MAX_RECORD_BYTES:
             raise FormatError(file.path, f"is recorded with {file.size} bytes, more than {MAX_RECORD_BYTES}")
         blocks: list[bytes] = []

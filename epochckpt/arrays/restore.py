@@ -94,11 +94,11 @@ def _read_alone(reader: ArraySource, steps: Generator[Reads, None, T]) -> T:
     """Reads what each step asks for; returns the result of the last one."""
     while True:
         try:
-            asked = next(steps)
+            requests, packs = next(steps)
         except StopIteration as end:
             return end.value
-        reader.read(*asked)
-        del asked  # it holds buffers, which the next step lets go of
+        reader.read(requests, packs)
+        del requests, packs  # they hold buffers, which the next step lets go of
 
 
 def _restoring(

@@ -3,8 +3,8 @@
 The files are durable when these functions return. `node.json` comes after them (see `saving`). For a file system a
 piece is copied to aligned memory, hashed there, and written from there to the disk (see `storage.posix`). So the hashed
 bytes are the written bytes, and the kernel need not copy them to the page cache, which would cost more. To a bucket a
-block is sent from the snapshot without a copy; if its memory is not ours, it is hashed again after it was sent. A change
-of that memory fails the attempt.
+block is sent from the snapshot without a copy; if its memory is not ours, it is hashed again after it was sent. The
+attempt fails if that memory has changed.
 """
 
 import collections

@@ -165,10 +165,10 @@ def _code(detail: EpochDetail) -> int:
 def stat(args: argparse.Namespace, output: Output) -> int:
     """Read arrays of an epoch and show their statistics: range, mean, norm, NaN, a histogram."""
     epoch = epoch_of(opened(args), args.epoch, output)
-    asked = args.patterns or "*", args.item, args.node
-    (less,) = narrowed([epoch.detail()], *asked)
+    patterns = args.patterns or "*"
+    (less,) = narrowed([epoch.detail()], patterns, args.item, args.node)
     with _progress.work(f"{epoch.plain_row().unit} {epoch.epoch}", sum(item.nbytes for item in less.items)) as bar:
-        found = epoch.stats(*asked, progress=bar.advance).rows
+        found = epoch.stats(patterns, args.item, args.node, progress=bar.advance).rows
     output.rows(found, lambda: render(leaf_views.stats(found)))
     for item in less.items:
         if item.problem:

@@ -50,7 +50,7 @@ class Exported:
     cast: Mapping[str, str]
 
 
-@_progress.shown_as("exporting")
+@_progress.work("exporting")
 def export(
     directory: str | os.PathLike[str],
     epoch: int | None,

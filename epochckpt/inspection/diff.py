@@ -106,9 +106,9 @@ def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[s
             if any(side.problem and not side.leaves and not side.files for side in sides):
                 continue  # nothing says whether the leaves of the other epoch were added or removed
             before_it, after_it = (side.get(node, ItemRow(name, "")) for side in parts)
-            leaves = (rows.without_empty(side.leaves) for side in (before_it, after_it))
-            pairs += [_Pair(name, node, *pair) for pair in _paired(*leaves)]
-            pairs += [_Pair(name, node, *pair) for pair in _paired(before_it.files, after_it.files)]
+            listed = [*_paired(rows.without_empty(before_it.leaves), rows.without_empty(after_it.leaves))]
+            listed += _paired(before_it.files, after_it.files)
+            pairs += [_Pair(item=name, node=node, name=path, before=one, after=two) for path, one, two in listed]
     return pairs, problems
 
 
@@ -194,16 +194,15 @@ class _Comparison:
     def _by_reading(self, pair: _Pair) -> DiffRow:
         one = pair.before
         other = pair.after
-        where = (pair.item, pair.name, pair.node)
         if not isinstance(one, LeafRow) or not isinstance(other, LeafRow):
-            before = self._before.file(*where)
-            after = self._after.file(*where)
+            before = self._before.file(pair.item, pair.name, pair.node)
+            after = self._after.file(pair.item, pair.name, pair.node)
             detail = "" if before == after else _changes(one, other) or _first_difference(before, after)
             return pair.row(rows.UNCHANGED if before == after else rows.CHANGED, detail=detail)
         if one.kind in stats.ARRAYS:
             return self._arrays(pair, one, other)
-        before = self._before.value(*where)
-        after = self._after.value(*where)
+        before = self._before.value(pair.item, pair.name, pair.node)
+        after = self._after.value(pair.item, pair.name, pair.node)
         if before == after or (isinstance(before, float | complex) and repr(before) == repr(after)):
             return pair.row(rows.UNCHANGED)
         if one.value == other.value and isinstance(before, str | bytes):  # too long to be shown
@@ -214,10 +213,11 @@ class _Comparison:
         # Datetimes and words of random keys are compared, but a distance between them means nothing.
         odd = ("datetime64", "timedelta64")
         change = stats.ArrayChange(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
-        where = (pair.item, pair.name, pair.node)
         values = ""
         try:
-            for before, after in zip(self._before.pieces(*where), self._after.pieces(*where), strict=True):
+            befores = self._before.pieces(pair.item, pair.name, pair.node)
+            afters = self._after.pieces(pair.item, pair.name, pair.node)
+            for before, after in zip(befores, afters, strict=True):
                 change.add(before, after)
                 if before.size == 1 and change.largest is not None and math.prod(one.shape) == 1:
                     values = f"{_number(before.item())} → {_number(after.item())}"

@@ -270,8 +270,14 @@ class Inspection(NamedContents):
         two = other[after]
         details = narrowed([one.detail(), two.detail()], patterns, item, node)
         elsewhere = "" if other is self else other.directory
-        sides = (details[0], one.leaves()), (details[1], two.leaves())
-        return DiffView(diffing.compare(*sides, progress, directory=self.directory, other_directory=elsewhere))
+        diff = diffing.compare(
+            (details[0], one.leaves()),
+            (details[1], two.leaves()),
+            progress,
+            directory=self.directory,
+            other_directory=elsewhere,
+        )
+        return DiffView(diff)
 
     @property
     def plots(self) -> Plots:

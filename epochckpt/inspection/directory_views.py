@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import statistics
 import time
@@ -300,8 +301,8 @@ def _measures(name: str, values: Iterable[str], rank: int) -> Column:
 def metrics(found: rows.RunMetrics) -> list[Block]:
     """The metrics of a run: a row per epoch, the newest first."""
 
-    def measured(name: str) -> kinds.Cells[rows.MetricsRow]:
-        return lambda row: Span(figure(flat(row.metrics).get(name)), limit=16)
+    def measured(name: str, row: rows.MetricsRow) -> Words:
+        return Span(figure(flat(row.metrics).get(name)), limit=16)
 
     names = found.names[:_COLUMNS]
     title = TextLine(Span(found.directory, Tone.STRONG, 1000), title=True)
@@ -311,7 +312,10 @@ def metrics(found: rows.RunMetrics) -> list[Block]:
         (Column("", 0), lambda row: Span("deleted" if row.deleted else "", Tone.FAINT)),
         (Column("committed", 1), lambda row: "" if row.committed_ns is None else _units.when(row.committed_ns)),
         *(
-            (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.rows], 2 + i), measured(name))
+            (
+                _measures(name, [figure(flat(row.metrics).get(name)) for row in found.rows], 2 + i),
+                functools.partial(measured, name),
+            )
             for i, name in enumerate(names)
         ),
     )
@@ -341,13 +345,10 @@ def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.
     before = {node.name: node.nbytes or 0 for row in found.epochs if row.latest for node in row.nodes}
     now = time.time_ns()
 
-    def measured(name: str) -> kinds.Cells[rows.EpochRow]:
-        def show(row: rows.EpochRow) -> Cell:
-            value = figure(flat(row.metrics).get(name))
-            tip = f"{value}, attached by {row.sources[name]}" if name in row.sources else value
-            return Cell(Span(value, Tone.GOOD if row.best and name == found.metric else Tone.PLAIN, 16), tip=tip)
-
-        return show
+    def measured(name: str, row: rows.EpochRow) -> Cell:
+        value = figure(flat(row.metrics).get(name))
+        tip = f"{value}, attached by {row.sources[name]}" if name in row.sources else value
+        return Cell(Span(value, Tone.GOOD if row.best and name == found.metric else Tone.PLAIN, 16), tip=tip)
 
     def state(row: rows.EpochRow) -> Cell:
         tone, meaning = STATES.get(row.state, UNKNOWN)
@@ -379,7 +380,10 @@ def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.
         (Column("", 0), state),
         (Column("age", 0, right=True, tip="since the commit, or since the last write of a save"), age),
         *(
-            (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.epochs], 1 + i), measured(name))
+            (
+                _measures(name, [figure(flat(row.metrics).get(name)) for row in found.epochs], 1 + i),
+                functools.partial(measured, name),
+            )
             for i, name in enumerate(names[:_COLUMNS])
         ),
         (

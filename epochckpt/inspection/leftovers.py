@@ -267,7 +267,7 @@ def _attempt(store: Store, found: Found, node: str | None, now_ns: int) -> Epoch
         parts = [(path, paths.folder_name(node))]
     else:
         parts = [(paths.join(path, name), name) for name, is_folder in names(store, path) if is_folder]
-    nodes = [row for part in parts if (row := _node(store, *part)) is not None]
+    nodes = [row for part, name in parts if (row := _node(store, part, name)) is not None]
     age = whole.age_secs(now_ns) or 0.0
     state = rows.IN_PROGRESS
     detail = progress(nodes)

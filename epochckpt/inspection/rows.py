@@ -244,8 +244,15 @@ class Usage:
             some = [row for row in self.rows if row.kind == kind]
             oldest = min((row.oldest_ns for row in some if row.oldest_ns is not None), default=None)
             newest = max((row.newest_ns for row in some if row.newest_ns is not None), default=None)
-            sums = sum(row.nbytes for row in some), sum(row.files for row in some)
-            found.append(KindUsage(kind, len(some), *sums, oldest, newest))
+            usage = KindUsage(
+                kind=kind,
+                things=len(some),
+                nbytes=sum(row.nbytes for row in some),
+                files=sum(row.files for row in some),
+                oldest_ns=oldest,
+                newest_ns=newest,
+            )
+            found.append(usage)
         return tuple(found)
 
 

@@ -136,8 +136,14 @@ def fold_twins(trees: Mapping[str, Branch]) -> None:
 
 def _hidden(branches: Sequence[Branch], like: str = "") -> Branch:
     label = f"… {_units.count(len(branches))} more{' like ' + _text.shown(like, 40) if like else ''}"
-    sums = (sum(getattr(b, name) for b in branches) for name in ("count", "nbytes", "elements"))
-    return Branch(label, None, list(branches), *sums, hidden=len(branches))
+    return Branch(
+        label=label,
+        children=list(branches),
+        count=sum(branch.count for branch in branches),
+        nbytes=sum(branch.nbytes for branch in branches),
+        elements=sum(branch.elements for branch in branches),
+        hidden=len(branches),
+    )
 
 
 def opened(root: Branch, folding: Folding) -> set[Branch]:

@@ -83,7 +83,8 @@ class RunResult:
             shown = "; ".join(f"{unit} {epoch}: {reason}" for epoch, reason in self.failed_saves[-_FAILURES:])
             parts.append(f"{several(len(self.failed_saves), 'save', 'saves')} failed ({shown})")
         if self.slowest_node is not None:
-            parts.append("slowest node {} ({:.2f} s)".format(*self.slowest_node))
+            node, secs = self.slowest_node
+            parts.append(f"slowest node {node} ({secs:.2f} s)")
         return "; ".join(parts)
 
 

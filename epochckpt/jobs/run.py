@@ -287,7 +287,10 @@ class TrainingRun:
                     "node %s, blob %r: %s. A resume runs init once more, without computing (jax.eval_shape), to get "
                     "it; where init cannot be traced the blob comes back as dicts and lists. Better say how, in "
                     "@job.setup: ws.target(%r, jax.eval_shape(…what makes it…))",
-                    *(node, name, lost, name),
+                    node,
+                    name,
+                    lost,
+                    name,
                 )
 
     def _agree_on_names(self, names: Names) -> None:
@@ -323,7 +326,8 @@ class TrainingRun:
                 logging.warning(
                     "node %s: include= and exclude= leave out %s. A resumed run does not run init, and has no such "
                     "blobs: make them in @job.setup, which runs at every start, or in the epoch's tasks",
-                    *(node, ", ".join(map(repr, lost))),
+                    node,
+                    ", ".join(map(repr, lost)),
                 )
 
     def _why_missing(self, blob: str) -> str:
@@ -413,8 +417,9 @@ class TrainingRun:
         reason = "; ".join([PREEMPTED] * epoch.preempted + list(stops.values()))
         self._set(finished=bool(stops), preempted=epoch.preempted, stop_reason=reason)
         if verdict.interrupted and not self.job.resumable:
-            names = self._named(number), self._named(self._result.epoch)
-            logging.warning("%s was left in the middle and is dropped; %s is the last", *names)
+            left = self._named(number)
+            last = self._named(self._result.epoch)
+            logging.warning("%s was left in the middle and is dropped; %s is the last", left, last)
             return
 
         self._set(epoch=number, partial=verdict.interrupted)

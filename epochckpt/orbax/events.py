@@ -75,8 +75,8 @@ class Saves:
         _monitoring.secs(copied - room, "/jax/orbax/write/blocking_d2h_duration_secs")
         if self._primary:
             rate = _rate(nbytes, ready - planned + copied - room)
-            names = "/jax/orbax/write/blocking_gbytes_per_sec", "/jax/checkpoint/write/blocking_gbytes_per_sec"
-            _monitoring.number(rate, *names)
+            older_name = "/jax/checkpoint/write/blocking_gbytes_per_sec"
+            _monitoring.number(rate, "/jax/orbax/write/blocking_gbytes_per_sec", older_name)
         blocked = time.monotonic() - began
         _monitoring.secs(blocked, "/epochckpt/write/blocked_secs")
         if self._asynchronous:
@@ -105,8 +105,8 @@ class Saves:
             return
         # The older names are those of Orbax 0.11.
         _monitoring.number(nbytes / _GIB, "/jax/orbax/write/gbytes", "/jax/checkpoint/write/gbytes")
-        rates = "/jax/orbax/write/gbytes_per_sec", "/jax/checkpoint/write/gbytes_per_sec"
-        _monitoring.number(_rate(nbytes, secs), *rates)
+        rate = _rate(nbytes, secs)
+        _monitoring.number(rate, "/jax/orbax/write/gbytes_per_sec", "/jax/checkpoint/write/gbytes_per_sec")
         _monitoring.secs(began - _last_committed, "/jax/checkpoint/write/duration_since_last_checkpoint_secs")
         _last_committed = began
         for node, wrote_secs in nodes.items():

@@ -295,7 +295,9 @@ class OrbaxItem:
                     problem = error
                 yield done, problem
             if part is not None:
-                under_way.append((part, nbytes, self._begin(*part, kept=0 if one_by_one else _READ_BYTES)))
+                row, box, out = part
+                future = self._begin(row, box, out, kept=0 if one_by_one else _READ_BYTES)
+                under_way.append((part, nbytes, future))
                 busy += nbytes
         if not one_by_one:
             self._cached = "", None

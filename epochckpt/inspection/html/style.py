@@ -118,7 +118,8 @@ def css() -> str:
     for theme, variables, pages in (("light", light, _IS_LIGHT), ("dark", dark, _IS_DARK)):
         marked = *pages, f'html[theme="{theme}"]', f'html[data-theme="{theme}"]'
         themes.append(f"{','.join(f'{page} {_ROOT}' for page in marked)}{{{variables}}}")
-    return "".join([*themes, *(_rule(*rule) for rule in re.findall(r"([^{}]+)\{([^{}]*)\}", _RULES))])
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", _RULES)
+    return "".join([*themes, *(_rule(selector, body) for selector, body in rules)])
 
 
 def _variables(theme: dict[str, str], scheme: str) -> str:

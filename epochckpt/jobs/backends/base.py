@@ -180,13 +180,14 @@ class ItemBackend(CheckpointBackend):
             latest = self._require(named)[-1]
             if latest != named:
                 self._roll_back(named)
-            return dataclasses.replace(self._put_back(named, *self._read(named)), named=True)
+            notes, values = self._read(named)
+            return dataclasses.replace(self._put_back(named, notes, values), named=True)
         self.drain()
         epochs = self._calls.broadcast("the epochs to go on from", lambda: self._candidates(resume, handler))
         if not epochs:
             return None
-        newest, found = self._read_newest(epochs)
-        return self._put_back(newest, *found)
+        newest, (notes, values) = self._read_newest(epochs)
+        return self._put_back(newest, notes, values)
 
     @staticmethod
     def _tell_named(named: int, handler: HandlerNotifier) -> None:
