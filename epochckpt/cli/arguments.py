@@ -115,7 +115,7 @@ class _Intermixed(argparse.ArgumentParser):
 
 
 def parser(version: str) -> argparse.ArgumentParser:
-    """The parser of the command line. What it parses has the function that runs the command as `run`."""
+    """The parser of the command line. In its result, `run` is the function that runs the command."""
     top = argparse.ArgumentParser(
         "epochckpt",
         description="Looks at checkpoints: reads only (but gc --delete, export, and commands with --yes), starts no\n"

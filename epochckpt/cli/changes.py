@@ -1,4 +1,4 @@
-"""The commands that change a directory: each says what it would do, and does it with --yes.
+"""The commands that change a directory. Without --yes they only show the change.
 
 They refuse a directory in which a run may be alive, see `epochckpt.manager.changes`.
 """
@@ -33,7 +33,7 @@ _UNCHANGED = TextLine(Span("Nothing was changed; --yes does it.", Tone.FAINT))
 
 @dataclasses.dataclass(frozen=True)
 class EpochChange:
-    """What becomes of one epoch.
+    """The change of one epoch.
 
     Attributes:
         epoch: its number.
@@ -50,14 +50,14 @@ class EpochChange:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What a command does to a directory.
+    """All changes that a command makes to a directory.
 
     Attributes:
         directory: its path or URL.
-        done: whether it was done; else it would be.
-        changes: an epoch each.
-        destination: the directory that they are copied to, if it is another one.
-        remark: what else there is to say.
+        done: False if the change is only shown.
+        changes: one per epoch.
+        destination: the other directory that epochs are copied to; None if there is no other.
+        remark: a further sentence for people.
         mirror: the URL of its mirror.
         follows: whether the mirror follows at once.
         problems: why other epochs are left out.

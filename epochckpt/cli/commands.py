@@ -65,14 +65,14 @@ def only_cpu() -> None:
 
 
 def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection:
-    """The directory of a command, or another one that it names."""
+    """Opens the directory of a command, or the given one."""
     metric = args.metric[0] if args.metric and len(args.metric) == 1 else args.metric
     asked = {"metric": metric, "mode": args.mode, "options": naming_of(args), "unit": args.unit}
     return inspect(directory or args.directory, **asked, mirror=args.mirror if directory is None else None)
 
 
 def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspection:
-    """One epoch: a number, `latest` or `best`. Raises UnknownNameError or EpochNotFoundError if there is none."""
+    """One epoch: a number, `latest` or `best`. UnknownNameError or EpochNotFoundError if it does not exist."""
     if isinstance(asked, int):
         return run[asked]
     if asked == "best" and run.metric is None:
@@ -135,7 +135,7 @@ def goodput(args: argparse.Namespace, output: Output) -> int:
 
 
 def show(args: argparse.Namespace, output: Output) -> int:
-    """Show one epoch: what is known of it, its nodes, its items."""
+    """Show one epoch: its record, its nodes, its items."""
     detail = epoch_of(opened(args), args.epoch, output).detail()
     output.rows(detail, lambda: _unfolded(args, views.epoch(detail)))
     return _code(detail)

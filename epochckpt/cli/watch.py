@@ -140,7 +140,7 @@ def _lines(output: Output) -> Show:
 
 
 def _drawn(live: Live) -> Show:
-    """Shows a line for what has happened, and below all lines the saves that are under way."""
+    """Shows a line for each event, and the saves under way below all lines."""
     saving: dict[str, Event] = {}
 
     def show(event: Event, best: bool) -> None:

@@ -76,7 +76,7 @@ class Strip(NamedTuple):
     summed: bool = False
 
     def fitted(self, width: int) -> list[tuple[Mark, Sequence[Mark]]]:
-        """At most `width` bars: the mark that each one shows, and all those that it stands for."""
+        """At most `width` bars: for each, the mark that is drawn, and all marks of the bar."""
         share = max(1, -(-len(self.marks) // max(width, 1)))
         groups = [self.marks[first : first + share] for first in range(0, len(self.marks), share)]
         if not self.summed:

@@ -182,7 +182,7 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
 
 
 def _spec(arrays: ArrayItem, number: int) -> tuple[str, str]:
-    """A recorded sharding in words, and its mesh; empty if there is none, or an invalid one: parsing checks none."""
+    """A recorded sharding in words, and its mesh; both are empty without a sharding, or if its record is invalid."""
     if number < 0:
         return "", ""
     try:

@@ -50,7 +50,7 @@ def compare(
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Both values of what differs between two mappings, by its `flat` name. A value that is missing is None."""
+    """Both values of each entry that differs between two mappings, by `flat` name. A missing value is None."""
     ones = flat(before)
     others = flat(after)
     for name in others | ones:

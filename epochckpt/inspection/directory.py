@@ -75,7 +75,7 @@ def inspect(
             itself names is only shown: an address that comes out of a directory is never opened.
 
     Raises:
-        NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
+        NotACheckpointDirectoryError: it is no checkpoint directory; the message says what it may be.
         AccessError: it may not be read.
         InvalidArgumentError: an unknown mode or unit.
     """
@@ -162,7 +162,7 @@ class Inspection(NamedContents):
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
         """The row of every committed epoch, also of those that cannot be read, ascending.
 
-        In an object store they are made without a request per epoch: see `EpochRow` for what is not known then.
+        In an object store there is no request per epoch: `EpochRow` lists the fields that are unknown then.
         """
         return [row for row in self.overview(None, check=check).epochs if row.state in (COMMITTED, DAMAGED, NEWER)]
 

@@ -171,7 +171,7 @@ def _legend(found: rows.Overview) -> list[Block]:
 
 
 def _metrics(found: rows.Overview) -> list[str]:
-    """The metrics that a view shows: those that were asked for, or all, and first the one that decides the best."""
+    """The metrics in the order of a view: as asked for; else all, after the one that decides the best."""
     known = dict.fromkeys(name for row in found.epochs for name in flat(row.metrics)) | {**found.history}
     return [name for name in found.asked if name in known] or sorted(known, key=lambda name: name != found.metric)
 
@@ -199,7 +199,7 @@ def _curves(found: rows.Overview, names: Sequence[str]) -> list[Block]:
 
 
 def runs(found: rows.RunsOverview) -> list[Block]:
-    """Runs side by side: what goes on in each, and one metric of all of them."""
+    """Runs side by side: the state of each run, and one metric for all runs."""
     now = time.time_ns()
     metric = found.metric
     states = collections.Counter(row.state for row in found.runs)
@@ -323,7 +323,7 @@ def metrics(found: rows.RunMetrics) -> list[Block]:
 
 
 def _curve(points: Sequence[tuple[int, float]]) -> kinds.Strip:
-    """A bar for each epoch; of many, one for the mean of some that follow each other."""
+    """A bar for each epoch. With many epochs a bar shows the mean of several consecutive epochs."""
     share = -(-len(points) // _WIDE)
     groups = [points[first : first + share] for first in range(0, len(points), share)]
     means = [math.fsum(value / len(group) for _, value in group) for group in groups]

@@ -1,4 +1,4 @@
-"""One epoch and one item of it, as `inspect` hands them out, and the tables that they give."""
+"""The inspection of one epoch and of one item, and the tables that they return."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Shown:
 
 
 class NamedContents(Shown):
-    """Something that shows itself and iterates over the names of what is in it."""
+    """A view that can also be iterated, for the names of its contents."""
 
     def _names(self) -> Sequence[Any]:
         raise NotImplementedError
@@ -297,8 +297,8 @@ class EpochInspection(NamedContents):
 
         Args:
             patterns: names of leaves, parts of the tree or items, or shell patterns of `leaf` or `item:leaf`.
-            item: of this item only.
-            node: of what this node saved of its own only.
+            item: only arrays of this item.
+            node: only arrays of this node's own items.
             progress: called with the bytes of each array that has been read.
 
         Raises:
@@ -321,7 +321,7 @@ class EpochInspection(NamedContents):
         return RowsView(rows)
 
     def verify(self, progress: Progress | None = None) -> Verification:
-        """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
+        """Reads every byte of the epoch and compares it with its checksums; see `CheckpointManager.verify`."""
         self._commits.forget_records()
         return self.leaves().verify(progress or _ignore)
 
@@ -376,7 +376,7 @@ class ItemInspection(NamedContents):
         Raises:
             UnknownNameError: there is no such leaf or subtree; names those that are near.
             InvalidArgumentError: the item has files, or is each node's own.
-            DamagedError: the leaf cannot be read, or its bytes differ from what was written.
+            DamagedError: the leaf cannot be read, or its bytes do not match their checksums.
             EpochDeletedError: the epoch went away.
         """
         names = self._named(str(leaf))
@@ -426,7 +426,7 @@ class ItemInspection(NamedContents):
 
         Raises:
             UnknownNameError: there is no such file; names those that are near.
-            DamagedError: the file cannot be read, or its bytes differ from what was written.
+            DamagedError: the file cannot be read, or its bytes do not match their checksums.
             EpochDeletedError: the epoch went away.
         """
         names = [known.name for known in self.row.files]
@@ -446,7 +446,7 @@ class ItemInspection(NamedContents):
 
         Raises:
             UnknownNameError: there is no such leaf, or it is no array; names those that are near.
-            DamagedError: it cannot be read, or its bytes differ from what was written.
+            DamagedError: the array cannot be read, or its bytes do not match their checksums.
         """
         names = self._named(leaf)
         row = self._by_name[names[0]]

@@ -38,16 +38,16 @@ DAY_SECS = 86400.0
 
 @dataclasses.dataclass(frozen=True)
 class Garbage:
-    """What was found in a directory, or what became of it."""
+    """The result of a clean-up, or of a look before one."""
 
     directory: str
-    rows: tuple[LeftoverRow, ...]  # what may be removed; after a removal: what was
-    kept: Mapping[str, str]  # why the rest stays, by path
-    others: tuple[LeftoverRow, ...] = ()  # the rest
+    rows: tuple[LeftoverRow, ...]  # that may be removed; after a removal, that were
+    kept: Mapping[str, str]  # why other things stay, by path
+    others: tuple[LeftoverRow, ...] = ()  # these other things
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what may be removed, or was."""
+        """Bytes of all `rows`."""
         return sum(row.nbytes for row in self.rows)
 
 

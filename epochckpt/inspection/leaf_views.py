@@ -224,7 +224,7 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
 
 
 def look(found: rows.ArrayLook) -> list[Block]:
-    """One array: what it is, its statistics, a picture of its elements, and of how it is cut."""
+    """One array: its type and shape, its statistics, and pictures of its elements and its parts."""
     leaf = found.stats.leaf
     most = max((abs(mean) for row in found.means for mean in row if math.isfinite(mean)), default=0.0)
     levels = tuple(tuple(mean / most if most else mean * 0.0 for mean in row) for row in found.means)
@@ -362,7 +362,7 @@ def _changes(groups: Sequence[Sequence[rows.DiffRow]], all_rows: Sequence[rows.D
 
 
 def _what(row: rows.DiffRow) -> Words:
-    """The type and shape of a leaf that came or went; both of each where they differ; else the detail."""
+    """The type and shape of an added or removed leaf; the old and the new one if they differ; else the detail."""
     before = row.before
     after = row.after
     if before is not None and after is not None and row.change in (rows.RESHAPED, rows.RETYPED):
@@ -405,6 +405,6 @@ def _type(leaf: rows.LeafRow, tone: Tone = Tone.PLAIN) -> Span:
 
 
 def _shape(leaf: rows.LeafRow) -> Span:
-    """The shape of an array, of keys as they are used (each is words of data); or the value of a leaf that is none."""
+    """The shape of an array (of typed keys, without the dimension of their words); else the value of the leaf."""
     shape = leaf.shape[:-1] if leaf.kind == "prng" else leaf.shape
     return Span("×".join(map(str, shape)) or "scalar" if leaf.dtype else leaf.value, limit=60)

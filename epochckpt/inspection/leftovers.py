@@ -1,4 +1,4 @@
-"""What lies in a directory beside its epochs: attempts under way or left over, and what was taken out of sight.
+"""The contents of a directory beside its epochs: attempts under way or left over, and epochs that were moved away.
 
 The names are those of `directory.placing` in a run's staging folder, where `<epoch>-<try>` is an attempt, and those of
 `_NAMED` beside the epochs. Others write to these folders and remove them meanwhile: what has vanished is no error, and
@@ -286,7 +286,7 @@ def progress(nodes: Sequence[NodeRow]) -> str:
 
 
 def _node(store: Store, path: str, name: str) -> NodeRow | None:
-    """One node's part of an attempt; None if the folder is none of a node's, or gone."""
+    """One node's part of an attempt; None if no node wrote the folder, or if it is gone."""
     inner = names(store, path)
     files = {n for n, is_folder in inner if not is_folder}
     written = paths.NODE_RECORD in files

@@ -1,7 +1,7 @@
 """What lies in a directory of an object store: the head says what counts, listings how much there is of it.
 
-An attempt's objects carry its id, so that one listing of everything sorts them: into epochs, attempts at one, what was
-set aside, what late writers left (strays), and what is not ours.
+The names of an attempt's objects contain its id. So one listing of everything is enough to sort them: into epochs,
+attempts, epochs that were set aside, strays of late writers, and objects that are not ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OWN = paths.HEAD.partition("/")[0]
 
-_LISTED = 4  # folders of which one look at a directory lists the objects
+_LISTED = 4  # folders whose objects one look at a directory lists
 _PAGE = 1000  # objects of somebody else's folder that are counted
 
 
@@ -229,7 +229,7 @@ def _listed(
     todelete_subdir: str | None,
     others: Collection[str] = (),
 ) -> list[Thing]:
-    """The things in some folders. Of those that are `others`, one page is looked at."""
+    """The things in some folders. Of `others`, only the first page of objects is listed."""
     found = dict[str, list[Thing]]()
 
     def look(folder: str) -> None:
@@ -280,7 +280,7 @@ def attempt_row(commits: PutCommits, head: Head, thing: Thing, now_ns: int) -> E
 
 
 def leftover_row(thing: Thing, now_ns: int) -> LeftoverRow:
-    """The row of what is neither an epoch nor an attempt."""
+    """The row of a thing other than an epoch or an attempt."""
     epochs = thing.epochs or (() if thing.epoch is None else (thing.epoch,))
     return LeftoverRow(thing.path, thing.kind, thing.nbytes, thing.age_secs(now_ns), epochs, thing.detail)
 

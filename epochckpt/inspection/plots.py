@@ -295,7 +295,7 @@ def _pyplot() -> Any:
 
 
 def _known(value: Any) -> float:
-    """A number to draw; NaN, which is a gap, for what is no finite number."""
+    """A number to draw; NaN, which leaves a gap, unless the value is a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

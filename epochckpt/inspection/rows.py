@@ -1,7 +1,7 @@
 """The findings of an inspection as plain values: HTML, text, JSON and plots are made from these rows alone.
 
-Names, paths and messages are as they were found, hostile ones included: views escape them. A field that is None is not
-known, or does not apply; an empty text is one that does not apply. Times (`_ns`) are nanoseconds since 1970.
+Names, paths and messages are as they were found, hostile ones included: views escape them. None in a field means
+that it is not known or does not apply; an empty text, that it does not apply. Times (`_ns`) are nanoseconds since 1970.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def inspect_runs(
         options: the step name format, if it is not the default.
 
     Raises:
-        NotACheckpointDirectoryError: no checkpoint directory is in it; says what it looks like instead.
+        NotACheckpointDirectoryError: no checkpoint directory is in it; the message says what it may be.
         AccessError: it may not be read.
         InvalidArgumentError: an unknown mode; of `sort` when rows are asked for.
     """
@@ -72,7 +72,7 @@ def inspect_runs(
         raise errors.InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
     found = Runs(directory, metric, mode, sort, options)
     if not len(found):
-        inspect(directory, options=options)  # raises, and says what is there
+        inspect(directory, options=options)  # raises, with a hint at its contents
         raise errors.NotACheckpointDirectoryError(f"{found.directory} is one checkpoint directory: use `inspect`")
     return found
 
@@ -103,7 +103,7 @@ class Runs(NamedContents):
         """One run.
 
         Raises:
-            NotACheckpointDirectoryError: there is none of this name.
+            NotACheckpointDirectoryError: no run has this name.
         """
         return inspect(self._store.address_of(name), metric=self._metric, mode=self._mode, options=self._options)
 
@@ -173,7 +173,7 @@ class _FolderSearch:
 
 
 def _searched(store: Store) -> _FolderSearch:
-    """The checkpoint directories below a folder, which is none itself; nothing is searched for inside of one."""
+    """The checkpoint directories below a folder that is no such directory. Found ones are not searched further."""
     walk = _walk(store, "", _DEPTH)
     seen = list(itertools.islice(walk, _SEARCHED))
     found = sorted(path for path, is_run in seen if is_run)

@@ -208,7 +208,7 @@ def brief(commits: PutCommits, epoch: int, entry: HeadEpoch) -> EpochRow:
 
 
 def find(commits: Commits, epoch: int) -> EpochRow | None:
-    """The row of an epoch, as its record and attached metrics say; None if there is none of this number."""
+    """The row of an epoch, from its record and the attached metrics; None if the epoch does not exist."""
     if in_bucket(commits):
         commits.head.read()  # as it is now
         if epoch not in commits.entries():
@@ -272,7 +272,7 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
 
 
 def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
-    """The row of a step of stock Orbax; None if the folder is none."""
+    """The row of a step of stock Orbax; None if the folder is no step."""
     store = commits.store
     if not steps.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
         return None
@@ -372,7 +372,7 @@ def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
 def checked(commits: Commits, row: EpochRow) -> EpochRow:
     """The row of an epoch after a look at its files: are they there, with the sizes recorded?
 
-    An epoch that is replaced meanwhile is looked at again; one that is deleted keeps the row that it had.
+    An epoch that is replaced meanwhile is looked at again. The row of an epoch that is deleted meanwhile stays.
     """
     for _ in range(_TRIES):
         if in_bucket(commits):
@@ -549,7 +549,7 @@ class _Scan:
         entries = commits.entries()
         found = objects.beside(commits, commits.head.seen() or Head(), time.time_ns(), todelete_subdir)
         self._rows = {epoch: brief(commits, epoch, entry) for epoch, entry in entries.items()}
-        # Metrics that are too large for the head are in the record: they are read for what is shown, and to compare.
+        # Metrics that are too large for the head are read from records: for the rows shown, and to compare all epochs.
         listed = entries if limit is None or self._metric is not None else sorted(entries)[-limit or len(entries) :]
         self._read_all({epoch: commits.folder(epoch) for epoch in listed if entries[epoch].large})
         return found

@@ -95,7 +95,7 @@ class Branch:
         return tuple((child.label, child._form) for child in self.children)
 
     def listed(self, folding: Folding) -> list[Branch]:
-        """The children that are shown, and what stands for the others."""
+        """The children that are shown, and a branch that stands for the hidden ones."""
         if folding.alike and self.like:
             return [dataclasses.replace(_hidden(self.children), label=f"… as in {_text.shown(self.like, 40)}")]
         found = self.children

@@ -1,4 +1,4 @@
-"""What a directory takes up on storage, by what lies in it: in one pass over its files, or by one listing."""
+"""The storage that a directory takes up, by its contents: in one pass over its files, or by one listing."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _things(commits: Commits, todelete_subdir: str | None, problems: dict[str, s
 
 
 def _rows(things: dict[str, _Thing], files: Iterator[File] | list[File]) -> list[UsageRow]:
-    """The files by the things that they belong to; those of a save are of one that is under way, or dead."""
+    """Groups files by the thing they belong to. An attempt is in progress if one of its files is new, else abandoned."""
     found = dict[str, list[File]]({path: [] for path in things})
     for file in files:
         first, second, *_ = *file.path.split("/"), ""

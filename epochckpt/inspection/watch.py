@@ -1,7 +1,7 @@
 """Following a live run: what changes in a directory, as events. Only looks at storage.
 
-A look costs a listing of the directory and of what is under way; on an object store it costs one request, for the head,
-and a listing of each attempt that is under way. The record of an epoch is read once, when the epoch appears; on POSIX
+A look costs a listing of the directory and of the saves under way. On an object store it costs one request, for the
+head, and a listing of each attempt that is under way. The record of an epoch is read once, when the epoch appears; on POSIX
 those of the newest epoch and of damaged ones are read at every look, because another attempt may have their number by
 now. What comes and goes between two looks is not seen.
 """
@@ -38,7 +38,7 @@ class Event:
 
     kind: str  # PRESENT, SAVED, SAVING, FAILED or DELETED
     time_ns: int  # when it was seen, nanoseconds since 1970
-    row: EpochRow  # the epoch or the attempt; of what is gone, as it was seen last
+    row: EpochRow  # the epoch or the attempt; once it is gone, its last row
     before: EpochRow | None = None  # the newest committed epoch, against which progress is measured
     detail: str = ""
 
@@ -142,7 +142,7 @@ def watch(
 ) -> Generator[Event, None, bool]:
     """Events as they are seen, oldest first, in a directory that need not exist yet.
 
-    Ends with True when the epoch `until`, or a later one, is there, be it damaged; with False when no epoch was
+    Ends with True when the epoch `until`, or a later one, exists, even if it is damaged; with False when no epoch was
     committed for `timeout_secs`. Of the epochs that are there at the beginning, the newest `history` become events.
     """
     if not interval_secs > 0:

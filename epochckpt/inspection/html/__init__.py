@@ -45,7 +45,7 @@ class _Renderer:
         self._chars_per_leaf = _TREE_CHARS / max(sum(block.root.count for block in kinds.trees(view)), 1)
 
     def block(self, block: Block) -> Html:
-        """One block, and those in it."""
+        """One block with its inner blocks."""
         match block:
             case kinds.TextLine():
                 return el("div", "title" if block.title else "", worded(block.words))
@@ -96,7 +96,7 @@ class _Renderer:
             yield el(tag, "right" if column.right else "", *drawn, title=cell.tip or None)
 
     def _tree(self, block: kinds.Tree) -> Html:
-        """A tree of at most so many characters; each group shows one child at least, and counts what it leaves out."""
+        """A tree of at most so many characters. A group shows at least one child, and the number of hidden children."""
         # Rows, which are cheap to count, come first; names may be long, so that characters decide.
         most = _CHILDREN
         room = self._chars_per_leaf * block.root.count
@@ -120,7 +120,7 @@ class _Renderer:
         return joined(map(drawn, block.root.listed(folding)))
 
     def _drawing(self, drawing: Bar | Strip | None) -> Html:
-        """The drawing of a cell; empty if there is none, or no room."""
+        """The drawing of a cell; empty without a drawing, or without room for it."""
         if isinstance(drawing, Bar):
             return el("span", "bar", el("i", drawing.tone.value, style=f"width:{drawing.share * 100:.3g}%"))
         return Html("") if drawing is None else self._strip(drawing)
