@@ -196,7 +196,7 @@ class Sharing:
     def _planned(
         self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]
     ) -> tuple[list[_Stream | None], list[Request]]:
-        """All streams, and the requests that this process reads alone. A stream of other processes only is None."""
+        """All streams, and the requests that this process reads alone. None stands for streams of other processes."""
         found: dict[int, set[Any]] = collections.defaultdict(set)
         rows = []
         for request in requests:

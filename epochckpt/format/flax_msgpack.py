@@ -105,12 +105,13 @@ class _Unpacker:
 
     def extension(self, code: int, data: bytes) -> Any:
         if code not in (_NDARRAY, _COMPLEX, _SCALAR):
-            raise UnsupportedError(f"{self.path}: the msgpack extension {code} is none of flax's")
+            raise UnsupportedError(f"{self.path}: flax has no msgpack extension {code}")
         content = msgpack.unpackb(data, raw=True, max_array_len=1000, max_map_len=0)
         if code == _COMPLEX:
             if not isinstance(content, list) or [isinstance(part, int | float) for part in content] != [True, True]:
                 raise self.problem("has a complex number that is not two numbers")
-            return complex(*content)
+            real, imaginary = content
+            return complex(real, imaginary)
         array = self.array(content)
         if code == _SCALAR and array.ndim:
             raise self.problem("has a scalar that has a shape")

@@ -8,8 +8,8 @@ len(holders[cell])]`, so that replicated bytes spread over nodes.
 A node's file holds its cells ordered by item size (largest first, so that each tensor is aligned), then leaf, then
 cell. Beyond `part_bytes` it is continued in another part.
 
-A job whose hosts have local disks (`StorageOptions.local_disks`) needs more on each of them: what the host holds and
-another node owns (`ArrayItem.replicas`), in files that are laid out alike.
+In a job whose hosts have local disks (`StorageOptions.local_disks`), each disk has replicas, too: cells that the host
+holds and another node owns (`ArrayItem.replicas`). Their files are laid out alike.
 """
 
 import collections
@@ -132,7 +132,7 @@ class Grid:
         return {}
 
     def owned(self, rotation: int, node: int, others: bool = False) -> list[int]:
-        """The cells that `node` writes, ascending; with `others` those that it holds and another node writes."""
+        """The cells that `node` writes, ascending; with `others`, the replicas that it holds."""
         found = self._owned.get((rotation, node, others))
         if found is None:
             mine = self.owners(rotation) == node
@@ -322,7 +322,7 @@ class ArrayItem:
 
     @functools.cached_property
     def inlined(self) -> frozenset[int]:
-        """The small leaves of which each process has a value of its own.
+        """The small leaves whose values differ between processes.
 
         Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.inlined`).
         """
@@ -342,7 +342,7 @@ class ArrayItem:
         of, firsts = self._forms
         cells = [chosen(self.leaves[i]) if self.leaves[i].grid >= 0 else [] for i in firsts]
         counts = np.array([*map(len, cells)], np.int64)
-        begins = np.cumsum(counts) - counts  # of each form in all of them, one after the other
+        begins = np.cumsum(counts) - counts  # where the cells of each form begin in `every`
         forms = np.array(of, np.int64)[leaves]
         each = counts[forms]
         number = np.repeat(forms, counts[forms])

@@ -170,7 +170,7 @@ def pack_contents(contents: Mapping[str, Mapping[str, bytes]]) -> dict[str, dict
 
 
 def unpack_contents(packed: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, bytes]]:
-    """The inverse of `pack_contents`; raises ValueError, AttributeError or TypeError for what it did not make."""
+    """The inverse of `pack_contents`; raises ValueError, AttributeError or TypeError for other values."""
     return {item: {n: base64.b64decode(d, validate=True) for n, d in each.items()} for item, each in packed.items()}
 
 

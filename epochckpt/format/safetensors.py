@@ -221,5 +221,5 @@ def array_of(path: str, array: np.ndarray, kind: str, impl: str | None) -> Any:
         if kind == "longstr":
             return array.tobytes().decode("utf-8", "surrogatepass")
     except (ValueError, TypeError, OverflowError) as error:
-        raise FormatError(path, f"a tensor is noted as {kind} and is none: {error}") from None
+        raise FormatError(path, f"a tensor is recorded with kind {kind}, but cannot be one: {error}") from None
     return array

@@ -104,7 +104,7 @@ def _things(commits: Commits, todelete_subdir: str | None, problems: dict[str, s
 
 
 def _rows(things: dict[str, _Thing], files: Iterator[File] | list[File]) -> list[UsageRow]:
-    """Groups files by the thing they belong to. An attempt is in progress if one of its files is new, else abandoned."""
+    """Groups files by the thing they belong to. An attempt with a recent file is in progress, else abandoned."""
     found = dict[str, list[File]]({path: [] for path in things})
     for file in files:
         first, second, *_ = *file.path.split("/"), ""

@@ -1,9 +1,9 @@
 """Following a live run: what changes in a directory, as events. Only looks at storage.
 
 A look costs a listing of the directory and of the saves under way. On an object store it costs one request, for the
-head, and a listing of each attempt that is under way. The record of an epoch is read once, when the epoch appears; on POSIX
-those of the newest epoch and of damaged ones are read at every look, because another attempt may have their number by
-now. What comes and goes between two looks is not seen.
+head, and a listing of each attempt that is under way. The record of an epoch is read once, when the epoch appears. On
+POSIX the records of the newest epoch and of damaged epochs are read at every look, because another attempt may have
+their number by now. Things that come and go between two looks are not seen.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Saves:
     def begun(self, moments: Sequence[float], nbytes: int, between: float | None) -> None:
         """A save is handed to the background now, by a call with steps that began at these monotonic moments.
 
-        The steps: the call, the plan, the wait for older saves, the copy, handing over. `nbytes` is the size of what is
-        saved, and `between` the seconds since the save before was asked for.
+        The steps: the call, the plan, the wait for older saves, the copy, handing over. `nbytes` is the size of the
+        saved arrays, `between` the seconds since the previous save was requested.
         """
         began, planned, ready, room, copied = moments
         if between is not None:

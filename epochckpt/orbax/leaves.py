@@ -58,7 +58,7 @@ class ZarrArray:
 
     shape: tuple[int, ...] = ()
     dtype: np.dtype[Any] | None = None
-    chunks: tuple[int, ...] = ()  # the shape of what is decoded as a whole: inner chunks where chunks are sharded
+    chunks: tuple[int, ...] = ()  # the shape of the parts that are decoded: inner chunks if there are such
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     problem: str = ""  # why it cannot be used
 

@@ -24,8 +24,8 @@ _warned: set[str] = set()  # directories; once per process
 def link_node(store: Store, folder: str, node: str, record: bool, bases: Iterable[str]) -> None:
     """Makes a node's links in the folder of an epoch, see `orbax.view`; by the node itself.
 
-    They show its `record` as an item of JSON, and its folder in those of the databases (`bases`). Where many nodes each
-    make one link, the primary need not make many between the last report and the commit.
+    One link shows the node's `record` as an item of JSON. One link in each folder of a database (`bases`) leads to the
+    node's folder. Nodes make their own links so that the primary need not make all of them before the commit.
     """
     with contextlib.suppress(io.UnsupportedOperation):  # `write` leaves the whole view out then
         if record:
@@ -126,7 +126,7 @@ def compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: byte
 
 
 def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], path: str, target: str, view: View) -> str:
-    """What is wrong with a link, or with the copy of what it led to that lies in its place; `nodes` by folder."""
+    """What is wrong with a link, or with a copy in its place; empty if nothing is. `nodes` by folder."""
     place = os.path.join(store.root, folder, path)
     itself = os.path.normpath(os.path.join(os.path.dirname(path), target))
     if os.path.realpath(place) == os.path.realpath(os.path.join(store.root, folder, itself)):

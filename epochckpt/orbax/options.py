@@ -17,7 +17,7 @@ HONOURED = {
     *("best_fn", "best_mode", "prevent_write_metrics", "save_root_metadata"),
     *("step_prefix", "step_format_fixed_length", "step_name_format"),
     *("create", "read_only", "todelete_subdir", "file_options.path_permission_mode"),
-    *("single_host_load_and_broadcast",),  # of what is listed always, and here also of what is restored
+    "single_host_load_and_broadcast",  # the primary alone lists in any case; this makes restores share reads, too
     *("enable_async_checkpointing", "enable_should_save_is_saving_in_progress_check"),
     *("async_options.timeout_secs", "async_options.post_finalization_callback"),
     *("multiprocessing_options.primary_host", "multiprocessing_options.active_processes"),

@@ -1,4 +1,4 @@
-"""Steps that stock Orbax wrote: which folders are steps, what their small files say, and what is missing.
+"""Steps that stock Orbax wrote: finds them among folders, reads their small files, and reports missing files.
 
 Reads JSON and lists folders, on POSIX and on `gs://`; `orbax.leaves` reads the arrays. Retention deletes steps, so a
 name alone proves nothing: a sweep has `<seed>/<step>`, TensorFlow writes `checkpoint`, zarr `.zarray`. A folder that is
@@ -108,7 +108,7 @@ def is_other(store: Store, folder: str, attempt: str) -> bool:
 
 
 def is_finished(store: Store, folder: str) -> bool:
-    """Whether a step's record says when it was committed; that of one that Orbax is writing does not."""
+    """Whether a step's record has a time of commit. While Orbax writes a step, its record has none."""
     return _nanoseconds((step_record(store, folder) or {}).get("commit_timestamp_nsecs")) is not None
 
 
@@ -130,7 +130,7 @@ def lost_records(store: Store, folder: str) -> bool:
 
 
 def step_record(store: Store, folder: str) -> dict[str, Any] | None:
-    """A step's `_CHECKPOINT_METADATA`; None if there is none with Orbax's fields."""
+    """A step's `_CHECKPOINT_METADATA`; None if the file is missing or lacks Orbax's fields."""
     info, _ = read_object(store, paths.join(folder, STEP_RECORD))
     return info if info is not None and has_orbax_fields(info) else None
 
@@ -142,7 +142,7 @@ def has_orbax_fields(info: Mapping[str, Any]) -> bool:
 
 
 def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
-    """A JSON object, or None and what is wrong with the file; nothing is wrong where there is none.
+    """A JSON object; or None and what is wrong with the file, which is empty if the file is missing.
 
     An OSError says that the file cannot be read now, or not by this user, and nothing about its content.
     """
@@ -294,7 +294,7 @@ def _links_to_node(store: Store, at: str, entries: Mapping[str, str]) -> bool:
 
 
 def _start(store: Store, path: str) -> bytes:
-    """The first bytes of a file; empty if it is none that can be read."""
+    """The first bytes of a file; empty if it cannot be read."""
     try:
         with store.open_reader(path) as reader:
             data = bytearray(min(reader.size, 256))
@@ -495,7 +495,7 @@ def unexpected(path: str, error: Exception) -> FormatError:
 
 
 def nbytes(store: Store, folder: str) -> int:
-    """Bytes of all files of a step; folders behind symlinks, and what is no file, are none of it."""
+    """Bytes of all files of a step. Symlinks to folders, and special files, are left out."""
     if not store.renames:
         return sum(file.size for file in store.files(folder))
     total = 0

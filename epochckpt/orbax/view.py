@@ -4,14 +4,16 @@ Built from an epoch's record without I/O. An uncompressed zarr chunk *is* the ra
 OCDBT database points into the nodes' data files, through a symlink per node: it accepts only paths below its folder.
 
     <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
-    <item>/<node> -> ../<node>                for items of arrays; in a job of several processes by the node itself
-    <item>/<file> -> ../<node>/<item>/<file>  for what handlers wrote, JSON among it
-    state, pytree -> default                  the one unnamed item, by the names that Orbax's v1 looks for
-    <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
+    <item>/<node> -> ../<node>                (1) for items of arrays.
+    <item>/<file> -> ../<node>/<item>/<file>  for files of handlers, JSON included.
+    state, pytree -> default                  for the unnamed item: Orbax's v1 looks for these names.
+    <node>/metadata -> node.json              (1) lets Orbax take a node's folder for an item.
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
-`linked_view` writes it. In an object store (`object_view`) copies stand in place of links, where one is needed at all:
-data files lie below their item there.
+(1) In a job of several processes, each node makes these links itself.
+
+`linked_view` writes the view. In an object store, `object_view` writes copies in place of the links that are needed
+there; data files need none, because they lie below their item.
 
 What Orbax cannot express is left out, never wrong, and named in `View.unsupported`; in a sequence a None replaces it.
 """

@@ -301,10 +301,10 @@ class Client:
         patient: bool = True,
         cached: bool = True,
     ) -> dict[str, str]:
-        """Writes an object if there is none, or none but this version; else FileExistsError. Returns its version.
+        """Creates an object, or replaces this `version` of it; else FileExistsError. Returns the new version.
 
-        What a repeated request meets is looked at, unless `look` says no: it may be the work of the first one. Unless
-        it is `patient`, no request is repeated. `cached` says whether readers may be given it from a cache, as Google
+        If a repeated request finds an object, `look` compares its content: the first request may have written it.
+        Requests are repeated only if `patient`. `cached` says whether readers may be given it from a cache, as Google
         Cloud Storage does for an hour with objects that are public.
         """
         import obstore
@@ -327,7 +327,7 @@ class Client:
         return self.ask(path, "writing", write, confirm, silent_secs, patient=patient)
 
     def copy(self, path: str, to: str, *, replace: bool) -> None:
-        """Copies an object at the server; one that is there is replaced, or FileExistsError."""
+        """Copies an object at the server. An existing target is replaced, or raises FileExistsError."""
         import obstore
 
         key = self.key(path)

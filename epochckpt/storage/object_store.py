@@ -73,7 +73,7 @@ class ObjectStore(Store):
         return f"{self.root}?{query}" if query else self.root
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a key, or one below it."""
+        """Whether the key exists, or another key below it."""
         return bool(path and self._client.head(path)) or bool(self.files(path, 1))
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
@@ -316,7 +316,7 @@ class _Uploads:
         with self.changed:
             memory = self._spare.pop() if self._spare else None
             if memory is None or len(memory) < size:
-                # Not from the heap, of which each thread that frees such an amount would keep some.
+                # Not from the heap: every thread that frees so much memory would keep some of it.
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 memory = np.frombuffer(mmap.mmap(-1, max(size, CHUNK_BYTES), flags=flags), np.uint8)
             chunk = memory[:size]

@@ -3,8 +3,8 @@
 Every system call releases the interpreter lock, and the cost is per call, so callers pass pieces of megabytes. Large
 pieces that are aligned in memory and in the file go from there to the disk (`O_DIRECT`): the page cache would cost more
 processor time than anything else in a save, and training needs that. Of other large pieces the write-back begins early.
-Errors are the operating system's, with its errno and the full path. A descriptor that one thread closes while another
-uses it stays open until that use ends: a number that is closed too early may already belong to another file.
+Errors are the operating system's, with its errno and the full path. If one thread closes a
+descriptor during a call of another thread, it stays open until that call ends: the system may reuse a closed number.
 """
 
 from __future__ import annotations

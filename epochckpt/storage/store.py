@@ -122,9 +122,9 @@ class Writer(ABC):
     def write(self, offset: int, data: memoryview | bytes) -> None:
         """Writes all of `data`, which is C-contiguous with items of any format, at a byte `offset`.
 
-        May be called by any thread; pieces must not overlap. They may come in any order; a store that takes them in
-        their order may have one that is far ahead wait for others. A piece that reaches beyond the declared size, and
-        a closed writer, raise ValueError.
+        May be called by any thread. Pieces must not overlap and may come in any order. A store that needs them in order
+        may block the call for a piece far ahead, until the earlier ones have come. ValueError if a piece reaches beyond
+        the declared size, or if the writer is closed.
         """
 
     @abstractmethod
@@ -186,16 +186,16 @@ class Store(ABC):
         """Whether there is a file or folder of this name."""
 
     def existing(self, paths: Iterable[str]) -> set[str]:
-        """Those of many names of which there is a file or folder; an error is that of the first which has one."""
+        """The paths at which a file or folder exists. If looks fail, the error of the first failed path is raised."""
         return {path for path in paths if self.exists(path)}
 
     def size(self, path: str) -> int:
-        """Length of a file in bytes; FileNotFoundError if there is none."""
+        """Length of a file in bytes; FileNotFoundError if it does not exist."""
         with self.open_reader(path) as reader:
             return reader.size
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
-        """Reads a whole small file; FileNotFoundError if there is none, ValueError if it is larger than the limit."""
+        """Reads a whole small file; FileNotFoundError if it does not exist, ValueError if it is too large."""
         with self.open_reader(path) as reader:
             size = reader.size
             if size > limit_bytes:
@@ -218,11 +218,11 @@ class Store(ABC):
 
     @abstractmethod
     def create(self, path: str, data: bytes) -> None:
-        """Creates a small file, durable on return, if there is none of that name.
+        """Creates a small file, durable on return.
 
         On POSIX a reader may see the file while it is being written, and a crash may leave it short; `put` avoids both.
-        FileNotFoundError if the folder is missing (POSIX). FileExistsError if there is such a file; on an object store
-        it may be the caller's own, if the answer to a first request was lost: compare the content where that matters.
+        FileNotFoundError if the folder is missing (POSIX). FileExistsError if the file exists; on an object store it
+        may be the caller's own, if the answer to a first request was lost: compare the content where that matters.
         """
 
     @abstractmethod
@@ -384,7 +384,7 @@ class Store(ABC):
         raise seen.error(f"{self.root.rstrip('/')}/{path}")
 
     def append_line(self, path: str, line: bytes, *, limit_bytes: int) -> bool:
-        """Appends a line to a file, which it makes if there is none; what a crash has torn stays a line of its own.
+        """Appends a line to a file, or creates the file. A line that a crash has torn stays a line of its own.
 
         It is not flushed: a power cut may lose it. Nothing is written, and False returned, where the file has so many
         bytes already. io.UnsupportedOperation if the store cannot append (object stores).
