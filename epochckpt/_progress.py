@@ -2,8 +2,8 @@
 
 Guarantees:
 - log files, pipes, and processes other than the primary get nothing; the environment's TQDM_DISABLE=1 turns all off;
-- nobody counts for the bar's sake alone: it asks, in a thread of its own, what is counted anyway;
-- work inside of other work has no bar: it counts into the one that is there.
+- no code counts for the bar alone: a thread of the bar reads numbers that are counted anyway;
+- work inside of other work has no bar of its own: it counts into the outer bar.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Work:
     def figures(self) -> tuple[float, float | None]:
         """The bytes that are done, and all of them, as far as known.
 
-        Work that writes what it reads counts the same bytes as parts that it follows, and as those that it advances.
+        Work that copies counts the same bytes in followed parts and in `advance`: the larger count is taken.
         """
         parts = list(self._parts)
         advanced = self._done
@@ -195,7 +195,7 @@ def is_shown() -> bool:
         return True
     try:
         return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # stderr is missing or closed
         return False
 
 

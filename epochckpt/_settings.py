@@ -117,10 +117,10 @@ class Settings:
 
     A value may be given as it is or as a text, as on a command line (`"8GB"`, `"10min"`). Each setting decides one
     option of `orbax.checkpoint.CheckpointManagerOptions`, `StorageOptions`, `CheckpointManager`, `JobRunner` or
-    `follow`; docs/configure.md lists them all. Settings that contradict each other are refused.
+    `follow`; docs/configure.md lists them all. Contradictory settings are refused.
 
     Raises:
-        InvalidArgumentError: names the setting, what was expected and what was found.
+        InvalidArgumentError: names the setting, the expected values and the given one.
     """
 
     # Where
@@ -418,7 +418,7 @@ SETTINGS: Mapping[str, Setting] = _table()
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Two settings of which the first, where it is not at its default, needs the second, or excludes it."""
+    """A rule for two settings: if `name` is not at its default, `other` is `needed`, or else excluded."""
 
     name: str
     other: str

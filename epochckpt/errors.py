@@ -8,7 +8,7 @@ EpochCheckpointError
 │   ├── WorkspaceAttributeError (AttributeError)  a workspace has blobs, not attributes
 │   └── UnknownNameError (KeyError)          no item, leaf, node or file of this name; offers near ones
 ├── EpochNotFoundError (StepNotFoundError of Orbax's v1, a FileNotFoundError)
-│   │                                        no such committed epoch; lists those that exist
+│   │                                        no such committed epoch; lists the existing epochs
 │   └── EpochDeletedError                    the epoch was deleted or replaced while it was being read
 ├── EpochExistsError (StepAlreadyExistsError, a ValueError)
 │   └── StepExistsError (StepAlreadyExistsError of Orbax's v1, a FileExistsError)
@@ -16,8 +16,8 @@ EpochCheckpointError
 ├── AccessError (PermissionError)            the directory may not be read or written
 ├── StorageError (OSError)                   storage did not answer: this says nothing about the data
 ├── FormatError (ValueError)                 a record is not what the format allows
-├── FormatVersionError (ValueError)          a record needs a newer epochckpt; this says nothing against the data
-├── DamagedError (ValueError)                bytes differ from what was written; names file and leaf
+├── FormatVersionError (ValueError)          a record needs a newer epochckpt; the data may be intact
+├── DamagedError (ValueError)                bytes have changed since they were written; names file and leaf
 ├── MismatchError (ValueError, KeyError)     the target does not fit; one table of every difference
 ├── SaveError (RuntimeError)                 an epoch was not saved; earlier epochs are untouched
 │   ├── LateNodesError (TimeoutError)        some nodes did not report in time; names them
@@ -25,7 +25,7 @@ EpochCheckpointError
 │   ├── FencedError                          a newer incarnation has taken over the directory
 │   ├── BufferChangedError                   memory was modified while it was being written; names the leaf
 │   ├── UncertainError                       this process cannot know whether the epoch was committed
-│   └── SaveErrorGroup                       several saves failed; holds one SaveError for each
+│   └── SaveErrorGroup                       several saves failed; has their SaveErrors
 ├── UnfinishedError (RuntimeError)           a rollback or deletion holds, but its epochs could not be moved or removed
 ├── RemovalError (OSError)                   an epoch is deleted, but its files could not be removed yet
 │   └── RetentionError                       an epoch that the options no longer keep could not be deleted
@@ -113,7 +113,7 @@ class _StepAlreadyExistsV1(FileExistsError):
 
 
 class EpochNotFoundError(EpochCheckpointError, _StepNotFound):
-    """The `directory` has no such committed `epoch` (None: not any); `available` are those that it has, ascending."""
+    """The `directory` has no such committed `epoch` (None: no epoch at all); `available` lists its epochs."""
 
     def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
         what = f"no checkpoint {epoch}"
@@ -153,11 +153,11 @@ class StepExistsError(EpochExistsError, _StepAlreadyExistsV1):
 def join_orbax() -> None:
     """Makes these errors subclasses of Orbax's errors, so that `except` clauses that name Orbax's classes catch them.
 
-    The managers call it when they are imported, which imports Orbax anyway. The bases cannot be the right ones from the
-    start: `directory` raises these errors, too, and a look at a directory (`epochckpt ls`) must not wait for Orbax's
-    import. Nor can the managers raise subclasses of their own: an `except` clause looks at real bases only, so each
-    call of a manager, a reader or a job that may meet a missing epoch would have to catch the error of `directory` and
-    raise another one in its place. Therefore the bases change, once, here and nowhere else.
+    The managers call it when they are imported, which imports Orbax anyway. The bases cannot be set from
+    the start: `directory` raises these errors, too, and a look at a directory (`epochckpt ls`) must not wait for
+    Orbax's import. Subclasses for the managers would not help. An `except` clause looks at real bases only, so every
+    call that may meet a missing epoch would have to catch the error of `directory` and raise a subclass instead.
+    Therefore the bases change, once, here and nowhere else.
     """
     from orbax.checkpoint import v1
     from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
@@ -188,7 +188,7 @@ class StorageError(EpochCheckpointError, OSError):
         problem = f"storage did not answer: {error}"
         super().__init__(
             f"{path}: {problem}. That says nothing about the data, so nothing was decided and nothing changed: start "
-            "again when it answers. If it never will (a broken disk), move away what lies there"
+            "again when it answers. If storage is lost (a broken disk), move its files away"
         )
         self.path = path
         self.problem = problem
@@ -220,10 +220,11 @@ class FormatVersionError(EpochCheckpointError, ValueError):
 
 
 class DamagedError(EpochCheckpointError, ValueError):
-    """Bytes on storage differ from what was written.
+    """Bytes on storage have changed since they were written.
 
-    See `path`, relative to the checkpoint directory, `problem`, and `leaf`, which is None for bytes of no leaf. Small
-    leaves share a checksum: with `leaves` greater than 1 it is one of so many, of which `leaf` is the first.
+    `path` is relative to the checkpoint directory, and `problem` says more. `leaf` is None if the bytes belong to no
+    leaf. Small leaves share a checksum: if `leaves` is greater than 1, any of so many leaves may be damaged, and `leaf`
+    is the first of them.
     """
 
     def __init__(self, path: str, problem: str, leaf: str | None = None, leaves: int = 1):

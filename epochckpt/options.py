@@ -186,8 +186,8 @@ def _unknown(name: str) -> str:
 class StorageOptions:
     """How bytes get to storage, and how long anything may wait.
 
-    What is saved, when, and what is kept is decided by `orbax.checkpoint.CheckpointManagerOptions`. What ends in
-    `_secs` is a number of seconds, or a text: `"90s"`, `"10min"`, `"1.5h"`. It is read as seconds.
+    `orbax.checkpoint.CheckpointManagerOptions` decide when an epoch is saved, and how long it is kept. Options that end
+    in `_secs` are numbers of seconds, or texts: `"90s"`, `"10min"`, `"1.5h"`. They are read as seconds.
 
     Examples:
         >>> storage = ec.StorageOptions(io_threads=4, save_timeout_secs="30min")
@@ -228,9 +228,9 @@ class StorageOptions:
         direct_io: large files of arrays are written past the page cache, where the file system can: that costs a save
             half of its processor time or more, and leaves the cache to training. False keeps the newest epoch in the
             cache, from which processes on the same host restore it faster than from a disk. See docs/speed.md.
-        broadcast_restore: whether the processes of a job share what they read: of what several of them need, such as
-            replicated arrays, each reads and verifies a part, and a collective spreads it, so that every byte is read
-            once. All processes then restore with the same targets. None: if
+        broadcast_restore: whether the processes of a job share reads. If several processes need the same bytes, such as
+            replicated arrays, each of them reads and verifies a part, and a collective spreads the parts. So every byte
+            is read once. All processes must then restore with the same targets. None: if
             `CheckpointManagerOptions.single_host_load_and_broadcast` asks for it. With `local_disks` never.
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt, on file
             systems and, after the commit, in buckets of Google Cloud Storage.
@@ -265,7 +265,7 @@ class StorageOptions:
     host_memory_limit_bytes: int | None = option(
         None,
         nbytes(none=NONE),
-        "Host memory per process for copies of what is being saved: save() waits for room. None: half the machine's.",
+        "Host memory per process for copies of arrays during saves; save() waits for room. None: half the machine's.",
     )
     snapshot: Literal["auto", "device", "pinned_host", "host"] = option(
         "auto",

@@ -132,7 +132,7 @@ class Grid:
         return {}
 
     def owned(self, rotation: int, node: int, others: bool = False) -> list[int]:
-        """The cells that `node` writes, ascending; with `others`, the replicas that it holds."""
+        """The cells that `node` writes, ascending; with `others`, its replicas instead."""
         found = self._owned.get((rotation, node, others))
         if found is None:
             mine = self.owners(rotation) == node

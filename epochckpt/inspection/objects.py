@@ -191,8 +191,8 @@ def attempts(commits: PutCommits, head: Head, now_ns: int) -> list[EpochRow]:
     return [attempt_row(commits, head, each, now_ns) for each in found if each.attempt in head.begun]
 
 
-def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
-    """Attempts, and what else lies beside the epochs: one listing of the names, and of the objects of some folders."""
+def leftovers_of(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
+    """Attempts and other things beside the epochs: by a listing of all names, and of the objects of some folders."""
     found = Leftovers()
     aside = {kept.partition("/")[0] for kept in head.aside}
     for name in sorted(aside):

@@ -545,9 +545,9 @@ class _Scan:
             return {}
 
     def _read_head(self, commits: PutCommits, limit: int | None, todelete_subdir: str | None) -> leftovers.Leftovers:
-        """Makes the rows of an object store; returns what lies beside the epochs."""
+        """Makes the rows of an object store; returns the things beside the epochs."""
         entries = commits.entries()
-        found = objects.beside(commits, commits.head.seen() or Head(), time.time_ns(), todelete_subdir)
+        found = objects.leftovers_of(commits, commits.head.seen() or Head(), time.time_ns(), todelete_subdir)
         self._rows = {epoch: brief(commits, epoch, entry) for epoch, entry in entries.items()}
         # Metrics that are too large for the head are read from records: for the rows shown, and to compare all epochs.
         listed = entries if limit is None or self._metric is not None else sorted(entries)[-limit or len(entries) :]

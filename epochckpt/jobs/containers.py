@@ -126,7 +126,7 @@ def _unflatten(container: Container, children: list[Any], where: tree_lib.KeyPat
         made = definition.unflatten(children)
         keys, _, _ = _flatten_one(made)
     except Exception as error:  # the class may have changed since, and may raise anything
-        problem = f"{container.name} cannot be made of what was saved: {say(error)}"
+        problem = f"{container.name} cannot be made of the saved values: {say(error)}"
         raise InvalidArgumentError(f"{_at(where)}: {problem}") from error
     if keys != container.keys:
         now, then = (_shown(key for _, key in path) for path in (keys, container.keys))

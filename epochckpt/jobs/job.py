@@ -225,7 +225,7 @@ class ComputedCondition(stop.Condition):
     """A stop condition on values that the tasks of the epoch compute: true if a value is true on any node.
 
     `values` gives the booleans on the nodes of this process, from the session's workspace; a process without one has no
-    vote. `missing` says what is wrong if no process has one. `blob` is the blob that it looks at, if it is one.
+    vote. `missing` says what is wrong if no process has one. `blob` is the blob that the condition reads, or empty.
     """
 
     def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str, blob: str = ""):
@@ -373,7 +373,7 @@ class Job(_Scope):
             self._conditions[:] = list(conditions)
 
     def nodes_to_checkpoint(self) -> list[str]:
-        """The nodes that are checkpointed: those given, or those that `init_group` uses; empty: all of the session."""
+        """The checkpointed nodes: the given ones, or the nodes that `init_group` uses. Empty: all of the session."""
         return list(self._nodes) if self._nodes is not None else self.init_group.used_nodes()
 
     def nodes(self) -> list[str]:

@@ -25,7 +25,7 @@ class RunResult:
         stop_reason: the stop conditions that were true, `preempted`, or `was finished already`.
         epoch: the last epoch.
         partial: the last epoch was left in the middle; it is saved as it is, and will be entered again.
-        last_committed_epoch: the newest epoch that is on storage; None if there is none, or no manager.
+        last_committed_epoch: the newest epoch on storage; None without such an epoch, or without a manager.
         unsaved: why the last epoch is not on storage; empty if it is, and without a manager.
         failed_saves: (epoch, reason) of the saves of this run that failed.
         preempted: the run stopped because it was preempted, or it was preempted while it ended.

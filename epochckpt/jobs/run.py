@@ -255,9 +255,9 @@ class TrainingRun:
             )
 
     def _check_targets(self, restored: Restored, directory: str) -> None:
-        """Refuses an epoch of another job: one that has none of the blobs for which setup declared a target.
+        """Refuses an epoch of another job, in which all blobs are missing for which setup declared a target.
 
-        An epoch that has some of those may be older than the rest of the job: that is logged.
+        If only some are missing, the epoch may be older than the rest of the job: that is logged.
         """
         for node, workspace in self.session.workspaces().items():
             wanted = self._chosen(sorted(workspace.targets))
@@ -338,8 +338,8 @@ class TrainingRun:
     def _is_finished(self, restored: Restored) -> bool:
         """Whether nothing is left to train: asked only when the run resumes by itself.
 
-        The stop conditions decide, as they are now, from what was recorded. A condition that only training can answer
-        does not end the run: a task's output, a blob, a callable that fails here. A callable may count its calls: it is
+        The stop conditions of today decide, by the recorded values. A condition that only training can answer does not
+        end the run: a task's output, a blob, a callable that fails here. A callable may count its calls: it is
         asked only if the run had ended.
         """
         if restored.named or self._result.partial:
@@ -515,9 +515,9 @@ class TrainingRun:
             return
         message = (
             f"blobs that are not checkpointed are in the workspace after {self._named(epoch)}: {'; '.join(listed)}. "
-            "They were not there when init had run, or the epoch that was resumed lacks them. A resumed run that reads "
-            "them before it makes them computes something else: make them in init, put them into ws.live, or leave "
-            "them out with JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
+            "Init had not made them, or the resumed epoch lacks them. If a resumed run reads such a blob before it has "
+            "made it, its results differ: make the blobs in init, put them into ws.live, or leave them out with "
+            "JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
         )
         if self.settings.unsaved_blobs == ERROR:
             raise InvalidArgumentError(message)

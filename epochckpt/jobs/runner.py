@@ -77,8 +77,8 @@ class JobRunner:
         resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens. A run that
             has gone back to it and is started again, with the same argument, goes on from its own newest epoch.
         upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
-        resume: `auto`: from the newest epoch, else from scratch; `never` is refused if there are epochs, `must` if
-            there are none.
+        resume: `auto`: from the newest epoch, else from scratch; `never`: from scratch, refused if there are epochs;
+            `must`: from the newest epoch, refused if there are no epochs.
         metadata_handler: hears what is saved; may be given to the manager instead.
         include: shell patterns of the blobs to checkpoint, each of which must match one when init has run; None: all.
         exclude: shell patterns of blobs not to checkpoint; a warning says what no node has after the first epoch.
@@ -271,9 +271,9 @@ class JobRunner:
         Saved are the blobs that this runner's run in this session checkpoints, if there is or was one; else all blobs
         (with Caffe2's managers those that `init` has found, as in Caffe2). An epoch of this number is replaced.
 
-        In the middle of a run, the run goes on with its own numbers and replaces what was saved here under one of them.
-        If it dies before that, what was saved here as the current epoch counts as that epoch (of a resumable job: as a
-        part of it). A later number, or an epoch of another session, is resumed from only if it is named.
+        In the middle of a run, the run goes on with its own numbers and replaces this save when it reaches its number.
+        If the run dies before that, a save with the number of the current epoch counts as that epoch (for a resumable
+        job: as a part of it). A later number, or an epoch of another session, is resumed from only if it is named.
 
         Raises:
             InvalidArgumentError: there is no checkpoint manager.

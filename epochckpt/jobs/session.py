@@ -66,7 +66,7 @@ class Session(abc.ABC):
         Returns what the tasks returned, by node.
 
         Raises:
-            TaskError: a task raised; names the task and its node. What it raised is the cause.
+            TaskError: a task raised; names the task and its node. The task's error is the cause.
         """
         if not isinstance(runnable, Task | TaskGroup):
             raise InvalidArgumentError(f"a session runs tasks and task groups, got {type(runnable).__name__}")

@@ -505,7 +505,7 @@ def _parts(conditions: Sequence[Condition]) -> Iterator[Condition]:
 def as_scalar(value: Any) -> bool | int | float | None:
     """A bool or real number of Python, or one of NumPy or jax without dimensions, as Python's; None for all else.
 
-    An integer that is too large for a float is none.
+    None also for an integer that is too large for a float.
     """
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.shape == ():
         if not (value.dtype == bool or jnp.issubdtype(value.dtype, np.number)):  # a key of jax, an object

@@ -90,10 +90,12 @@ class CopyUpload(UploadTaskGroupBuilder):
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
         """The task group that uploads an epoch of a manager; call it on every process.
 
-        When the group runs it raises, on every process alike: EpochExistsError (the destination has another epoch of
-        this number, or something that cannot be read), UploadError (the destination refused, is out of reach of a node,
-        or was claimed by another run meanwhile), DamagedError (bytes differ from what was saved) or
-        CoordinationTimeoutError (a node did not finish in time).
+        When the group runs, every process raises the same error:
+
+        - EpochExistsError: the destination has another epoch of this number, or one that cannot be read.
+        - UploadError: the destination refused, is out of reach of a node, or was claimed by another run meanwhile.
+        - DamagedError: bytes have changed since they were saved.
+        - CoordinationTimeoutError: a node did not finish in time.
 
         Raises:
             InvalidArgumentError: no epoch of this manager can be copied, or the destination lies in its directory.

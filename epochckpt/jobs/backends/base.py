@@ -24,7 +24,7 @@ from epochckpt.manager import HandlerNotifier, SaveResult
 OUT_OF_BAND = "beside"
 WENT_BACK_TO = "went_back_to"  # in the notes: the epoch that the user has named for the run to go back to
 
-AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
+AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from an epoch on storage
 
 BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
 BYTES = "base64"  # with stock Orbax: key of bytes in JSON
@@ -151,7 +151,7 @@ class ItemBackend(CheckpointBackend):
         return sorted(self._manager.all_steps())
 
     def _require(self, epoch: int) -> list[int]:
-        """The committed epochs; raises EpochNotFoundError, which lists them, unless the epoch is one of them."""
+        """The committed epochs; EpochNotFoundError, with this list, unless the epoch is among them."""
         epochs = self.epochs()
         if epoch not in epochs:
             raise EpochNotFoundError(epoch, self.directory, epochs)
@@ -314,7 +314,7 @@ class ItemBackend(CheckpointBackend):
         return made
 
     def _put_back(self, epoch: int, notes: Mapping[str, Any], values: Values) -> Restored:
-        """Puts what was read into the workspaces: only now that all of it is there."""
+        """Puts restored values into the workspaces, after all of them have been read."""
         spaces = self._spaces()
         for blob, by_node in values.items():
             for node, value in by_node.items():

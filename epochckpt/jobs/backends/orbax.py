@@ -206,7 +206,7 @@ def _encode(node: str, blob: str, value: Any) -> Any:
         return {BYTES: base64.b64encode(value).decode()}
     try:
         copy = json.loads(json.dumps(value))  # the next epoch may change the value before Orbax has written it
-        made_of = containers.of(value)  # tuples are lists in JSON; the epoch records what they were
+        made_of = containers.of(value)  # JSON turns tuples into lists; the epoch records the containers
         if (copy if made_of is None else containers.rebuild(copy, made_of)) == value:
             return [copy]
     except (TypeError, ValueError, RecursionError):
