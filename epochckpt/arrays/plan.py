@@ -130,9 +130,9 @@ class ItemPlan:
             firsts = [cells.first for cells in self.cell_ranges]
             cell = 0
             for end, part in zip(self.part_ends, self.item.cut(self.owned, self.part_ends), strict=True):
-                cells = zip(part.leaves.tolist(), part.cells.tolist(), strict=True)
-                head = safetensors.header([self.item.tensor(*each) for each in cells])
-                ranges = slice(*(bisect.bisect_left(firsts, bound) for bound in (cell, end)))
+                numbers = zip(part.leaves.tolist(), part.cells.tolist(), strict=True)
+                head = safetensors.header([self.item.tensor(leaf, number) for leaf, number in numbers])
+                ranges = slice(bisect.bisect_left(firsts, cell), bisect.bisect_left(firsts, end))
                 offsets = part.offsets[[first - cell for first in [*firsts[ranges], end]]] + len(head)
                 ends = blocks(np.diff(part.offsets), len(head), block_bytes)
                 found.append(FilePlan(head, end - cell, ranges, offsets, ends))

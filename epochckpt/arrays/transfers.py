@@ -176,7 +176,8 @@ def _parts(cell: StagedCell, piece_bytes: float) -> tuple[tuple[tuple[int, ...],
     # Axes before the last that is too long are cut at every index, that one into runs.
     steps = [*[1] * (axis - 1), int(max(piece_bytes // row, 1))] if axis else []
     found = []
-    for first in itertools.product(*(range(*side, step) for side, step in zip(box, steps, strict=False))):
+    starts = [range(start, stop, step) for (start, stop), step in zip(box, steps, strict=False)]
+    for first in itertools.product(*starts):
         ends = [min(i + step, end) for i, step, (_, end) in zip(first, steps, box, strict=False)]
         found.append(((*first, *(start for start, _ in inner)), (*ends, *(end for _, end in inner))))
     return tuple(found)

@@ -147,8 +147,10 @@ def _without_gaps(paths: Mapping[int, KeyPath]) -> dict[int, KeyPath]:
     def kept(above: KeyPath, kind: str, key: Any) -> tuple[str, Any]:
         return ("k" if above in broken | mixed else kind, str(key) if above in mixed else key)
 
+    if not broken | mixed:
+        return dict(paths)
     return {
-        number: tuple(kept(path[:depth], *key) for depth, key in enumerate(path)) if broken | mixed else path
+        number: tuple(kept(path[:depth], kind, key) for depth, (kind, key) in enumerate(path))
         for number, path in paths.items()
     }
 

@@ -106,9 +106,10 @@ def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[s
             if any(side.problem and not side.leaves and not side.files for side in sides):
                 continue  # nothing says whether the leaves of the other epoch were added or removed
             before_it, after_it = (side.get(node, ItemRow(name, "")) for side in parts)
-            listed = [*_paired(rows.without_empty(before_it.leaves), rows.without_empty(after_it.leaves))]
-            listed += _paired(before_it.files, after_it.files)
-            pairs += [_Pair(item=name, node=node, name=path, before=one, after=two) for path, one, two in listed]
+            leaves = _paired(rows.without_empty(before_it.leaves), rows.without_empty(after_it.leaves))
+            files = _paired(before_it.files, after_it.files)
+            pairs += [_Pair(item=name, node=node, name=path, before=one, after=two) for path, one, two in leaves]
+            pairs += [_Pair(item=name, node=node, name=path, before=one, after=two) for path, one, two in files]
     return pairs, problems
 
 

@@ -107,9 +107,9 @@ def _rows(things: dict[str, _Thing], files: Iterator[File] | list[File]) -> list
     """Groups files by the thing they belong to. An attempt with a recent file is in progress, else abandoned."""
     found = dict[str, list[File]]({path: [] for path in things})
     for file in files:
-        first, second, *_ = *file.path.split("/"), ""
-        inner = paths.join(first, second)
-        found.setdefault(inner if inner in things else first, []).append(file)
+        parts = file.path.split("/")
+        inner = "/".join(parts[:2])
+        found.setdefault(inner if inner in things else parts[0], []).append(file)
     made = []
     for path, some in found.items():
         kind, epochs = things.get(path, (rows.OTHER, ()))

@@ -186,7 +186,7 @@ def to_json(container: Container) -> dict[str, Any]:
 def from_json(data: Any) -> Container:
     """The inverse of `to_json`."""
     try:
-        types = [_type(*row) for row in data["types"]]
+        types = [_type(row) for row in data["types"]]
         made = [dataclasses.replace(types[number], inner={}) for number, _, _ in data["nodes"]]
         for me, (_, parent, place) in enumerate(data["nodes"][1:], start=1):
             if not (0 <= parent < me and isinstance(place, int)):
@@ -199,7 +199,8 @@ def from_json(data: Any) -> Container:
         raise InvalidArgumentError(f"{_FORM}: {say(error)}") from error
 
 
-def _type(module: str, name: str, keys: Any, static: Any, hollow: Any, lost: Any) -> Container:
+def _type(row: Any) -> Container:
+    module, name, keys, static, hollow, lost = row
     if lost:
         raise InvalidArgumentError(str(lost))
     keys = tuple(tree_lib.path_from_json(_FORM, [key])[0] for key in keys)
