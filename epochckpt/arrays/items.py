@@ -222,15 +222,15 @@ def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameErro
     )
 
 
-def to_save(args: Any, known: Handlers) -> list[SaveItem]:
+def to_save(args: Any, known_handlers: Handlers) -> list[SaveItem]:
     """The items of a save argument; nothing is run or copied yet."""
-    return [_save_item(name, value, known) for name, value in named(args).items() if value is not None]
+    return [_save_item(name, value, known_handlers) for name, value in named(args).items() if value is not None]
 
 
-def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
+def _save_item(name: str, args: Any, known_handlers: Handlers) -> SaveItem:
     if isinstance(args, own.NodeSave):
         return SaveItem(name, "node", tree=args.item, by_node=args.by_node)
-    handler = known.find(name, args, saving=True)
+    handler = known_handlers.find(name, args, saving=True)
     kind = handlers.kind_of(handler)
     handler_name = handlers.type_name(handler)
     if kind == "other":
@@ -361,10 +361,10 @@ def restore_item(reader: EpochReader, name: str, args: Any, context: RestoreCont
     return _with_files(reader, name, functools.partial(handler.restore, args=args))
 
 
-def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handlers) -> Any:
+def files_metadata(reader: EpochReader, name: str, recorded: str, known_handlers: Handlers) -> Any:
     """The metadata that an item's handler gives for its files; None if it gives none, or is not known here."""
     try:
-        handler, _ = known.of(name, recorded)
+        handler, _ = known_handlers.of(name, recorded)
     except InvalidArgumentError:
         return None
     if handlers.kind_of(handler) != "other" or not hasattr(handler, "metadata"):
@@ -396,7 +396,7 @@ def tree_request(name: str, args: Any, recorded: str, context: RestoreContext) -
     return dataclasses.replace(asked, sharing=context.sharing, memory_limit_bytes=context.memory_limit_bytes)
 
 
-def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRequest:
+def _tree_request(name: str, args: Any, recorded: str, known_handlers: Handlers) -> TreeRequest:
     if args is None:
         return TreeRequest()
     if isinstance(args, own.RenamedRestore):
@@ -404,7 +404,7 @@ def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeR
             raise InvalidArgumentError(f"item {name!r}: RenamedRestore needs a target; without one, rename the result")
         sources = _sources(name, args.rename)
         return TreeRequest(plain_target(args.item), partial=args.partial, needs_values=args.partial, sources=sources)
-    kind = handlers.kind_of(known.find(name, args, saving=False))
+    kind = handlers.kind_of(known_handlers.find(name, args, saving=False))
     saved = next((k for c, k in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded)), "arrays")
     if kind != saved:
         raise contradiction(name, recorded, args)
@@ -444,12 +444,12 @@ def _sources(name: str, rename: Any) -> Sources | None:
     return None if checked is None else functools.partial(by_rename, f"item {name!r}", checked)
 
 
-def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[str]) -> None:
-    """Refuses item names that the format or the nodes' folders forbid, or that are not among `known`, if any."""
+def check_names(names: Sequence[str], folders: Collection[str], item_names: Sequence[str]) -> None:
+    """Refuses item names that the format or the nodes' folders forbid, or that are not among `item_names`, if given."""
     for name in names:
         paths.check_item_name(name, folders)
-        if known and name not in known:
-            raise InvalidArgumentError(f"item {name!r} is not among item_names={list(known)}")
+        if item_names and name not in item_names:
+            raise InvalidArgumentError(f"item {name!r} is not among item_names={list(item_names)}")
 
 
 def _with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]) -> Any:

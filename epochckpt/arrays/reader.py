@@ -78,7 +78,7 @@ class EpochReader:
         record: EpochRecord,
         pool: Pool,
         verify: bool = True,
-        here: Collection[int] | None = None,
+        local_nodes: Collection[int] | None = None,
         copy: Callable[[], EpochReader | None] = lambda: None,
     ):
         self.store = store
@@ -86,7 +86,7 @@ class EpochReader:
         self.record = record
         self.pool = pool
         self.verify = verify
-        self.here = range(len(record.nodes)) if here is None else here
+        self.local_nodes = range(len(record.nodes)) if local_nodes is None else local_nodes
         self.copy = functools.cache(copy)
         self.tally: list[tuple[int, float]] | None = None  # (bytes, seconds of verifying), while `read` reads
         self.kept: dict[Any, Any] = {}  # see `once`
@@ -94,14 +94,14 @@ class EpochReader:
 
     def again(self, pool: Pool) -> EpochReader:
         """A reader of the same epoch, which verifies."""
-        return EpochReader(self.store, self.folder, self.record, pool, True, self.here, self.copy)
+        return EpochReader(self.store, self.folder, self.record, pool, True, self.local_nodes, self.copy)
 
     def at(self, node: int) -> EpochReader:
         """The reader that reaches a node's files: this one, or the one of the copy.
 
         DamagedError: they are not on this host, and there is no copy. StorageError: where the copy is does not answer.
         """
-        if node in self.here:
+        if node in self.local_nodes:
             return self
         copy = self.copy()
         if copy is None:
@@ -114,15 +114,15 @@ class EpochReader:
     @property
     def some(self) -> str | None:
         """The names of the nodes whose files are here; None if all are."""
-        if len(self.here) == len(self.record.nodes):
+        if len(self.local_nodes) == len(self.record.nodes):
             return None
-        return ", ".join(self.record.nodes[node].name for node in sorted(self.here))
+        return ", ".join(self.record.nodes[node].name for node in sorted(self.local_nodes))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the files that are here, as far as their records tell."""
         total = 0
-        for node in sorted(self.here):
+        for node in sorted(self.local_nodes):
             total += self.record.nodes[node].nbytes
             with contextlib.suppress(EpochCheckpointError):
                 total += sum(file.size for file in self.node_record(node).replicas)
@@ -141,7 +141,7 @@ class EpochReader:
     ) -> None:
         """Notes by files what is to be read of them; fills requests for what the commit record has."""
         for pack in packs:
-            if pack.node not in self.here:
+            if pack.node not in self.local_nodes:
                 requests = [*requests, *self._unpacked(pack)]
                 continue
             for file in self.files(pack.item, pack.node):
@@ -167,7 +167,7 @@ class EpochReader:
         """(node, file) of every file that handlers wrote for an item, on all nodes."""
         inlined = self.record.inlined.get(item, {})
         listed = {n: [f for f in e.files if f.item == item and f.name] for n, e in enumerate(self.record.nodes)}
-        nodes = [n for n, files in listed.items() if n in self.here or any(f.name not in inlined for f in files)]
+        nodes = [n for n, files in listed.items() if n in self.local_nodes or any(f.name not in inlined for f in files)]
         self.pool.run([functools.partial(self.node_record, node) for node in nodes if listed[node]])
         found: list[tuple[int, DataFile]] = []
         for node, files in listed.items():
@@ -181,7 +181,7 @@ class EpochReader:
     def node_file(self, node: int, file: DataFile) -> NodeFile:
         """A file that a handler wrote, wherever it can be read."""
         content = self.record.inlined.get(file.item, {}).get(file.name)
-        if node in self.here or content is None:
+        if node in self.local_nodes or content is None:
             return NodeFile(self.at(node), node, file)
         return InlinedFile(self, node, file, content)
 
@@ -219,7 +219,7 @@ class EpochReader:
 
     def node_record(self, node: int) -> NodeRecord:
         """A node's `node.json`, verified against `epoch.json`."""
-        return self._node_record(node) if node in self.here else self.at(node).node_record(node)
+        return self._node_record(node) if node in self.local_nodes else self.at(node).node_record(node)
 
     @once
     def node_files(self, node: int) -> dict[str, DataFile]:
@@ -248,7 +248,7 @@ class EpochReader:
 
     def of_node(self, node: int, item: str) -> EpochReader:
         """A reader of one node's own tree of an item, as if it were an epoch by itself."""
-        if node not in self.here:
+        if node not in self.local_nodes:
             return self.at(node).of_node(node, item)
         own = self.node_record(node).items.get(item)
         if own is None:
@@ -261,7 +261,7 @@ class EpochReader:
     @once
     def files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node wrote for an item."""
-        if node not in self.here:
+        if node not in self.local_nodes:
             return self.at(node).files(item, node)
         listed = [f for f in self.record.nodes[node].files if f.item == item]
         owned = self._arrays(item).owned(node)
@@ -330,9 +330,9 @@ class EpochReader:
     def verify_all(self, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
         """Reads every byte that is here; returns one error per damaged block, and per file that cannot be read."""
         damage: list[EpochCheckpointError] = []
-        if not self.here:
+        if not self.local_nodes:
             damage.append(DamagedError(self.folder, "has no node's files"))
-        for node in sorted(self.here):
+        for node in sorted(self.local_nodes):
             with noting(damage):
                 record = self.node_record(node)
                 for name, item in self.record.items.items():
@@ -379,7 +379,7 @@ class EpochReader:
     def _place(self, item: str, leaf: int, cell: int) -> tuple[ArrayFile, int]:
         """Where a cell is read from: the file, and the position in it."""
         owner = self._arrays(item).owner(leaf, cell)
-        for node in () if owner in self.here else sorted(self.here):
+        for node in () if owner in self.local_nodes else sorted(self.local_nodes):
             if (found := self._also_places(item, node).get((leaf, cell))) is not None:
                 return found
         return self._places(item, owner)[leaf, cell]
@@ -396,7 +396,7 @@ class EpochReader:
         """The leaf of a request, if the commit record has it and its node's files are not here."""
         content = self.record.inlined.get(request.item, {}).get(str(request.leaf))
         arrays = self._arrays(request.item)
-        if content is None or arrays.owner(request.leaf, 0) in self.here:
+        if content is None or arrays.owner(request.leaf, 0) in self.local_nodes:
             return None
         leaf = arrays.leaves[request.leaf]
         assert leaf.dtype is not None, "it has bytes"

@@ -91,7 +91,7 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
             return None
 
     found = [(number, n.name, f) for number, n in enumerate(reader.record.nodes) for f in n.files if f.item == name]
-    small = [f for number, _, f in found if f.size <= _MAX_JSON and number in reader.here]
+    small = [f for number, _, f in found if f.size <= _MAX_JSON and number in reader.local_nodes]
     read = {f.name: content(f) for f in small} if len(small) <= _MAX_READ else {}
     files = tuple(FileRow(f.name, node, f.size, read.get(f.name)) for _, node, f in found)
     return ItemRow(name, item.kind, handler, files=files, problem="; ".join(problems))
@@ -163,7 +163,7 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
 
     def look(number: int) -> None:
         try:
-            if number not in reader.here and reader.copy() is None:
+            if number not in reader.local_nodes and reader.copy() is None:
                 return  # on the disk of another host, as the row of the node says
             if reader.has(number, name):
                 own = reader.of_node(number, name)
@@ -278,7 +278,7 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
         value = ""
         if leaf.kind in tree_lib.VALUE_KINDS | {"longstr", "longbytes"} and not row.problem:
             scalars += 1
-            if scalars <= _MAX_SCALARS or row.here or leaf.kind == "str":
+            if scalars <= _MAX_SCALARS or row.in_msgpack or leaf.kind == "str":
                 try:
                     value = shortened(item.value(row))
                 except EpochCheckpointError as error:

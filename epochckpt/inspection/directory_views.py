@@ -187,12 +187,12 @@ def _curves(found: rows.Overview, names: Sequence[str]) -> list[Block]:
 
     made = table(
         curves,
-        (Column("metric", 0), lambda each: Span(each[0], limit=_NAME)),
-        (Column("curve", 0, least=8, tip=f"over its {found.unit}s"), lambda each: Cell(drawing=_curve(each[1]))),
-        (Column("first", 3, right=True), lambda each: _units.number(each[1][0][1])),
-        (Column("latest", 1, right=True), lambda each: Span(_units.number(each[1][-1][1]), Tone.STRONG)),
-        (Column("least", 2), lambda each: at(min(each[1], key=lambda point: (point[1], -point[0])))),
-        (Column("greatest", 2), lambda each: at(max(each[1], key=lambda point: (point[1], point[0])))),
+        (Column("metric", 0), lambda row: Span(row[0], limit=_NAME)),
+        (Column("curve", 0, least=8, tip=f"over its {found.unit}s"), lambda row: Cell(drawing=_curve(row[1]))),
+        (Column("first", 3, right=True), lambda row: _units.number(row[1][0][1])),
+        (Column("latest", 1, right=True), lambda row: Span(_units.number(row[1][-1][1]), Tone.STRONG)),
+        (Column("least", 2), lambda row: at(min(row[1], key=lambda point: (point[1], -point[0])))),
+        (Column("greatest", 2), lambda row: at(max(row[1], key=lambda point: (point[1], point[0])))),
     )
     said = f"{several(len(gone), found.unit, 'deleted ')} {'is' if len(gone) == 1 else 'are'} part of the curves"
     return [made, *([faint(said)] if gone else [])] if curves else []
@@ -422,13 +422,13 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
         kinds.Summary((_units.nbytes(found.nbytes), _units.several(found.files, "file", "files"), *_host(found))),
         table(
             kinds_,
-            (Column("kind"), lambda each: _kind(each.kind)),
-            (Column("things", 2, right=True), lambda each: _units.count(each.things)),
-            (Column("bytes", 0, right=True), lambda each: _units.nbytes(each.nbytes)),
-            (Column("share", 1, right=True), lambda each: kinds.share(each.nbytes, found.nbytes)),
-            (Column("files", 1, right=True), lambda each: _units.count(each.files)),
-            (Column("oldest", 4, tip="when it was written"), lambda each: _written(each.oldest_ns)),
-            (Column("newest", 3, tip="when it was written"), lambda each: _written(each.newest_ns)),
+            (Column("kind"), lambda row: _kind(row.kind)),
+            (Column("things", 2, right=True), lambda row: _units.count(row.things)),
+            (Column("bytes", 0, right=True), lambda row: _units.nbytes(row.nbytes)),
+            (Column("share", 1, right=True), lambda row: kinds.share(row.nbytes, found.nbytes)),
+            (Column("files", 1, right=True), lambda row: _units.count(row.files)),
+            (Column("oldest", 4, tip="when it was written"), lambda row: _written(row.oldest_ns)),
+            (Column("newest", 3, tip="when it was written"), lambda row: _written(row.newest_ns)),
         ),
         *kinds.problems(found.problems),
     ]

@@ -200,7 +200,7 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
         some = ", ".join(_text.shown(each.leaf.name, 40) for each in wrong[:3])
         more = f" and {_units.count(len(wrong) - 3)} more" if len(wrong) > 3 else ""
         finite = Span(f"NaN or Inf in {_units.count(len(wrong))}: {some}{more}", Tone.BAD)
-    first = sorted(found, key=lambda each: not (each.nans or each.infs)) if len(found) > LISTED else found
+    first = sorted(found, key=lambda row: not (row.nans or row.infs)) if len(found) > LISTED else found
 
     def zeros(each: rows.LeafStats) -> str:
         return kinds.percent(each.zeros / each.count) if each.zeros and each.count else ""
@@ -208,15 +208,15 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
     made = table(
         first,
         *_leaf_columns(first, first),
-        (Column("type", 6), lambda each: _type(each.leaf, Tone.GOOD)),
-        (Column("shape", 7, least=12), lambda each: _shape(each.leaf)),
-        (Column("min", 1, right=True), lambda each: _figure(each.min)),
-        (Column("max", 1, right=True), lambda each: _figure(each.max)),
-        (Column("mean", 2, right=True), lambda each: _figure(each.mean)),
-        (Column("std", 4, right=True), lambda each: _figure(each.std)),
-        (Column("norm", 5, right=True), lambda each: _figure(each.norm)),
-        (Column("NaN", 0, right=True), lambda each: Span(_units.count(each.nans) if each.nans else "", Tone.BAD)),
-        (Column("inf", 0, right=True), lambda each: Span(_units.count(each.infs) if each.infs else "", Tone.BAD)),
+        (Column("type", 6), lambda row: _type(row.leaf, Tone.GOOD)),
+        (Column("shape", 7, least=12), lambda row: _shape(row.leaf)),
+        (Column("min", 1, right=True), lambda row: _figure(row.min)),
+        (Column("max", 1, right=True), lambda row: _figure(row.max)),
+        (Column("mean", 2, right=True), lambda row: _figure(row.mean)),
+        (Column("std", 4, right=True), lambda row: _figure(row.std)),
+        (Column("norm", 5, right=True), lambda row: _figure(row.norm)),
+        (Column("NaN", 0, right=True), lambda row: Span(_units.count(row.nans) if row.nans else "", Tone.BAD)),
+        (Column("inf", 0, right=True), lambda row: Span(_units.count(row.infs) if row.infs else "", Tone.BAD)),
         (Column("zero", 8, right=True), zeros),
         (Column("histogram", 3, least=10), _histogram),
     )
@@ -306,10 +306,10 @@ def _metrics(found: Mapping[str, tuple[Any, Any]]) -> kinds.Table:
 
     return table(
         list(found.items())[:LISTED],
-        (Column("metric", 0, least=20), lambda each: each[0]),
-        (Column("before", 0, right=True), lambda each: Span(figure(each[1][0]), limit=40)),
-        (Column("after", 0, right=True), lambda each: Span(figure(each[1][1]), Tone.STRONG, 40)),
-        (Column("change", 1, right=True), lambda each: change(each[1])),
+        (Column("metric", 0, least=20), lambda row: row[0]),
+        (Column("before", 0, right=True), lambda row: Span(figure(row[1][0]), limit=40)),
+        (Column("after", 0, right=True), lambda row: Span(figure(row[1][1]), Tone.STRONG, 40)),
+        (Column("change", 1, right=True), lambda row: change(row[1])),
     )
 
 

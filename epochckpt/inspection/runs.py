@@ -127,7 +127,7 @@ class Runs(NamedContents):
                 problems[name] = errors.say(error)
 
         search = self._search()
-        self._store.each(look, search.found)
+        self._store.each(look, search.names)
         if search.left_out:
             problems[self.directory] = search.left_out
         runs = tuple(row for _, row in sorted(found.items()))
@@ -154,7 +154,7 @@ class Runs(NamedContents):
         return RunsPlots(self.overview)
 
     def _names(self) -> Sequence[str]:
-        return self._search().found
+        return self._search().names
 
     def _search(self) -> _FolderSearch:
         with scan.access(self._store):
@@ -168,7 +168,7 @@ class Runs(NamedContents):
 class _FolderSearch:
     """The names of the checkpoint directories that a search has found; and, in words, what it left out."""
 
-    found: Sequence[str]
+    names: Sequence[str]
     left_out: str = ""
 
 

@@ -220,8 +220,8 @@ def _json(file: rows.FileRow) -> Block:
     more = [("…", f"{_units.count(len(values) - _ENTRIES)} more")] if len(values) > _ENTRIES else []
     return table(
         [*values[:_ENTRIES], *more],
-        (Column("key", 0, least=20), lambda each: Span(each[0], Tone.FAINT)),
-        (Column("value", 0, least=20), lambda each: Span(_value(each[1]), limit=400)),
+        (Column("key", 0, least=20), lambda row: Span(row[0], Tone.FAINT)),
+        (Column("value", 0, least=20), lambda row: Span(_value(row[1]), limit=400)),
     )
 
 

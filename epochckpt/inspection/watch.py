@@ -153,8 +153,8 @@ def watch(
     deadline = Deadline(limit)
     # What is there at the first look has not just been committed.
     seen = watcher.look()
-    there = [dataclasses.replace(event, kind=PRESENT, before=None) for event in seen if event.kind == SAVED]
-    events = [*(there[-history:] if history else []), *(event for event in seen if event.kind != SAVED)]
+    present = [dataclasses.replace(event, kind=PRESENT, before=None) for event in seen if event.kind == SAVED]
+    events = [*(present[-history:] if history else []), *(event for event in seen if event.kind != SAVED)]
     while True:
         for event in events:
             if event.kind == SAVED:

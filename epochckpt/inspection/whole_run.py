@@ -47,5 +47,5 @@ def best(rows: Iterable[EpochRow], metric: str, mode: str) -> int | None:
 
 def rows_of(found: Overview) -> list[MetricsRow]:
     """The metrics of every committed epoch that has a row, and of those that were deleted, ascending."""
-    there = [MetricsRow(r.epoch, r.committed_ns, r.metrics, False) for r in found.epochs if r.state == COMMITTED]
-    return sorted([*there, *found.deleted], key=lambda row: row.epoch)
+    existing = [MetricsRow(r.epoch, r.committed_ns, r.metrics, False) for r in found.epochs if r.state == COMMITTED]
+    return sorted([*existing, *found.deleted], key=lambda row: row.epoch)

@@ -71,7 +71,7 @@ class StoredLeaf:
     param: str  # Orbax's name for it; "" if it is the item by itself, except in an item of `_BARE_HANDLER`
     write_shape: tuple[int, ...] | None = None  # of the pieces that devices held, where Orbax says it
     value: Any = None  # of a leaf in the msgpack file; for a type that only a user's handler can read, its name
-    here: bool = False  # the leaf lies in the msgpack file
+    in_msgpack: bool = False  # the leaf lies in the msgpack file
     array: ZarrArray | None = None
     problem: str = ""  # why the leaf cannot be looked into
 
@@ -247,13 +247,13 @@ class OrbaxItem:
                 dtype = getattr(value, "dtype", None)
                 shape = getattr(value, "shape", ())
                 leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=number)
-                rows.append(StoredLeaf(leaf, "", value=value, here=True))
+                rows.append(StoredLeaf(leaf, "", value=value, in_msgpack=True))
         return rows
 
     def value(self, row: StoredLeaf) -> Any:
         """A leaf that is no array, as a Python value."""
         self._check(row)
-        if row.here:
+        if row.in_msgpack:
             return row.value
         if row.leaf.kind in tree_lib.EMPTY_KINDS:
             return tree_lib.empty_value(row.leaf.kind)
@@ -311,7 +311,7 @@ class OrbaxItem:
             self._check(row)
             if out is None:
                 return self._open(row, box, kept).read()
-            if not row.here:
+            if not row.in_msgpack:
                 return ts.array(out, context=self._context).write(self._open(row, box, kept)[grid.slices(box)])
             out[...] = np.asarray(row.value)[grid.slices(box)]
             promise.set_result(None)

@@ -220,14 +220,14 @@ def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> No
     def of(found: Iterable[str]) -> list[str]:
         return [path for path in found if not part or path == part or path.startswith(f"{part}/")]
 
-    there = set[str]()
+    existing = set[str]()
     for path in of(view.folders):
         try:
             store.make_folder(place(path))
         except FileExistsError:  # the nodes have made it, see `link_node`
-            there |= {layout.join(path, entry.name) for entry in store.list(place(path))}
+            existing |= {layout.join(path, entry.name) for entry in store.list(place(path))}
     links = view.links | view.aliases | (view.node_links if part else {})
-    made = [functools.partial(store.link, place(path), links[path]) for path in of(links) if path not in there]
+    made = [functools.partial(store.link, place(path), links[path]) for path in of(links) if path not in existing]
     run(made + [functools.partial(store.create, place(path), view.files[path]) for path in of(view.files)])
     run([functools.partial(store.sync_folder, place(path)) for path in reversed(of(view.folders))])
 

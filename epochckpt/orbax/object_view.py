@@ -122,7 +122,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
         return {}
     view = Views().build(record)
     damage = dict[str, DamagedError]()
-    there = list[str]()
+    existing = list[str]()
 
     def look(path: str) -> None:
         at = layout.join(folder, path)
@@ -133,14 +133,14 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
                 )
             else:
                 problem = compare_file(store, at, (record.orbax_view or {})[path], view.files.get(path))
-            there.append(path)
+            existing.append(path)
         except OSError as error:
             problem = damage_of(at, error)
         if problem:
             damage[path] = DamagedError(at, problem)
 
     store.each(look, sorted({*record.orbax_view, *view.copies}))
-    return dict(sorted(damage.items())) if there else None
+    return dict(sorted(damage.items())) if existing else None
 
 
 def repair(store: Store, folder: str, record: EpochRecord, still: Callable[[], bool]) -> list[str]:

@@ -273,14 +273,14 @@ class PosixStore(Store):
         with _named(self._name(src)), os.scandir(self._target(src)) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         for entry in found:
-            here = f"{src}/{entry.name}"
-            there = f"{dst}/{entry.name}"
+            source = f"{src}/{entry.name}"
+            target = f"{dst}/{entry.name}"
             if entry.is_symlink():
-                self.link(there, os.readlink(entry.path))
+                self.link(target, os.readlink(entry.path))
             elif entry.is_dir(follow_symlinks=False):
-                self.copy_tree(here, there)
+                self.copy_tree(source, target)
             else:
-                with self.open_reader(here) as reader, writing(self, there, reader.size) as writer:
+                with self.open_reader(source) as reader, writing(self, target, reader.size) as writer:
                     start = 0
                     for piece in reader.pieces():
                         writer.write(start, piece)
