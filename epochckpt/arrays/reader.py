@@ -67,8 +67,8 @@ def once(method: Callable[..., T]) -> Callable[..., T]:
 class EpochReader:
     """Reads one committed epoch from its folder in the store; without `verify`, leaves are read without checksums.
 
-    On a disk that only its own host sees, the folder has the files of some nodes: `here`. What it lacks is read from a
-    `copy` of the epoch, which is asked for when something is missing.
+    On a disk that only its own host sees, the folder has the files of `local_nodes` only. Missing parts are read from a
+    `copy` of the epoch, which is opened when a part is missing.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class EpochReader:
 
     @property
     def some(self) -> str | None:
-        """The names of the nodes whose files are here; None if all are."""
+        """The names of the local nodes; None if all nodes are local."""
         if len(self.local_nodes) == len(self.record.nodes):
             return None
         return ", ".join(self.record.nodes[node].name for node in sorted(self.local_nodes))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that are here, as far as their records tell."""
+        """Bytes of the files of local nodes, as far as their records tell."""
         total = 0
         for node in sorted(self.local_nodes):
             total += self.record.nodes[node].nbytes
@@ -269,7 +269,7 @@ class EpochReader:
 
     @once
     def also_files(self, item: str, node: int) -> list[ArrayFile]:
-        """The data files that a node, which is here, wrote of cells that others own; none but on a disk of its own."""
+        """The replica files that a local node wrote; none unless hosts have disks of their own."""
         listed = [f for f in self.node_record(node).replicas if f.item == item]
         held = self._arrays(item).replicas(node)
         return self._laid_out(item, node, listed, held, self.path(node)) if listed else []
@@ -328,7 +328,7 @@ class EpochReader:
             raise EpochDeletedError(self.record.epoch, self.store.root, "another attempt is committed there now")
 
     def verify_all(self, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
-        """Reads every byte that is here; returns one error per damaged block, and per file that cannot be read."""
+        """Reads every byte of local nodes; returns one error per damaged block, and per file that cannot be read."""
         damage: list[EpochCheckpointError] = []
         if not self.local_nodes:
             damage.append(DamagedError(self.folder, "has no node's files"))
@@ -393,7 +393,7 @@ class EpochReader:
         return _places_in(self.also_files(item, node))
 
     def _inlined(self, request: Request) -> np.ndarray | None:
-        """The leaf of a request, if the commit record has it and its node's files are not here."""
+        """The leaf of a request, if the commit record has it and its node is not local."""
         content = self.record.inlined.get(request.item, {}).get(str(request.leaf))
         arrays = self._arrays(request.item)
         if content is None or arrays.owner(request.leaf, 0) in self.local_nodes:
