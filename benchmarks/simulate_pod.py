@@ -181,8 +181,8 @@ class Pod:
 
     def write_crowd(self, manager: ec.CheckpointManager) -> None:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
-        (attempt,) = manager._attempts.pending()
-        item, commits = attempt.snapshot.items["default"].arrays, manager._commits
+        (attempt,) = manager.parts.saves.queue.pending()
+        item, commits = attempt.snapshot.items["default"].arrays, manager.parts.directory.commits
         identity, pool = f"{commits.incarnation}-{attempt.name}", _threads.Pool(1)
         report, again = attempt.reports[1], len(self.reports) == len(self.crowd)
         bases = view.bases(attempt.snapshot.items, report.nodes[0].entry.files)
@@ -201,7 +201,7 @@ class Pod:
                 buffers = [Buffer(np.full(span.nbytes // 4, 1.5, np.float32)) for span in plan.cell_ranges]
                 part = Snapshot([SavedTree(plan, node, buffers)], digest=attempt.snapshot.digest)
                 job, mine = (
-                    dataclasses.replace(manager._nodes, process=node),
+                    dataclasses.replace(manager.parts.saves.nodes, process=node),
                     dataclasses.replace(attempt, snapshot=part),
                 )
                 report = write_nodes(commits, job, mine, identity, ec.StorageOptions(), pool)
@@ -222,7 +222,7 @@ class Pod:
         if self.nodes > 1:
             key = self.reported.get()
             for other in (0, self.nodes - 1):
-                for attempt in managers[other]._attempts.pending():
+                for attempt in managers[other].parts.saves.queue.pending():
                     attempt.written.wait()
             self.write_crowd(managers[1])
             for node, report in zip(self.crowd, self.reports, strict=True):

@@ -153,11 +153,11 @@ class StepExistsError(EpochExistsError, _StepAlreadyExistsV1):
 def join_orbax() -> None:
     """Makes these errors subclasses of Orbax's errors, so that `except` clauses that name Orbax's classes catch them.
 
-    The managers call it when they are imported, which imports Orbax anyway. The bases cannot be set from
-    the start: `directory` raises these errors, too, and a look at a directory (`epochckpt ls`) must not wait for
-    Orbax's import. Subclasses for the managers would not help. An `except` clause looks at real bases only, so every
-    call that may meet a missing epoch would have to catch the error of `directory` and raise a subclass instead.
-    Therefore the bases change, once, here and nowhere else.
+    The managers call it when they are imported, which imports Orbax anyway. The bases cannot be the right ones from the
+    start: `directory` raises these errors, too, and a look at a directory (`epochckpt ls`) must not wait for Orbax's
+    import. The managers cannot raise subclasses of their own either. An `except` clause looks at real bases only, so
+    every call that may meet a missing epoch, of a manager, a reader or a job, would have to replace the error that
+    `directory` raised. Therefore the bases change, once, here and nowhere else.
     """
     from orbax.checkpoint import v1
     from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError

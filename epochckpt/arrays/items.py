@@ -449,7 +449,10 @@ def check_names(names: Sequence[str], folders: Collection[str], item_names: Sequ
     for name in names:
         paths.check_item_name(name, folders)
         if item_names and name not in item_names:
-            raise InvalidArgumentError(f"item {name!r} is not among item_names={list(item_names)}")
+            raise InvalidArgumentError(
+                f"item {name!r} is not among item_names={list(item_names)} (in Orbax's words: it does not match with "
+                "any registered handler)"
+            )
 
 
 def _with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]) -> Any:

@@ -425,7 +425,7 @@ class Worker:
 
     def _step(self) -> bool:
         """The next piece of work; False if there is none."""
-        if self._ledger.open:
+        if self._ledger.undecided():
             self._ledger.settle()
         if not self._claimed:
             self._claim()

@@ -276,8 +276,7 @@ class LedgerFile:
         self._acting = 0  # calls of `withdraw` that are under way
         self._open = frozenset[int]()  # epochs of withdrawals that were written, and may not hold
 
-    @property
-    def open(self) -> frozenset[int]:
+    def undecided(self) -> frozenset[int]:
         """Epochs of withdrawals of which it is not written yet whether they hold: no policy may delete these."""
         return self._open
 

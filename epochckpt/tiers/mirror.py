@@ -61,13 +61,9 @@ class Mirror:
         url: str,
         options: StorageOptions,
         policies: ocp.CheckpointManagerOptions,
-        hosted: Callable[[], Sequence[str]] = tuple,
         names: StepNames | None = None,
     ):
-        """`hosted` gives the names of this process's nodes, which are known once the directory is open.
-
-        `names` are those of epochs' folders, if they are not those of the `policies`.
-        """
+        """`names` are those of epochs' folders, if they are not those of the `policies`."""
         store = open_store(url, settings=options.store)
         names = names or StepNames.of(policies)
         self.url = store.root
@@ -75,7 +71,7 @@ class Mirror:
         self._copies = commits_of(store, names)  # to write, in the background
         self._options = options
         self._policies = policies
-        self._hosted = hosted
+        self._hosted: Sequence[str] = ()  # the names of this process's nodes
         self._standing: Standing = Unanswered(UnsupportedError("nobody has looked"))
         self._found: Ledger | None = None  # the ledger of this directory, as of the last look
         self._gone: Mapping[int, str | None] = {}  # the save ids of epochs that are no part of the mirror's history
@@ -86,6 +82,14 @@ class Mirror:
         self._worker: Worker | None = None  # on the primary, where this run writes to the mirror
         self._follower: Follower | None = None  # on the other processes
         self._work: _threads.Future[None] | None = None
+
+    def take_nodes(self, hosted: Sequence[str]) -> None:
+        """Says which nodes this process hosts, once that is known, and when they are renamed."""
+        self._hosted = hosted
+
+    def hosted(self) -> Sequence[str]:
+        """The names of this process's nodes."""
+        return self._hosted
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -358,7 +362,7 @@ class Mirror:
             coordinator=coordinator,
             prefix=f"{prefix}/mirror",
             options=self._options,
-            hosted=self._hosted,
+            hosted=self.hosted,
         )
         if not coordinator.primary:
             self._follower = Follower(job=job, adopt=self.adopt)

@@ -85,7 +85,7 @@ def test_what_is_committed_during_a_look_is_listed(saved: pathlib.Path, monkeypa
     for epoch in range(2):
         damage(saved, epoch)
     with ec.CheckpointManager(saved) as manager:
-        survey, looked, go = manager._common.survey, threading.Event(), threading.Event()
+        survey, looked, go = manager.parts.administration.common.survey, threading.Event(), threading.Event()
 
         def held(calls: Any) -> Any:
             found = survey(calls)
@@ -93,7 +93,7 @@ def test_what_is_committed_during_a_look_is_listed(saved: pathlib.Path, monkeypa
             assert go.wait(WAIT_SECS)
             return found
 
-        monkeypatch.setattr(manager._common, "survey", held)
+        monkeypatch.setattr(manager.parts.administration.common, "survey", held)
         response = manager.restore_async(None, args=ARGS)
         assert looked.wait(WAIT_SECS)
         manager.save(2, args=ocp.args.StandardSave({"w": STATE["w"] + 2}))

@@ -212,10 +212,10 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     url = cloud.new_url()
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
-        commits = manager._commits
+        commits = manager.parts.directory.commits
         commits.begin(2, dead := f"{commits.incarnation}-2-9")
         commits.begin(1, again := f"{commits.incarnation}-1-9")
-        store = manager._store
+        store = manager.parts.directory.store
         for path in (f"2/process_0/{dead}/node.json", f"2/default/process_0/{dead}/x", f"1/process_0/{again}/x"):
             store.create(path, b"x")
     newer = commits_of(open_store(url), StepNames.of(Options()))
@@ -250,7 +250,7 @@ def test_what_comes_late_to_an_epoch_that_is_gone_is_in_nobodys_way(url: str) ->
         assert manager.all_steps() == [1, 4]
         manager.claim()
         assert not manager.foreign_folders()
-        manager._commits.remove_dead({attempt: "3"})  # type: ignore[attr-defined]  # that the claim does behind
+        manager.parts.directory.commits.remove_dead({attempt: "3"})  # type: ignore[attr-defined]  # that the claim does behind
         assert not store.exists("2")
         assert not store.exists("3")
         save(manager, 2, 3)
@@ -276,7 +276,7 @@ def test_a_late_copy_of_a_record_never_hides_a_newer_one(url: str) -> None:
     """The older run stands still before it copies the record of its epoch, which is then saved anew."""
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
-        commits, record = manager._commits, open_store(url).read("1/epoch.json", limit_bytes=2**20)
+        commits, record = manager.parts.directory.commits, open_store(url).read("1/epoch.json", limit_bytes=2**20)
         older = manager.save_id(1)
         manager.allow_overwrite(1)
         save(manager, 1)
@@ -291,7 +291,7 @@ def test_a_rollback_that_was_killed_on_the_way_is_completed_by_the_next_claim(
     with ec.CheckpointManager(url) as manager:
         save(manager, 1, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(manager._commits, "_copy_aside", lambda entries: None)
+            patch.setattr(manager.parts.directory.commits, "_copy_aside", lambda entries: None)
             manager.rollback_to(1)
     store = open_store(url)
     assert store.exists("2/epoch.json")

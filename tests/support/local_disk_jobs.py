@@ -97,7 +97,7 @@ def save_all(root: str) -> list[int]:
         manager.save(1, args=everything())
         manager.wait_until_finished()
         here, plan.HOST = plan.HOST, frozenset()
-        manager._planner._plans.clear()
+        manager.parts.saves.planner._plans.clear()
         manager.save(2, args=everything(staged=True))
         plan.HOST = here
         manager.wait_until_finished()

@@ -75,7 +75,6 @@ class Model:
         may: what is uncertain, and may be listed: a save or a deletion that has not returned.
         retired: what retention may have removed.
         dead: the tags that were deleted, rolled back or replaced by calls that have returned.
-        newest: the epoch of the last save.
         together: later epochs of a rollback that was killed: what is gone of them are the newest ones.
         attached: the values that an epoch may have attached, by tag.
     """
@@ -86,7 +85,6 @@ class Model:
     may: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     retired: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     dead: set[int] = dataclasses.field(default_factory=set)
-    newest: int | None = None
     together: tuple[int, ...] = ()
     attached: dict[int, set[float | None]] = dataclasses.field(default_factory=dict)
 
@@ -132,7 +130,6 @@ class Model:
         if operation.value is not None:
             self.attached.setdefault(known[epoch], {None}).add(operation.value)
         if tag:
-            self.newest = epoch
             listed = {**known, epoch: tag}
             for leaving in {*self.must} - self.staying(listed) - {epoch}:
                 self.retired.setdefault(leaving, set()).update(self.must.pop(leaving))
@@ -250,15 +247,17 @@ class World:
             self._copy()
 
     def _verify(self) -> None:
-        """Every epoch is whole, and so is its view. In a bucket a kill may leave that of the newest unfinished."""
+        """Every epoch is whole, and so is its view. In a bucket a kill may leave the newest view unfinished."""
         self.note("verify")
         in_bucket = "://" in self.url
         if run_command("verify", self.url, expected=(0, 5) if in_bucket else (0,)) == 0:
             return
+        committed_ns = {row.epoch: row.committed_ns or 0 for row in ec.inspect(self.url).overview().epochs}
         with ec.CheckpointManager(self.url, options=READER) as manager:
+            newest = max(manager.all_steps(), key=lambda epoch: committed_ns[epoch])
             for epoch in manager.all_steps():
                 found = manager.verify(epoch)
-                if found.damage or (found.view_damage and epoch != self.model.newest):
+                if found.damage or (found.view_damage and epoch != newest):
                     raise Wrong("epochckpt verify finds damage", f"{epoch}: {found}")
 
     def _listed(self, url: str) -> list[int]:
