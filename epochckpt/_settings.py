@@ -86,7 +86,7 @@ class Setting:
 
     Attributes:
         kind: the values that it may have.
-        owner: the class or function that has the option which it decides, such as `JobRunner`.
+        owner: the class or function with the option that the setting decides, such as `JobRunner`.
         option: the name of that option.
         help: what it is for.
         needs: the settings without which it says nothing, each with the reason.
@@ -112,7 +112,7 @@ def _of(
     needs: Mapping[str, str] | None = None,
     writes: bool = False,
 ) -> dict[str, Setting]:
-    """The metadata of a setting. `option` is the name of the option that it decides, if that has another name."""
+    """The metadata of a setting. `option` is the name of the decided option, if it differs from the setting's name."""
     row = Setting(kind=kind, owner=owner, option=option, help=help, needs=needs or {}, writes=writes)
     return {_ROW: row}
 

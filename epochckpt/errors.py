@@ -222,9 +222,9 @@ class FormatVersionError(EpochCheckpointError, ValueError):
 class DamagedError(EpochCheckpointError, ValueError):
     """Bytes on storage have changed since they were written.
 
-    `path` is relative to the checkpoint directory, and `problem` says more. `leaf` is None if the bytes belong to no
-    leaf. Small leaves share a checksum: if `leaves` is greater than 1, any of so many leaves may be damaged, and `leaf`
-    is the first of them.
+    `path` is relative to the checkpoint directory, and `problem` says more. `leaf` is None for bytes outside leaves.
+    Small leaves share a checksum: if `leaves` is greater than 1, any of so many leaves may be damaged, and `leaf` is the
+    first of them.
     """
 
     def __init__(self, path: str, problem: str, leaf: str | None = None, leaves: int = 1):
@@ -309,7 +309,7 @@ class MismatchError(EpochCheckpointError, ValueError, KeyError):
         self.args = ("\n".join([*lines, *self._advice(remedies)]),)
 
     def _table(self) -> list[tuple[str, str, str, str]]:
-        """The rows that people see: renames first, then the leaves; of leaves that are alike there is one row."""
+        """The rows that people see: renames first, then the leaves. Similar leaves share a row."""
         shown = []
         renamed = set[str]()
         for rename in self.renames:
@@ -533,8 +533,8 @@ class UploadError(EpochCheckpointError, RuntimeError):
 class TaskError(EpochCheckpointError, RuntimeError):
     """A task of a job raised an error, which is the cause of this one. Committed epochs are untouched.
 
-    `group` is the phase of the `task` (setup, init, epoch, download or exit), `epoch` the one that was being trained
-    on the `node` (0 before the first), in the job's `unit`, and `reason` what the task raised.
+    `group` is the phase of the `task` (setup, init, epoch, download or exit). `epoch` was being trained on the `node`
+    (0 before the first), in the job's `unit`. `reason` is the task's error.
     """
 
     def __init__(self, task: str, group: str, node: str, epoch: int, reason: str, unit: str = "epoch"):
@@ -562,7 +562,7 @@ _ANSWERS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}) |
 
 
 def is_passing(error: OSError) -> bool:
-    """Whether a failed read says nothing about what is stored: a time-out, a bad sector, too many open files."""
+    """Whether a failed read proves nothing about the stored bytes: a time-out, a bad sector, too many open files."""
     return error.errno is not None and error.errno not in _ANSWERS and not isinstance(error, EpochCheckpointError)
 
 

@@ -262,7 +262,7 @@ class Sharing:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Tells the others an error, which they raise."""
+        """Sends an error to the other processes, which raise it."""
         if not self._over:
             with contextlib.suppress(EpochCheckpointError):  # the answer is this very error, as a rule
                 self._tell({"error": errors.to_wire(error)})
@@ -366,7 +366,7 @@ def _typed(raw: np.ndarray, arrays: ArrayItem, piece: _Piece) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _program(groups: Groups) -> tuple[NamedSharding, Any]:
-    """On one device of each process: how chunks lie before they are gathered, and the program that gathers them."""
+    """The sharding of chunks, on one device of each process, and the program that gathers chunks."""
     first: dict[int, Any] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):
         first.setdefault(device.process_index, device)

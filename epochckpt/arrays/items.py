@@ -58,7 +58,7 @@ class RestoreContext:
     handlers: Handlers
     nodes: Nodes = dataclasses.field(default_factory=Nodes)
     memory_limit_bytes: int | None = None  # see `StorageOptions.restore_memory_limit_bytes`
-    sharing: Sharing | None = None  # of the restore that is under way, where its processes share what they read
+    sharing: Sharing | None = None  # of the current restore, if its processes share reads
 
     def successions(self, names: Sequence[str]) -> list[int]:
         """For each node of this job, the number of the old node that it replaces: by name, else the next free one."""

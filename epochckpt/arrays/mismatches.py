@@ -37,7 +37,7 @@ def suggested(rows: Sequence[Mismatch], epoch: Sequence[str], target: Sequence[s
     old_alike = _alike({name: row.found for name, row in olds.items()}, old_of.values())
     new_alike = _alike({name: row.expected for name, row in news.items()}, new_of.values())
     found = dict[str, str]()  # from parts of the epoch to parts of the target
-    ends_of = dict[str, list[str]]()  # what is below a part that was found
+    ends_of = dict[str, list[str]]()  # the lower ends of a found part
     taken = set[str]()  # leaves of the epoch
     given = set[str]()  # leaves of the target
     for leaves in sorted(old_alike.keys() & new_alike.keys(), key=_small_last):

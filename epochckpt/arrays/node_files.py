@@ -2,7 +2,7 @@
 
 A range is read as the blocks that it touches, so that no unverified byte reaches the caller. A cell that fills a
 contiguous piece of its destination is read straight into it; other cells go through a buffer of a block or a row. From
-an object store blocks that lie near each other come with one request.
+an object store, neighbouring blocks are read with one request.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class NodeFile:
         return (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
 
     def _spans(self, blocks: Iterable[int]) -> Iterator[list[int]]:
-        """Groups blocks, ascending, that are read together: on an object store those near each other."""
+        """Groups blocks, ascending, that are read together: on an object store, neighbouring ones."""
         group: list[int] = []
         longest = 0 if self.epoch.store.renames else _SPAN_BYTES
         for block in blocks:

@@ -71,7 +71,7 @@ class FilePlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ItemPlan:
-    """What this node does for one item."""
+    """This node's part in saving one item."""
 
     item: ArrayItem
     owned: tuple[np.ndarray, np.ndarray, np.ndarray]  # (leaf, cell, bytes) of every cell it writes, in file order
@@ -514,7 +514,7 @@ def _mesh_row(mesh: Any) -> dict[str, Any]:
 
 
 def _turn(grid: Grid) -> int:
-    """Rotation of a leaf against the one before it in its grid row: past the holders that own the cells of that one."""
+    """The rotation between consecutive leaves of a grid row: past the owners of the first leaf's cells."""
     width = len(grid.holders[0])
     load = collections.Counter(cell % width for cell, first in enumerate(grid.firsts) if first == 0)
     most = [k for k in range(width) if load[k] == load[0]]
@@ -572,7 +572,7 @@ def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
 def _sources(
     builder: "_Builder", item: ArrayItem, forms: Forms, cells: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> Iterator[CellSource]:
-    """Where this node finds each cell that it writes."""
+    """The sources of the cells that this node writes."""
     places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
     whole: dict[int, tuple[Any, ...]] = {}  # by form, of those of which a leaf is one cell: the source but for the leaf
     shards: dict[int, tuple[_Layout, dict[int, int], bool]] = {}  # by form: which shard is which cell

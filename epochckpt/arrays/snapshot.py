@@ -88,7 +88,7 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """What this process does for one save. Nothing has been copied or run yet."""
+    """This process's part in one save. Nothing has been copied or run yet."""
 
     items: Sequence[SaveItem]
     trees: Sequence[SavedTree]  # every pytree of the items that this process writes
@@ -144,7 +144,7 @@ class SavePlan:
                 own.setdefault(node, {})[item.name] = tree
             else:
                 items[item.name] = dataclasses.replace(tree, handler=item.handler)
-        # Handlers run one by one: those that have begun are ended when a later one, or a copy, fails.
+        # Handlers start one by one. If one of them, or a copy, fails, the started ones are ended.
         running: list[HandlerSave] = []
         try:
             for run in (item.run for item in self.items if item.run is not None):

@@ -38,7 +38,7 @@ _ORDERED_PLATFORMS = frozenset({"gpu", "cpu"})  # donation waits for transfers, 
 class StagedCell(NamedTuple):
     """One cell on an accelerator."""
 
-    data: jax.Array  # the shard that holds it, on one device
+    data: jax.Array  # the cell's shard, on one device
     cut: tuple[slice, ...] | None  # the part of that shard; None for all of it
     shard: Any = None  # equal for cells that are parts of one shard, which moves whole; None: it is the only one
 

@@ -81,7 +81,7 @@ class Changes:
 
 
 def rm(args: argparse.Namespace, output: Output) -> int:
-    """Delete epochs: those that are named, and no others.
+    """Delete the named epochs, and no others.
 
     It is a dry run without --yes, and refused while a run is alive in the directory, or writes to the mirror that
     --mirror names, which follows.

@@ -44,9 +44,9 @@ class FormatOptions:
 def write_orbax(
     reader: CheckpointReader, record: EpochRecord, target: Store, options: FormatOptions, arrays: SelectedArrays | None
 ) -> Unsupported:
-    """Writes items and the directory's metadata, durably and verified; returns what was left out.
+    """Writes items and the directory's metadata, durably and verified; returns the parts that were left out.
 
-    The items are those of the record, or the `arrays` that were selected, in data files that are made for them.
+    Writes the items of the record; or the selected `arrays`, in new data files.
     """
     files = [] if arrays is None else _data_files(arrays)
     if arrays is not None:

@@ -236,7 +236,7 @@ def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[Im
         )
         leaves.append(leaf)
     _check(found, source)
-    if not selection:  # dicts stay what they are, whatever their keys
+    if not selection:  # dicts stay dicts, whatever their keys
         return tree, tuple(leaves)
     return tree_lib.nest(found, source), tuple(leaves)
 

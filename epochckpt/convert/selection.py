@@ -25,7 +25,7 @@ Patterns = str | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What `include`, `exclude`, `rename` and `dtype` of `export` and `import_` ask for; without them, all as it is."""
+    """The `include`, `exclude`, `rename` and `dtype` of `export` and `import_`; by default everything, unchanged."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ class SelectedArrays:
         return f"checkpoint {self.source.record.epoch}, item {self.name!r}"
 
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
-        """See `EpochReader.read`; what is to be cast is held a second time, as it is stored."""
+        """See `EpochReader.read`; leaves that are cast are also held in their stored form."""
         assert not packs, "no restore reads from here"
         wanted = list[Request]()
         cast = list[tuple[np.ndarray, np.ndarray]]()

@@ -33,7 +33,7 @@ METADATA = ".metadata"
 
 _MAX_PICKLE_BYTES = 256 * 2**20
 _MAX_COVER_CELLS = 10**6
-_MAX_VALUES = 10**6  # in one that is no tensor: a small pickle may name one list in many places, and that in many
+_MAX_VALUES = 10**6  # of an entry that is no tensor: a small pickle may refer to one list many times, on many levels
 _CRC_BYTES = 8 * 2**20
 _OTHER_DTYPES = re.compile(r"q?u?int\d|bits\d|complex\d|float\d")  # that NumPy and JAX may lack
 _STORAGES = {

@@ -238,7 +238,7 @@ class ArrayItem:
 
     @functools.cached_property
     def _file_order(self) -> np.ndarray:
-        """The leaves with bytes, as they follow each other in the files of one node."""
+        """The leaves with bytes, in the order of a node's files."""
         found = np.flatnonzero(self.each(lambda leaf: leaf.kind in ARRAY_KINDS, bool))
         return found[np.argsort(-self.each(_itemsize)[found], kind="stable")]
 
@@ -395,7 +395,7 @@ class ArrayItem:
 
 
 def _held(grid: Grid, cell: int, first: int) -> Sequence[int] | int:
-    """The nodes that hold a cell; where several do, and they are those of an earlier cell, the number of that cell."""
+    """The nodes that hold a cell. Several nodes that already stand at an earlier cell: the number of that cell."""
     return grid.holders[cell] if first == cell or len(grid.holders[cell]) == 1 else first
 
 

@@ -92,7 +92,7 @@ FILE_ROWS = Rows(DataFile, ["item", "part", "size", "data_start", "cells"], ["na
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeRecord:
-    """`node.json`: what one node wrote for one attempt."""
+    """`node.json`: the files that one node wrote for one attempt."""
 
     epoch: int = stored("epoch", INTEGER)
     attempt: str = stored("attempt", _TEXT)

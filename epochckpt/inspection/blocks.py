@@ -145,7 +145,7 @@ class Summary(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Names and what is known, one a line."""
+    """Named facts, one per line."""
 
     facts: tuple[tuple[str, Words], ...]
 

@@ -292,7 +292,7 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
 
 
 def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
-    """How the array lay on devices, as far as Orbax recorded it; it does not record which node wrote what."""
+    """The sharding of the array, as far as Orbax recorded it. Orbax does not record which node wrote a part."""
     recorded = item.shardings.get(row.param, {})
     with contextlib.suppress(KeyError, TypeError, ValueError):  # it is in no form that we know
         if recorded.get("sharding_type") == "SingleDeviceSharding":

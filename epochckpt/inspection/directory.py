@@ -75,7 +75,7 @@ def inspect(
             itself names is only shown: an address that comes out of a directory is never opened.
 
     Raises:
-        NotACheckpointDirectoryError: it is no checkpoint directory; the message says what it may be.
+        NotACheckpointDirectoryError: it is no checkpoint directory; the message guesses its nature.
         AccessError: it may not be read.
         InvalidArgumentError: an unknown mode or unit.
     """

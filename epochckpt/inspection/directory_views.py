@@ -159,14 +159,14 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
 
 
 def _legend(found: rows.Overview) -> list[Block]:
-    """What the signs in the table mean, as far as they are there and the summary has not said it."""
+    """The meaning of the signs in the table; without signs that do not occur, or that the summary explains."""
     said = []
     if any(row.state == rows.COMMITTED for row in found.epochs):
         said.append(f"✓ committed: the {noun(found.unit)} can be restored")
     if any((row.notes or {}).get("partial") for row in found.epochs):
         said.append("partial: saved in the middle, a run that resumes enters it")
     if any(len(row.nodes) > 1 for row in found.epochs):
-        said.append("a bar is the time that a node wrote, × a damaged node, · one that is not in it")
+        said.append("a bar is a node's time of writing, × a damaged node, · a missing node")
     return [kinds.Summary(tuple(Span(each, Tone.FAINT) for each in said))] if said else []
 
 
@@ -177,7 +177,7 @@ def _metrics(found: rows.Overview) -> list[str]:
 
 
 def _curves(found: rows.Overview, names: Sequence[str]) -> list[Block]:
-    """Each metric over all epochs that have it: its curve, where it began, where it is, its least and its greatest."""
+    """Each metric over all its epochs: the curve, the first and the latest value, the least and the greatest."""
     gone = {row.epoch for row in found.deleted}
     curves = [(name, found.history[name]) for name in names if len(found.history.get(name, ())) > 1]
 

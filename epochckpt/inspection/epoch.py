@@ -1,4 +1,4 @@
-"""The inspection of one epoch and of one item, and the tables that they return."""
+"""The inspections of one epoch and of one item, and their tables."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class EpochInspection(NamedContents):
         return dataclasses.replace(row, unit=unit)
 
     def _gone(self) -> EpochDeletedError:
-        return EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
+        return EpochDeletedError(self.epoch, self._commits.store.root, "it existed when it was opened")
 
     def detail(self) -> EpochDetail:
         """The row, the items and their leaves."""

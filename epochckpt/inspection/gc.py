@@ -1,4 +1,4 @@
-"""What may be removed from a directory, and removing it: attempts that are dead, and what was taken out of sight.
+"""Finds and removes garbage in a directory: dead attempts, and deleted or replaced things that were moved away.
 
 - Committed epochs are never touched, nor what is named like an epoch, nor anything behind a symlink.
 - Nothing is removed that was written to or moved within `older_than_secs`, which is more than a save may take. It is

@@ -65,7 +65,7 @@ def usual_place(leaves: Sequence[rows.LeafRow]) -> tuple[str, str]:
 
 
 def placed(leaf: rows.LeafRow, usual: tuple[str, str]) -> str:
-    """How an array lies on devices, as far as that is not what is usual."""
+    """The sharding of an array, as far as it differs from the usual one."""
     lies = leaf.sharding
     if lies is None or (lies.spec == usual[1] and not lies.mesh):
         return ""
@@ -157,7 +157,7 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
 
 
 def _picture(lies: rows.ShardingRow, sides: Sequence[int]) -> kinds.Table | None:
-    """The parts of an array as it is cut, each with its devices and the nodes that held it; None if it is too large."""
+    """The parts of a sharded array, each with its devices and nodes; None if there are too many parts."""
     cut = [dim for dim, count in enumerate(lies.counts) if count > 1]
     across = lies.counts[cut[1]] if len(cut) > 1 else 1
     if not lies.holders or len(cut) > 2 or across > _ACROSS:

@@ -185,7 +185,7 @@ def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> L
 
 
 def classified(commits: Commits, name: str, todelete_subdir: str | None = None) -> Iterator[Found]:
-    """What a folder of a POSIX directory is, or what is in it, by names; it is named like no epoch."""
+    """Classifies a folder of a POSIX directory, or its contents, by names; the folder is not named like an epoch."""
     if _is_staging(name):
         yield from _in_staging(commits, name)
     elif (known := kind_of(name, todelete_subdir)) is not None:

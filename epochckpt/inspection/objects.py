@@ -1,4 +1,4 @@
-"""What lies in a directory of an object store: the head says what counts, listings how much there is of it.
+"""The contents of a directory in an object store: the head names the epochs, listings give the sizes.
 
 The names of an attempt's objects contain its id. So one listing of everything is enough to sort them: into epochs,
 attempts, epochs that were set aside, strays of late writers, and objects that are not ours.
@@ -149,7 +149,7 @@ def _copied(commits: PutCommits, thing: Thing) -> str:
 def is_stray(head: Head, folder: str, attempt: str, *, copied: bool) -> bool:
     """Whether an attempt that the head does not name was written by a run that it knows.
 
-    A folder with a commit record that is no epoch of the head is one that people have put there.
+    A folder with a commit record that the head does not name was put there by people.
     """
     return head.knows(attempt) and (folder in head.epochs or not copied)
 

@@ -75,7 +75,7 @@ class EpochRow:
     latest: bool = False
     best: bool = False  # by the metric that was asked for
     tier: str = ""  # of a directory with a mirror, where it is: LOCAL, MIRROR or BOTH; empty if that is not known
-    unit: str = "epoch"  # what the job that saved it counts, or `step`
+    unit: str = "epoch"  # the counting unit of the job that saved it, or `step`
 
     @property
     def secs(self) -> float | None:
@@ -464,7 +464,7 @@ class Diff:
     before: int
     after: int
     rows: tuple[DiffRow, ...]  # in order of the trees; of each item, leaves that were removed come last
-    other_directory: str = ""  # of the second epoch, if it is another one
+    other_directory: str = ""  # of the second epoch, if different
     metrics: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # of both, by name, that differ
     # Why something was not compared and has no row, by `item`, `item:leaf` or `item:node:leaf`.
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)

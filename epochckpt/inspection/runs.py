@@ -64,7 +64,7 @@ def inspect_runs(
         options: the step name format, if it is not the default.
 
     Raises:
-        NotACheckpointDirectoryError: no checkpoint directory is in it; the message says what it may be.
+        NotACheckpointDirectoryError: no checkpoint directory is in it; the message guesses its nature.
         AccessError: it may not be read.
         InvalidArgumentError: an unknown mode; of `sort` when rows are asked for.
     """
@@ -166,7 +166,7 @@ class Runs(NamedContents):
 
 @dataclasses.dataclass(frozen=True)
 class _FolderSearch:
-    """The names of the checkpoint directories that a search has found; and, in words, what it left out."""
+    """The names of the checkpoint directories that a search found; and, in words, the limits of the search."""
 
     names: Sequence[str]
     left_out: str = ""

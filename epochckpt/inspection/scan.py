@@ -457,8 +457,8 @@ def look(
 
     The newest epochs up to the limit become rows. The best epoch and attempts always do, and so does the latest that
     can be read, unless the limit is 0. `check` looks at about `CHECKED_FILES` files: are they there, with the sizes
-    that were recorded? In an object store it looks at about `CHECKED_REQUESTS / 2` epochs, and the rows of the others
-    are those of the head: no request is made for them. `known`: the directory as it was opened before. `mirror`: its
+    that were recorded? In an object store it looks at about `CHECKED_REQUESTS / 2` epochs; the rows of other
+    epochs are made from the head, without requests. `known`: the directory as it was opened before. `mirror`: its
     mirror, which is looked at, too.
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):

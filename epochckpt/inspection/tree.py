@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SCREEN = 60  # rows of all trees of a view, unless a depth is asked for
 _MAX_DEPTH = 24
-_TWINS = 4  # leaves of the least group that is folded because another one is like it
+_TWINS = 4  # the fewest leaves of a group that is folded because it repeats another one
 
 
 class Folding(NamedTuple):
@@ -113,7 +113,7 @@ class Branch:
 
 
 def fold_twins(trees: Mapping[str, Branch]) -> None:
-    """Has each group of the trees name the one that it repeats, as Adam's moments repeat the parameters.
+    """Marks each group of the trees that repeats another group, as Adam's moments repeat the parameters.
 
     Of several groups with the same leaves the one nearest to its root is shown. `trees` are by item.
     """

@@ -236,7 +236,7 @@ def item(found: rows.ItemRow, total_nbytes: int, *, open: bool = True) -> list[B
     what = {"arrays": leaf_views.extent(found.leaves), "files": _units.several(len(found.files), "file", "files")}
     what = what.get(found.kind, f"{_units.several(len(found.nodes), 'node', 'nodes')} with their own")
     leaves = rows.without_empty(found.leaves)
-    # What each node has of its own is one tree, whose outermost groups are the nodes: they are much alike.
+    # The nodes' own items are drawn as one tree, with a group per node: they are much alike.
     for node, own in found.nodes.items():
         own_leaves = rows.without_empty(own.leaves)
         leaves += [dataclasses.replace(leaf, path=(node, *(leaf.path or (leaf.name,)))) for leaf in own_leaves]

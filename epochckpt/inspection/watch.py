@@ -69,7 +69,7 @@ class Watcher:
         return max(self._epochs, default=-1)
 
     def look(self) -> list[Event]:
-        """What has changed since the last look; all that is there at the first one."""
+        """The changes since the last look; at the first look, everything."""
         now = time.time_ns()
         # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
         attempts = {row.attempt: row for row in self._under_way(now)}

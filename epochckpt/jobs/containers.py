@@ -1,8 +1,8 @@
 """The containers of a pytree, such as tuples, named tuples and dataclasses: recorded, and made again.
 
-A restore without a target gives dicts and lists. What is recorded here (as JSON) says which of them were something
-else. No class is imported by a name that was read: a class is found only in a module that the program has imported
-already, and is used only if JAX knows it as a container with the same fields.
+A restore without a target gives dicts and lists. The record (JSON) names those of them that were other containers.
+Classes are looked up only in modules that the program has imported already: a recorded name imports nothing. A class is
+used only if JAX knows it as a container with the same fields.
 """
 
 from __future__ import annotations

@@ -309,7 +309,8 @@ class Job(_Scope):
         init_group: runs once, only from scratch.
         epoch_group: runs once per epoch.
         download_group: runs once, after the last epoch.
-        exit_group: runs once, at the very end. A run that is preempted there runs both again when it is started again.
+        exit_group: runs once, at the very end. If the run is preempted in the download or exit group, a restart runs both
+            again.
         stop_conditions: see `add_stop_condition`.
         nodes_to_checkpoint: by default those that `init_group` uses.
         unit: what the job counts: `"epoch"`, or `"step"` for training that has no epochs.
@@ -379,8 +380,8 @@ class Job(_Scope):
     def nodes(self) -> list[str]:
         """All nodes that the job names, in order: in a `DistributedSession` they are the processes 0, 1, ….
 
-        The order is that in which tasks use them; the tasks of `init_group` come first. If `nodes_to_checkpoint` lists
-        all nodes, its order counts instead.
+        The nodes stand in the order of their first use by tasks; the tasks of `init_group` come first. If
+        `nodes_to_checkpoint` lists all nodes, its order counts instead.
         """
         used = [*self.init_group.used_nodes(), *(task.node for task in self._tasks() if task.node is not None)]
         kept = self.nodes_to_checkpoint()
@@ -417,7 +418,7 @@ class Job(_Scope):
         """The stop condition that something stands for, see `add_stop_condition`."""
         if isinstance(output, Task):
             if len(output.outputs()) != 1:
-                raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass the one that is meant")
+                raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass one of them")
             (output,) = output.outputs()
         if isinstance(output, str):
             condition = _blob_condition(output, Node.current())

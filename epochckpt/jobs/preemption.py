@@ -76,7 +76,7 @@ class Stopper:
     def of_one_node(self) -> Callable[[], bool]:
         """Answers the questions of one node of this process; every node asks equally often.
 
-        Nodes of one process run one after the other. The n-th question of every node has the answer that the first
+        Nodes of one process run in turn. The n-th question of every node has the answer that the first
         node got: else some nodes would leave an epoch that other nodes have finished.
         """
         questions = itertools.count()

@@ -395,8 +395,8 @@ def run(
         job: what to run.
         directory: of the checkpoints: a path or a URL; None: nothing is saved.
         session: where it runs, see `JobRunner.train`.
-        exit: end the program, with the result's `exit_code`: a scheduler then knows whether to start it again. That
-            the last epoch could not be saved is told by the exit code then, too, and not raised.
+        exit: end the program, with the result's `exit_code`: a scheduler then knows whether to start it again. If the
+            last epoch could not be saved, the exit code says so, and no error is raised.
         options: of the manager: when to save, what to keep.
         storage: how bytes get to storage.
         arguments: others of `JobRunner`.

@@ -308,7 +308,7 @@ class target(OfMetric):
 
 @registered
 class metric_above(OfMetric):
-    """True after an epoch whose metric is above a limit: for what must not grow, such as a loss that diverges.
+    """True after an epoch whose metric is above a limit, such as the loss of a run that diverges.
 
     Args:
         metric: its name.

@@ -45,8 +45,8 @@ class CopyUpload(UploadTaskGroupBuilder):
     the destination does that.
 
     A second upload of the same epoch only looks whether the copy is whole, and makes it anew if a file is missing or
-    short. An upload that has something to copy writes to the destination as a run does: it takes over from the run that
-    wrote there before, and removes what a killed upload left.
+    short. A real upload writes to the destination as a run does: it takes over from the earlier writer, and removes the
+    leftovers of a killed upload.
 
     Memory is bounded by blocks; on stores without rename, which take a file whole, by the largest file of a node (see
     `StorageOptions.part_bytes`).

@@ -36,7 +36,7 @@ UNKNOWN = "unknown"  # kind of a leaf that cannot be looked into: it is damaged,
 _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}  # as Orbax restores them
 _PLACEHOLDER = "PLACEHOLDER://"
 _BARE_HANDLER = "ArrayCheckpointHandler"
-_BARE_PATH = (("k", "checkpoint"),)  # what that handler calls its only leaf
+_BARE_PATH = (("k", "checkpoint"),)  # that handler's name for its only leaf
 _TOLERATED = (ValueError, IndexError, RecursionError, OSError, NotImplementedError)  # what tensorstore raises
 
 _READS = 128  # under way at the same time, as many as Orbax has
@@ -79,8 +79,8 @@ class StoredLeaf:
 class OrbaxItem:
     """One array item of a step; its metadata is read now, arrays later.
 
-    `bare`: it is known to be a single array. `present` raises if the step is gone: where Orbax left zeros out, what was
-    deleted reads as zeros, so it is asked after each such read.
+    `bare`: it is known to be a single array. `present` raises if the step is gone. Orbax leaves out
+    chunks of zeros, so deleted chunks read as zeros: `present` is called after each such read.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class OrbaxItem:
             return tree_lib.empty_value(row.leaf.kind)
         if row.leaf.kind == "str":
             return self._text(row)
-        # Whoever asks for one number asks for the next ones, too: many are read at the same time.
+        # After one number, callers ask for the next ones: many are read at the same time.
         with self._ahead:
             if row.leaf.sharding not in self._numbers:
                 ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _NUMBERS))}

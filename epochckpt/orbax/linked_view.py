@@ -126,7 +126,7 @@ def compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: byte
 
 
 def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], path: str, target: str, view: View) -> str:
-    """What is wrong with a link, or with a copy in its place; empty if nothing is. `nodes` by folder."""
+    """The damage of a link, or of a copy in its place, in words; empty if it is whole. `nodes` by folder."""
     place = os.path.join(store.root, folder, path)
     itself = os.path.normpath(os.path.join(os.path.dirname(path), target))
     if os.path.realpath(place) == os.path.realpath(os.path.join(store.root, folder, itself)):

@@ -67,8 +67,8 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
     folder = options.todelete_subdir
     if folder is not None and (not paths.is_free_folder(folder) or StepNames.of(options).parse(folder) is not None):
         raise InvalidArgumentError(
-            f"todelete_subdir {folder!r} is not usable: expected the name of one folder in the directory, such as "
-            "'ttl=1h', that is named neither like an epoch nor like the folders that epochckpt makes itself"
+            f"todelete_subdir {folder!r} is not usable: expected the name of a folder in the directory, such as "
+            "'ttl=1h', but no name of an epoch and no name that epochckpt uses itself"
         )
     longest = StepNames.of(options).longest()
     if not (options.read_only or paths.is_movable(longest, folder or "")):
@@ -85,7 +85,7 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
 
 
 def _changed(options: Any, prefix: str = "") -> list[str]:
-    """Names of the fields that are not at their defaults; those of the options in it as `file_options.…`."""
+    """Names of the fields that are not at their defaults; fields of inner options as `file_options.…`."""
     default = type(options)()
     found = list[str]()
     for field in dataclasses.fields(options):

@@ -22,7 +22,7 @@ from epochckpt.orbax.events import SaveEvents
 
 
 class StepLog:
-    """The logger of one manager, an object with `log_entry`. What it raises is logged and harms nothing.
+    """The logger of one manager, an object with `log_entry`. Its errors are logged and harm nothing.
 
     None: Orbax's own, which writes the entries to the log at INFO.
     """

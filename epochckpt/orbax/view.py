@@ -116,7 +116,7 @@ class Views:
 
     def __init__(self, max_entries: int | None = None) -> None:
         self._known: dict[str, _ItemView] = {}
-        self._said: set[tuple[str, str]] = set()  # items, and what was logged of them
+        self._said: set[tuple[str, str]] = set()  # items, and the messages already logged for them
         self._max_entries = max_entries
 
     def note(self, record: EpochRecord) -> tuple[View | None, EpochRecord]:

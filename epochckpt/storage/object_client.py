@@ -1,4 +1,6 @@
-"""Requests to a bucket, over the `obstore` package: each ends, and says what it met. See `schemes` for their kinds.
+"""Requests to a bucket, over the `obstore` package. Each request ends, with a result or a clear error.
+
+For the kinds of buckets see `schemes`.
 
 - A request that the store refuses for the moment (429, 5xx, no connection, silence, an answer that is cut) is repeated
   with growing pauses; after a few seconds a warning says so, and at the end a StorageError. A failed connection that no

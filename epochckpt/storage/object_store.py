@@ -312,7 +312,7 @@ class _Uploads:
         self.changed = threading.Condition()
 
     def take(self, size: int) -> tuple[np.ndarray, weakref.finalize[Any, Any]]:
-        """Memory for one chunk of this many bytes, and what notes that it is freed."""
+        """Memory for one chunk of this many bytes, and the finalizer that notes its release."""
         with self.changed:
             memory = self._spare.pop() if self._spare else None
             if memory is None or len(memory) < size:

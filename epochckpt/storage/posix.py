@@ -222,7 +222,7 @@ class PosixStore(Store):
             missing.append(folder)
             folder = os.path.dirname(folder)
         for folder in reversed(missing):
-            with suppress(FileExistsError):  # another process made it, or it is no folder
+            with suppress(FileExistsError):  # another process made it, or a file has this name
                 if folder == self.root:
                     self._make(folder)
                 else:

@@ -37,7 +37,7 @@ def page(view: Sequence[Block]) -> Html:
 
 
 class _Renderer:
-    """Draws the blocks of one page, which share the room that there is."""
+    """Draws the blocks of one page, which share its room."""
 
     def __init__(self, view: Sequence[Block]):
         self._table_chars = _TABLE_CHARS

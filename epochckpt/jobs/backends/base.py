@@ -46,8 +46,8 @@ class Restored:
 class CheckpointBackend(abc.ABC):
     """A checkpoint manager, as one run or one call of the runner uses it. Every process makes the same calls.
 
-    The session is the backend's, not the manager's: a run has one backend; what is loaded or saved out of band, in
-    another session, has another.
+    The session is the backend's, not the manager's: a run has one backend, and an out-of-band load or save in
+    another session has its own.
     """
 
     asks_jax = False  # the manager itself asks JAX for its preemption notice, with its steps
@@ -288,7 +288,7 @@ class ItemBackend(CheckpointBackend):
     def _blobs_of(
         items: Iterable[str], notes: Mapping[str, Any], only: Collection[str] | None = None
     ) -> dict[str, str]:
-        """The blob that each item of an epoch holds, or of those that hold one of `only`, by item."""
+        """The blobs of an epoch by item; with `only`, just these blobs."""
         names = notes.get("blobs") or {}
         blobs = {item: names.get(item, item) for item in items}
         return {item: blob for item, blob in blobs.items() if only is None or blob in only}
@@ -394,10 +394,10 @@ class ItemBackend(CheckpointBackend):
         return {f"{n}/{blob}": self._recorder.record(f"{n}/{blob}", tree) for (n, blob), tree in states.items()}
 
     def _blob_notes(self, states: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-        """What is noted of the blobs with an epoch: their names, and their containers.
+        """The notes of an epoch about blobs: their names, and their containers.
 
-        Containers are noted by blob, and by `node/blob` where nodes differ. Those of other processes are as they were
-        after init.
+        Containers are noted by blob, and by `node/blob` where nodes differ. Containers of other processes are noted
+        as they were after init.
         """
         types: dict[str, Any] = {}
         for key, one in [*self._recorded(states).items(), *self._types_elsewhere.items()]:
@@ -422,7 +422,7 @@ def lacks_reshard(blob: str, saved_by: int, nodes: int) -> InvalidArgumentError:
 
 
 def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..., Any] | None) -> list[Any]:
-    """States of as many nodes as there are now, from those of another number of nodes."""
+    """The states of the job's present number of nodes, made from states of another number."""
     if reshard is None:
         raise lacks_reshard(name, len(states), count)
     try:

@@ -139,7 +139,7 @@ class NativeBackend(ItemBackend):
             error.add_note(f"the target of blob {blob!r} is ws.target({blob!r}, …), or else what @job.setup has made")
             raise
 
-        # What each node of this process gets of it.
+        # The values of each node of this process.
         values: dict[str, dict[str, Any]] = {}
         for item, blob in blobs.items():
             form = forms.get(item)

@@ -183,7 +183,7 @@ class OrbaxBackend(ItemBackend):
             self.discarded = epoch
 
     def drain(self) -> None:
-        """See CheckpointBackend. Includes saves that another backend of it began: Orbax lists them already."""
+        """See CheckpointBackend. Also waits for saves of other backends: Orbax already lists their steps."""
         self._settle()
         _threads.logged("a save of stock Orbax failed", self._manager.wait_until_finished)
 
