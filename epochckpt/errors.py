@@ -223,8 +223,8 @@ class DamagedError(EpochCheckpointError, ValueError):
     """Bytes on storage have changed since they were written.
 
     `path` is relative to the checkpoint directory, and `problem` says more. `leaf` is None for bytes outside leaves.
-    Small leaves share a checksum: if `leaves` is greater than 1, any of so many leaves may be damaged, and `leaf` is the
-    first of them.
+    Small leaves share a checksum: if `leaves` is greater than 1, any of so many leaves may be damaged, and `leaf` is
+    the first of them.
     """
 
     def __init__(self, path: str, problem: str, leaf: str | None = None, leaves: int = 1):

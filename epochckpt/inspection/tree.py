@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SCREEN = 60  # rows of all trees of a view, unless a depth is asked for
 _MAX_DEPTH = 24
-_TWINS = 4  # the fewest leaves of a group that is folded because it repeats another one
+_TWINS = 4  # a repeated group is folded if it has at least so many leaves
 
 
 class Folding(NamedTuple):

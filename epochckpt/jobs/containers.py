@@ -1,6 +1,6 @@
 """The containers of a pytree, such as tuples, named tuples and dataclasses: recorded, and made again.
 
-A restore without a target gives dicts and lists. The record (JSON) names those of them that were other containers.
+A restore without a target gives dicts and lists. The record (JSON) names the original containers.
 Classes are looked up only in modules that the program has imported already: a recorded name imports nothing. A class is
 used only if JAX knows it as a container with the same fields.
 """

@@ -309,8 +309,8 @@ class Job(_Scope):
         init_group: runs once, only from scratch.
         epoch_group: runs once per epoch.
         download_group: runs once, after the last epoch.
-        exit_group: runs once, at the very end. If the run is preempted in the download or exit group, a restart runs both
-            again.
+        exit_group: runs once, at the very end. If the run is preempted in this group or the download group, a restart
+            runs both again.
         stop_conditions: see `add_stop_condition`.
         nodes_to_checkpoint: by default those that `init_group` uses.
         unit: what the job counts: `"epoch"`, or `"step"` for training that has no epochs.
