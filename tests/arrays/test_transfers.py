@@ -283,7 +283,7 @@ def buffers() -> set[int]:
 def window_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many bytes lay in host memory, after each change."""
     held = [0]
-    start, wrote = transfers._Window._start, transfers._Window.wrote
+    start, wrote = transfers._StagingWindow._start, transfers._StagingWindow.wrote
 
     def _start(self: Any, piece: Any) -> None:
         held.append(held[-1] + (0 if piece.started else piece.nbytes))
@@ -294,8 +294,8 @@ def window_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         held.append(held[-1] - (piece.nbytes if piece.data is None else 0))
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfers._Window, "_start", _start)
-        patch.setattr(transfers._Window, "wrote", _wrote)
+        patch.setattr(transfers._StagingWindow, "_start", _start)
+        patch.setattr(transfers._StagingWindow, "wrote", _wrote)
         yield held
 
 
