@@ -15,8 +15,7 @@ from epochckpt.manager.access import Access
 from epochckpt.manager.saves import Saves
 from epochckpt.options import StorageOptions
 from epochckpt.saving import History, retention
-from epochckpt.saving.common_calls import CommonCalls
-from epochckpt.saving.hosts import Hosts
+from epochckpt.saving.directory_calls import DirectoryCalls
 from epochckpt.saving.opening import Opened
 from epochckpt.tiers import LedgerFile, Mirror
 
@@ -25,7 +24,7 @@ class Administration:
     """Looks at the directory of one manager, and changes it. All processes of the job make the same calls.
 
     Attributes:
-        common: the collective calls of which looks and changes are made.
+        directory_calls: the collective calls of which changes are made.
         ledger: what the directory records of its mirror.
     """
 
@@ -38,12 +37,12 @@ class Administration:
         access: Access,
         options: ocp.CheckpointManagerOptions,
         storage: StorageOptions,
-        hosts: Hosts | None,
         mirror: Mirror | None,
         ledger: LedgerFile,
         calls: CollectiveCalls,
     ):
         self._commits = directory.commits
+        self._job_directory = directory.directory
         self._history = history
         self._saves = saves
         self._access = access
@@ -51,13 +50,10 @@ class Administration:
         self._mirror = mirror
         self.ledger = ledger
         self._calls = calls
-        self.common = CommonCalls(
-            commits=directory.commits,
+        self.directory_calls = DirectoryCalls(
+            directory=directory.directory,
             claim=saves.claim,
             history=history,
-            options=options,
-            mirror=mirror,
-            hosts=hosts,
             wait_secs=storage.open_timeout_secs,
         )
 
@@ -68,7 +64,7 @@ class Administration:
     def look(self) -> None:
         """On every process: replaces the history by what the primary finds on storage."""
         known = [info.step for info in self._history.committed()]
-        survey = self.common.survey(self._calls)
+        survey = self._job_directory.look(self._calls, self._history.damaged)
         self._saves.foreign = survey.foreign
         if self._mirror is not None:
             self._mirror.learn(survey.copies)
@@ -93,8 +89,8 @@ class Administration:
                 self._commits.require(epoch)
             self._withdraw(None, [epoch], (lambda: None) if remote else (lambda: unlist(epoch)))
 
-        def follow(hosts: Hosts) -> None:
-            for here in hosts.here([epoch]):
+        def follow() -> None:
+            for here in self._job_directory.here([epoch]):
                 unlist(here)
 
         self._change("delete", epoch, decide, follow)
@@ -112,8 +108,7 @@ class Administration:
             with self._pinned(epoch if remote else None):
                 self._withdraw(epoch, later, lambda: retention.roll_back(self._commits, epoch, remote))
 
-        def follow(hosts: Hosts) -> None:
-            del hosts
+        def follow() -> None:
             retention.roll_back(self._commits, epoch, remote=True)
 
         self._change("rollback_to", epoch, decide, follow)
@@ -152,9 +147,9 @@ class Administration:
                 mirror.withdrawn([epoch for epoch in ledger.hidden if epoch in epochs])
 
     def _change(
-        self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[Hosts], None] = lambda _: None
+        self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[], None] = lambda: None
     ) -> None:
-        """Changes the directory, see `CommonCalls.change`."""
+        """Changes the directory, see `DirectoryCalls.change`."""
         self._access.check_write(verb)
         call = f"{verb}({'' if epoch is None else epoch})"
-        self.common.change(self._calls, call, epoch or 0, decide, follow)
+        self.directory_calls.change(self._calls, call, epoch or 0, decide, follow)

@@ -35,8 +35,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_options, storage_options
 from epochckpt.saving import History, opening, retention
-from epochckpt.saving.hosts import Hosts
-from epochckpt.tiers import LedgerFile, Mirror
+from epochckpt.tiers import DirectoryPerHost, LedgerFile, Mirror, SharedDirectory
 
 T = TypeVar("T")
 
@@ -135,6 +134,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             coordinator=coordinator,
             item_names=arguments.item_names,
             mirror=self._mirror,
+            kind=DirectoryPerHost if self._storage.local_disks and not self._options.read_only else SharedDirectory,
         )
         if self._mirror is not None:
             self._mirror.learn(opened.survey.copies)
@@ -152,7 +152,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._notifier = HandlerNotifier(metadata_handler, coordinator.primary and not self._options.read_only)
         pool = _threads.Pool(max(self._storage.io_threads, opened.store.concurrency))
         ledger = LedgerFile(opened.commits, serials=self._storage.local_disks)
-        hosts = Hosts.of(opened, self._options, self._mirror, self._storage.open_timeout_secs)
 
         policy = retention.save_policy(self._options)
         asynchronous = self._options.enable_async_checkpointing and self._handlers.asynchronous
@@ -171,6 +170,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             verify=self._storage.verify,
             context=items_lib.RestoreContext(self._handlers, opened.nodes, self._storage.restore_memory_limit_bytes),
             mirror=self._mirror,
+            is_partial=lambda: opened.directory.is_partial,
         )
         history = History(
             load=readers.brief,
@@ -189,7 +189,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             storage=self._storage,
             step_log=self._step_log,
             notifier=self._notifier,
-            hosts=hosts,
             mirror=self._mirror,
             ledger=ledger,
             root_files=root_files,
@@ -207,7 +206,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             access=self._access,
             options=self._options,
             storage=self._storage,
-            hosts=hosts,
             mirror=self._mirror,
             ledger=ledger,
             calls=calls,
@@ -360,13 +358,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def _default_item(self) -> Any:
         """Whether this manager handles one unnamed item, in Orbax's `OptionalRef`: a copy; None if not yet known."""
-        known = None if self._multi is None else not self._multi
+        several = self.parts.saves.arguments.several
+        known = None if several is None else not several
         return checkpoint_manager.threading_lib.OptionalRef(known)
 
     def _root_metadata_file_path(self, legacy: bool = False) -> epath.Path:
         """The file of the directory's metadata, which the first write makes; `legacy`: that of an older Orbax."""
         known = (paths.ROOT_METADATA, paths.LEGACY_ROOT_METADATA)
-        if not any(self._store.exists(paths.join(*path)) for path in known):
+        store = self.parts.directory.store
+        if not any(store.exists(paths.join(*path)) for path in known):
             raise InvalidArgumentError(
                 f"{self.root} has no metadata: those that `metadata=` gives are written with the first save or delete "
                 "(in Orbax's words: Root Metadata directory is not initialized)"

@@ -33,8 +33,8 @@ from epochckpt.manager.reader import CheckpointReader, NativeReader
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, OrbaxRecord
-from epochckpt.saving.host_record import read_host_record
 from epochckpt.storage import open_store
+from epochckpt.tiers import read_host_record
 
 T = TypeVar("T")
 
@@ -92,11 +92,14 @@ class Readers:
         verify: bool = True,
         context: RestoreContext | None = None,
         mirror: MirrorCopies | None = None,
+        is_partial: Callable[[], bool] | None = None,
     ):
+        """`is_partial` says whether the directory has the parts of one host only; by default it is asked, once."""
         self.commits = commits
         self._pool = pool
         self._verify = verify
         self._mirror = mirror
+        self._is_partial = is_partial or functools.cache(lambda: read_host_record(commits.store) is not None)
         self._context = context or RestoreContext(Handlers())
 
     def take_nodes(self, nodes: Nodes) -> None:
@@ -166,22 +169,24 @@ class Readers:
         )
 
     def _native(self, folder: str, record: EpochRecord) -> EpochReader:
-        """A reader of an epoch of ours: of what this host has of it where each has a disk of its own."""
+        """A reader of an epoch of ours; with a disk per host, of this host's part of it."""
         store = self.commits.store
-        here: frozenset[int] | None = None
-        if store.renames and not record.per_node and read_host_record(store) is not None:
+        local_nodes: frozenset[int] | None = None
+        if store.renames and not record.per_node and self._is_partial():
             try:
                 found = {entry.name for entry in store.list(folder)}
             except FileNotFoundError as error:
                 raise EpochDeletedError(record.epoch, store.root, str(error)) from error
-            here = frozenset(number for number in range(len(record.nodes)) if record.node_folder(number) in found)
+            local_nodes = frozenset(
+                number for number in range(len(record.nodes)) if record.node_folder(number) in found
+            )
         return EpochReader(
             store=store,
             folder=folder,
             record=record,
             pool=self._pool,
             verify=self._verify,
-            here=here,
+            local_nodes=local_nodes,
             copy=functools.partial(self._copy, record),
         )
 

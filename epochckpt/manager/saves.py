@@ -23,7 +23,6 @@ from epochckpt.errors import (
     InvalidArgumentError,
     SaveError,
     SaveErrorGroup,
-    UnsupportedError,
 )
 from epochckpt.format import Nodes
 from epochckpt.manager.access import Access
@@ -35,7 +34,6 @@ from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax.step_log import StepLog
 from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
-from epochckpt.saving.hosts import Hosts
 from epochckpt.saving.opening import Opened
 from epochckpt.saving.queue import LONG_SECS
 from epochckpt.tiers import LedgerFile, Mirror
@@ -80,7 +78,6 @@ class Saves:
         storage: StorageOptions,
         step_log: StepLog,
         notifier: HandlerNotifier,
-        hosts: Hosts | None,
         mirror: Mirror | None,
         ledger: LedgerFile,
         root_files: Mapping[tuple[str, str], bytes],
@@ -103,7 +100,6 @@ class Saves:
         self._storage = storage
         self._step_log = step_log
         self._notifier = notifier
-        self._hosts = hosts
         self._mirror = mirror
         self._ledger = ledger
         self._threads = threads
@@ -125,11 +121,10 @@ class Saves:
             mirror=mirror,
         )
         self.claim = Claim(
-            commits=directory.commits,
+            directory=directory.directory,
             refused=directory.refused,
             on_claim=self._claimed,
             root_files=root_files,
-            hosts=hosts,
         )
         self.queue = SaveQueue(
             opened=directory,
@@ -138,7 +133,6 @@ class Saves:
             history=history,
             policies=options,
             listener=self.listener,
-            hosts=hosts,
         )
         self.take_nodes(directory.nodes)
 
@@ -350,8 +344,7 @@ class Saves:
         """See `CheckpointManager.allow_overwrite`."""
         epoch = epoch_number(epoch)
         self._access.check_write("allow_overwrite")
-        if self._hosts is not None:
-            raise UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
+        self._directory.directory.check_replaceable(epoch)
         self.claim.check(epoch)
         self.queue.drain(epoch)
         if self.claim.known:
@@ -390,7 +383,7 @@ class Saves:
 
     def release(self) -> None:
         """Lets go of the directory, on the primary, and on every process that has a disk of its own; bounded."""
-        if not self._directory.coordinator.primary and self._hosts is None:
+        if not self._directory.directory.acts:
             return
         wait_secs = self._storage.open_timeout_secs
         _threads.logged(

@@ -22,8 +22,7 @@ from epochckpt.directory import owners
 from epochckpt.errors import AccessError, FencedError
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
-    from epochckpt.saving.hosts import Hosts
+    from epochckpt.saving.job_directory import JobDirectory
 
 
 class Claim:
@@ -36,16 +35,18 @@ class Claim:
 
     def __init__(
         self,
-        commits: Commits,
+        directory: JobDirectory,
         refused: AccessError | None,
         on_claim: Callable[[list[int]], None],
         root_files: Mapping[tuple[str, str], bytes],
-        hosts: Hosts | None = None,
     ):
-        self._commits, self._refused, self._on_claim, self._root_files = commits, refused, on_claim, root_files
-        self._hosts = hosts
+        self._directory = directory
+        self._commits = directory.commits
+        self._refused = refused
+        self._on_claim = on_claim
+        self._root_files = root_files
         self._lock = threading.Lock()
-        self._taken: dict[str, Any] | None = None  # on the primary: a claim that the other hosts have yet to join
+        self._taken: dict[str, Any] | None = None  # on the primary: a claim that it has yet to learn
         self._known: dict[str, Any] | None = None
         self.may_take_over = True  # from a run that may be alive
         self.fenced: FencedError | None = None  # how this manager learned that a newer run has taken over
@@ -75,10 +76,7 @@ class Claim:
             )
 
     def take(self, epoch: int) -> dict[str, Any]:
-        """On the primary: claims the directory unless this manager has; returns the claim, for `learn`.
-
-        With local disks it is complete only when the primary has learned it, too.
-        """
+        """On the primary: claims the directory unless this manager has; returns the claim, which all then `learn`."""
         with self._lock:
             if (claim := self._known or self._taken) is not None:
                 return claim
@@ -89,49 +87,38 @@ class Claim:
                     self._commits.claim(epoch)
                 else:
                     self._commits.claim(epoch, functools.partial(owners.check_idle, self._commits))
-                if self._hosts is not None:
-                    self._taken = {"incarnation": self._commits.incarnation}
-                    return self._taken
-                self._write_root_files()
-                claim = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}
+                self._taken = self._directory.claimed(self._write_root_files)
             except BaseException as error:
-                self.note(error)  # before another save may try: it would take over from the run that was the later one
-                self._commits.incarnation = ""  # the next try is a new incarnation, which sweeps this one
+                self._failed(error)
                 raise
-            return self._adopt(claim)
+            return self._taken
 
     def learn(self, claim: dict[str, Any], wait_secs: float = 0.0) -> None:
-        """Adopts the claim that the primary's `take` returned; with local disks, waits until all hosts have joined."""
+        """On every process: adopts the claim that the primary's `take` returned, once all have joined who have to."""
         with self._lock:
             if self._known is not None:
                 return
-            if self._hosts is None:
-                self._commits.incarnation = claim["incarnation"]
-            else:
-                try:
-                    epochs = self._hosts.join(claim["incarnation"], self._write_root_files, wait_secs)
-                except BaseException as error:
-                    self.note(error)
-                    self._commits.incarnation, self._taken = "", None
-                    raise
-                claim = {**claim, "epochs": epochs}
-            self._adopt(claim)
+            try:
+                epochs = self._directory.join(claim, self._write_root_files, wait_secs)
+            except BaseException as error:
+                self._failed(error)
+                raise
+            self._on_claim(list(epochs))
+            self._known = claim
+
+    def _failed(self, error: BaseException) -> None:
+        """Notes it before another save may try: it would take over from the run that was the later one."""
+        self.note(error)
+        self._commits.incarnation = ""  # the next try is a new incarnation, which sweeps this one
+        self._taken = None
 
     def _write_root_files(self) -> None:
         for parts, data in self._root_files.items():
             self._commits.write_once(parts, data)
 
-    def _adopt(self, claim: dict[str, Any]) -> dict[str, Any]:
-        self._on_claim(list(claim["epochs"]))
-        self._known = claim
-        return claim
-
     def release(self) -> None:
-        """On the primary: ends the incarnation, if this manager ever claimed; failures are logged.
-
-        With local disks every process does so on its own.
-        """
-        if self._known is None or self.fenced is not None:
+        """Ends the incarnation, if this manager ever claimed, where this process `acts`; failures are logged."""
+        if self._known is None or self.fenced is not None or not self._directory.acts:
             return
         try:
             self._commits.release()

@@ -105,7 +105,7 @@ class Primary(Part):
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("checkpoint %d is committed, but deciding what to delete failed", save.epoch)
         commit = self._delete_old(save, commit, errors.RetentionError)
-        self._publish_verdict(save, commit.to_wire(hides=self._hosts is not None))
+        self._publish_verdict(save, commit.to_wire(self._directory.unlisted_elsewhere(commit.hides)))
         return commit
 
     def follow_commit(self, save: Save, commit: Committed) -> None:
@@ -166,12 +166,9 @@ class Primary(Part):
         record = self._record(save)
         data = record.to_bytes()
         check = functools.partial(self._bind, save)
-        if self._hosts is not None:
-            self._hosts.commit(save, record.attempt, data, check, self._key)
-        else:
-            remove = self._commits.publish(save.epoch, record.attempt, data, check, save.request.replaces)
-            if remove is not None:
-                self._commit_lane.submit(functools.partial(logged_removal, remove))
+        remove = self._directory.commit(save, record.attempt, data, check, self._key)
+        if remove is not None:
+            self._commit_lane.submit(functools.partial(logged_removal, remove))
         self._history.run.committed()
         logging.info("checkpoint %d committed to %s: %s", save.epoch, self._commits.store.root, save.summary(record))
         return Committed(
@@ -208,7 +205,7 @@ class Primary(Part):
     def _publish_verdict(self, save: Save, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of saves that ended long ago."""
         problem = f"checkpoint {save.epoch}: the verdict could not be published"  # storage decides then
-        first = "verdict" if self._hosts is None or save.offered else "record"
+        first = "verdict" if save.offered else self._directory.first_word
         key = f"{self._key(first, save)}/0"
         _threads.logged(problem, lambda: self._coordinator.put(key, verdict))
         report = self._key("report", save)

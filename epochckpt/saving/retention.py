@@ -40,11 +40,11 @@ from epochckpt.errors import (
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import events
 from epochckpt.saving.auto_interval import Context, Pace
-from epochckpt.saving.opening import Survey
 from epochckpt.saving.ranking import best_of, rank
 from epochckpt.saving.reports import Committed
 from epochckpt.saving.run_clock import RunClock
 from epochckpt.saving.save import Save
+from epochckpt.saving.survey import Survey
 
 _STEP = operator.attrgetter("step")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned

@@ -42,7 +42,7 @@ from epochckpt.errors import (
 from epochckpt.format import paths
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
-from epochckpt.saving.opening import Survey
+from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.copying import Backlog, Follower, Job, MirrorEpochs, Worker, publish_end, seen_id
@@ -94,7 +94,7 @@ class Mirror:
     # -- looking -------------------------------------------------------------------------------------------------
 
     def complete(self, local: Commits, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
-        """On the primary: a survey of the directory, with what the mirror has; see `opening.Completing`.
+        """On the primary: a survey of the directory, with what the mirror has; see `survey.Completing`.
 
         Raises:
             StorageError, DamagedError, …: the mirror cannot be looked at, and there is nothing here to go on with.
@@ -320,16 +320,16 @@ class Mirror:
         return epoch not in ledger.hidden and copy is not None and copy.mirror_id == mirror_id
 
     def newest(self, texts: Sequence[str]) -> str:
-        """See `opening.Completing`."""
+        """See `survey.Completing`."""
         found = ledgers.newest(texts, self.url)
         return "" if found is None else found.to_bytes().decode()
 
     def text(self) -> str:
-        """See `opening.Completing`."""
+        """See `survey.Completing`."""
         return "" if self._ledger is None else self._ledger.text()
 
     def adopt(self, text: str) -> None:
-        """See `opening.Completing`."""
+        """See `survey.Completing`."""
         if self._local is None:
             return
         found = ledgers.newest([text], self.url)
@@ -338,7 +338,7 @@ class Mirror:
             self._local.overwrite(paths.MIRROR_RECORD, text.encode())
 
     def origin_of(self, epoch: int) -> str | None:
-        """See `opening.Completing`."""
+        """See `survey.Completing`."""
         there = self._epochs.there.get(epoch)
         known = self._known.get(epoch)
         if known is not None and known.save_id and there in (None, known.mirror_id):
@@ -353,7 +353,7 @@ class Mirror:
         """On every process, when the directory is claimed and has these epochs: begins to work."""
         self._local = local
         self._ledger = ledger
-        if not self._options.local_disks:  # else `saving.hosts` does so on each disk
+        if not self._options.local_disks:  # else `DirectoryPerHost` does so on each disk
             self._set_aside(local, coordinator.primary)
         job = Job(
             url=self.url,

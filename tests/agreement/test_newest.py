@@ -295,12 +295,12 @@ def test_an_epoch_deleted_while_a_reader_looks_at_it_is_not_damaged(
         with monkeypatch.context() as patch:
             original, deleted = reader.parts.directory.commits.check_shallow, list[int]()
 
-            def check(record: Any) -> None:
+            def check(record: Any, **kwargs: Any) -> None:
                 if not deleted:
                     deleted.append(record.epoch)
                     trainer.delete(record.epoch)
                     trainer.wait_until_finished()
-                original(record)
+                original(record, **kwargs)
 
             patch.setattr(reader.parts.directory.commits, "check_shallow", check)
             reader.reload()

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt.arrays.restore import TreeRequest, restore_tree
-from epochckpt.directory import head_turns
+from epochckpt.directory import commits_of, head_turns
 from epochckpt.directory.rename import RenameCommits
 from epochckpt.errors import (
     EpochDeletedError,
@@ -39,7 +39,8 @@ from epochckpt.errors import (
 from epochckpt.format import checksums
 from epochckpt.format import paths as layout
 from epochckpt.orbax import StepNames
-from epochckpt.saving import opening
+from epochckpt.saving import survey as survey_lib
+from epochckpt.storage import open_store
 
 WAIT_SECS = 30.0
 MOMENT_SECS = 0.2  # how long something that must not happen is waited for
@@ -75,7 +76,7 @@ def fill(directory: str, *epochs: int, options: Options | None = None) -> None:
 
 def on_storage(directory: str, options: Options | None = None) -> list[int]:
     """What somebody who only reads sees now."""
-    commits = opening.commits_of(opening.open_store(directory), StepNames.of(options or Options()))
+    commits = commits_of(open_store(directory), StepNames.of(options or Options()))
     return commits.list_epochs()
 
 
@@ -264,13 +265,13 @@ def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.Mo
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1])
         saving: list[bool] = []
-        survey = opening.survey
+        survey = survey_lib.survey
 
-        def look(*args: Any) -> Any:
+        def look(*args: Any, **kwargs: Any) -> Any:
             saving.append(manager.is_saving_in_progress())
-            return survey(*args)
+            return survey(*args, **kwargs)
 
-        monkeypatch.setattr(opening, "survey", look)
+        monkeypatch.setattr(survey_lib, "survey", look)
         hold = Hold(monkeypatch, manager.parts.directory.commits, "publish", lambda *args: True)
         assert manager.save(2, args=Save(state(2)))
         assert waits_for(hold, manager.reload) == [None]
