@@ -198,7 +198,7 @@ class Pod:
             else:
                 cells, source = item.owned(node), plan_lib.CellSource(0, 0, None)
                 plan = plan_lib.ItemPlan(item, cells, (source,) * len(cells[0]), tuple(item.part_ends(cells, None)), 0)
-                buffers = [Buffer(np.full(run.nbytes // 4, 1.5, np.float32)) for run in plan.runs]
+                buffers = [Buffer(np.full(span.nbytes // 4, 1.5, np.float32)) for span in plan.cell_ranges]
                 part = Snapshot([SavedTree(plan, node, buffers)], digest=attempt.snapshot.digest)
                 job, mine = (
                     dataclasses.replace(manager.parts.saves.nodes, process=node),

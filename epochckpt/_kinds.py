@@ -39,13 +39,12 @@ class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
         expected: the values that it may have, in words, for errors and help.
         expected_in_code: the same for an argument in a program, where no text stands for a number.
         may_be_none: whether None is one of them.
-        read: the value that a text, or an object of a program, stands for. It raises ValueError, TypeError or
-            OverflowError for what stands for none.
+        read: turns a text, or an object of a program, into the value. Raises ValueError, TypeError or OverflowError
+            if that is not possible.
         examples: some values, for tests.
     """
 
-    # `none` is the text that stands for None (None: a value must be there). Of what is `private` no error tells what
-    # was found.
+    # `none` is the text that means None; without it, a value is required. Errors do not show `private` values.
     def __init__(
         self,
         expected: str,
@@ -83,7 +82,7 @@ class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
         if value is None and self.may_be_none:
             return
         try:
-            fits = isinstance(value, type(self.read(value)))  # a text that stands for a number is none
+            fits = isinstance(value, type(self.read(value)))  # a program must pass a number, not a text of it
         except (TypeError, ValueError, OverflowError):
             fits = False
         if not fits:
@@ -188,7 +187,7 @@ def choice(*words: str) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What the field of an option says beside its default: the values that it may have, and what it is for."""
+    """The metadata of an option's field: its possible values, and its purpose."""
 
     kind: Kind
     help: str

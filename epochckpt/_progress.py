@@ -2,8 +2,8 @@
 
 Guarantees:
 - log files, pipes, and processes other than the primary get nothing; the environment's TQDM_DISABLE=1 turns all off;
-- nobody counts for the bar's sake alone: it asks, in a thread of its own, what is counted anyway;
-- work inside of other work has no bar: it counts into the one that is there.
+- no code counts for the bar alone: a thread of the bar reads numbers that are counted anyway;
+- work inside of other work has no bar of its own: it counts into the outer bar.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import functools
 import importlib
 import os
 import shutil
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from epochckpt import _threads
 from epochckpt._lazy import jax
@@ -27,9 +26,6 @@ from epochckpt._text import shown
 
 if TYPE_CHECKING:
     from tqdm import tqdm
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 DELAY_SECS = 2.0  # work that ends within this time shows nothing
 _EVERY_SECS = 0.1  # how often a bar is drawn
@@ -46,7 +42,10 @@ class Work:
 
     def __init__(self, what: str, total: float | None = None, outer: Work | None = None):
         self.notes = collections.Counter[str]()
-        self._what, self._total, self._outer, self._done = what, total, outer, 0.0
+        self._what = what
+        self._total = total
+        self._outer = outer
+        self._done = 0.0
         self._parts: list[tuple[Callable[[], float], float]] = []
         self._lock = threading.Lock()
 
@@ -59,7 +58,8 @@ class Work:
 
     def set(self, done: float, total: float) -> None:
         """So many bytes are done, of so many."""
-        self._done, self._total = done, total
+        self._done = done
+        self._total = total
 
     def follow(self, done: Callable[[], float], total: float) -> None:
         """A part of the work, of `total` bytes, whose progress `done` tells; of work whose total is known, nothing."""
@@ -71,9 +71,10 @@ class Work:
     def figures(self) -> tuple[float, float | None]:
         """The bytes that are done, and all of them, as far as known.
 
-        Work that writes what it reads counts the same bytes as parts that it follows, and as those that it advances.
+        Work that copies counts the same bytes in followed parts and in `advance`: the larger count is taken.
         """
-        parts, advanced = list(self._parts), self._done
+        parts = list(self._parts)
+        advanced = self._done
         done = max(advanced, sum(min(done(), total) for done, total in parts))
         total = self._total
         if total is None and parts and not advanced:
@@ -83,7 +84,8 @@ class Work:
     @contextlib.contextmanager
     def drawn(self) -> Generator[None]:
         """Draws it, within the block, if that lasts long enough."""
-        began, over = time.time(), _threads.Future[None]()
+        began = time.time()
+        over = _threads.Future[None]()
         drawing = _threads.start(lambda: self._draw(began, over))
         try:
             yield
@@ -102,7 +104,8 @@ class Work:
                 done, total = self.figures()
                 if total != drawn.total:
                     drawn.reset(total)
-                drawn.start_t, drawn.n = began, done
+                drawn.start_t = began
+                drawn.n = done
                 drawn.refresh()
                 if ended:
                     return
@@ -155,7 +158,7 @@ _current: contextvars.ContextVar[Work | None] = contextvars.ContextVar("epochckp
 
 @contextlib.contextmanager
 def work(what: str, total: float | None = None) -> Generator[Work]:
-    """Work that may last long, on `total` bytes where that is known before; see `Work`."""
+    """Work that may last long, on `total` bytes where that is known before; see `Work`. Also decorates a function."""
     outer = _current.get()
     made = Work(what, total, outer)
     token = _current.set(made)
@@ -164,20 +167,6 @@ def work(what: str, total: float | None = None) -> Generator[Work]:
             yield made
     finally:
         _current.reset(token)
-
-
-def shown_as(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorates a function whose calls are work."""
-
-    def decorate(fn: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with work(what):
-                return fn(*args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 def follow(done: Callable[[], float], total: float) -> None:
@@ -206,7 +195,7 @@ def is_shown() -> bool:
         return True
     try:
         return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # stderr is missing or closed
         return False
 
 

@@ -86,7 +86,7 @@ class Setting:
 
     Attributes:
         kind: the values that it may have.
-        owner: the class or function that has the option which it decides, such as `JobRunner`.
+        owner: the class or function with the option that the setting decides, such as `JobRunner`.
         option: the name of that option.
         help: what it is for.
         needs: the settings without which it says nothing, each with the reason.
@@ -112,7 +112,7 @@ def _of(
     needs: Mapping[str, str] | None = None,
     writes: bool = False,
 ) -> dict[str, Setting]:
-    """The metadata of a setting. `option` is the name of the option that it decides, if that has another name."""
+    """The metadata of a setting. `option` is the name of the decided option, if it differs from the setting's name."""
     row = Setting(kind=kind, owner=owner, option=option, help=help, needs=needs or {}, writes=writes)
     return {_ROW: row}
 
@@ -133,10 +133,10 @@ class Settings:
 
     A value may be given as it is or as a text, as on a command line (`"8GB"`, `"10min"`). Each setting decides one
     option of `orbax.checkpoint.CheckpointManagerOptions`, `StorageOptions`, `CheckpointManager`, `JobRunner` or
-    `follow`; docs/configure.md lists them all. Settings that contradict each other are refused.
+    `follow`; docs/configure.md lists them all. Contradictory settings are refused.
 
     Raises:
-        InvalidArgumentError: names the setting, what was expected and what was found.
+        InvalidArgumentError: names the setting, the expected values and the given one.
     """
 
     # Where
@@ -505,7 +505,7 @@ SETTINGS: Mapping[str, Setting] = _table()
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Two settings of which the first, where it is not at its default, needs the second, or excludes it."""
+    """A rule for two settings: if `name` is not at its default, `other` is `needed`, or else excluded."""
 
     name: str
     other: str

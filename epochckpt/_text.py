@@ -61,9 +61,10 @@ _LIMIT = 200
 _MANY = 5000  # names; comparing with more of them takes too long
 
 
-def near_names(name: str, known: Iterable[str]) -> list[str]:
+def near_names(name: str, names: Iterable[str]) -> list[str]:
     """At most five of the known names that resemble `name`, nearest first."""
-    listed, low = list(known), name.lower()
+    listed = list(names)
+    low = name.lower()
     compared = listed
     if len(listed) > _MANY:  # only those that begin or end alike
         head, _, tail = name.rpartition("/")
@@ -73,9 +74,9 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
     return found[:_NEAR]
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def near(name: str, names: Iterable[str]) -> str:
     """A hint for an error about an unknown name: `near: 'a', 'b'`, else `there are: 'c', 'd', … 7 more`."""
-    listed = list(known)
+    listed = list(names)
     if found := near_names(name, listed):
         return f"near: {_some(found)}"
     return f"there are: {_some(listed)}" if listed else "there is none"
@@ -86,9 +87,9 @@ def _some(names: Sequence[str]) -> str:
     return f"{quoted}, … {len(names) - _NEAR} more" if len(names) > _NEAR else quoted
 
 
-def near_epochs(epoch: int, known: Iterable[int]) -> str:
+def near_epochs(epoch: int, epochs: Iterable[int]) -> str:
     """A hint for an error about an unknown epoch: the nearest numbers, ascending."""
-    nearest = sorted(sorted(known, key=lambda number: abs(number - epoch))[:_NEAR])
+    nearest = sorted(sorted(epochs, key=lambda number: abs(number - epoch))[:_NEAR])
     return f"near: {', '.join(map(str, nearest))}" if nearest else "it holds no committed checkpoint"
 
 
@@ -115,18 +116,20 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
-def no_match(pattern: str, known: Iterable[str]) -> str:
+def no_match(pattern: str, names: Iterable[str]) -> str:
     """The error text for a pattern, or a name, that matches no leaf."""
-    listed, quoted = list(known), repr(shown(pattern, limit=_LIMIT))
+    listed = list(names)
+    quoted = repr(shown(pattern, limit=_LIMIT))
     below = pattern.rstrip("/") + "/"
     if any(other.startswith(below) for other in listed):
         return f"no leaf matches {quoted}; those below it match {shown(f'{below}*', limit=_LIMIT)!r}"
     return f"no leaf matches {quoted}; {near(pattern, listed)}"
 
 
-def no_leaf(name: str, known: Iterable[str]) -> str:
+def no_leaf(name: str, names: Iterable[str]) -> str:
     """The error text for a leaf that does not exist."""
-    listed, quoted = list(known), repr(shown(name, limit=_LIMIT))
+    listed = list(names)
+    quoted = repr(shown(name, limit=_LIMIT))
     if any(mark in name for mark in "*?["):
         return f"{quoted} looks like a pattern, which names no single leaf: .stats({quoted}) takes patterns"
     return f"there is no leaf {quoted}; {near(name, listed)}"

@@ -13,12 +13,12 @@ _QUANTITY = re.compile(r"((?:\d{1,25}\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*)
 
 
 def parse_secs(text: str) -> float:
-    """Seconds of a duration: `90`, `250ms`, `15min`, `1.5h`, `2d`, `1w`; ValueError if the text is none."""
+    """Seconds of a duration: `90`, `250ms`, `15min`, `1.5h`, `2d`, `1w`; ValueError for other texts."""
     return float(_parsed(text, _SECS))
 
 
 def parse_nbytes(text: str) -> int:
-    """Bytes of a size: `4096`, `8GB` (powers of 1000), `512MiB` (powers of 1024); ValueError if the text is none."""
+    """Bytes of a size: `4096`, `8GB` (powers of 1000), `512MiB` (powers of 1024); ValueError for other texts."""
     return round(_parsed(text, _BYTES))
 
 

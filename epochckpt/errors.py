@@ -8,7 +8,7 @@ EpochCheckpointError
 │   ├── WorkspaceAttributeError (AttributeError)  a workspace has blobs, not attributes
 │   └── UnknownNameError (KeyError)          no item, leaf, node or file of this name; offers near ones
 ├── EpochNotFoundError (StepNotFoundError of Orbax's v1, a FileNotFoundError)
-│   │                                        no such committed epoch; lists those that exist
+│   │                                        no such committed epoch; lists the existing epochs
 │   └── EpochDeletedError                    the epoch was deleted or replaced while it was being read
 ├── EpochExistsError (StepAlreadyExistsError, a ValueError)
 │   └── StepExistsError (StepAlreadyExistsError of Orbax's v1, a FileExistsError)
@@ -16,8 +16,8 @@ EpochCheckpointError
 ├── AccessError (PermissionError)            the directory may not be read or written
 ├── StorageError (OSError)                   storage did not answer: this says nothing about the data
 ├── FormatError (ValueError)                 a record is not what the format allows
-├── FormatVersionError (ValueError)          a record needs a newer epochckpt; this says nothing against the data
-├── DamagedError (ValueError)                bytes differ from what was written; names file and leaf
+├── FormatVersionError (ValueError)          a record needs a newer epochckpt; the data may be intact
+├── DamagedError (ValueError)                bytes have changed since they were written; names file and leaf
 ├── MismatchError (ValueError, KeyError)     the target does not fit; one table of every difference
 ├── SaveError (RuntimeError)                 an epoch was not saved; earlier epochs are untouched
 │   ├── LateNodesError (TimeoutError)        some nodes did not report in time; names them
@@ -25,7 +25,7 @@ EpochCheckpointError
 │   ├── FencedError                          a newer incarnation has taken over the directory
 │   ├── BufferChangedError                   memory was modified while it was being written; names the leaf
 │   ├── UncertainError                       this process cannot know whether the epoch was committed
-│   └── SaveErrorGroup                       several saves failed; holds one SaveError for each
+│   └── SaveErrorGroup                       several saves failed; has their SaveErrors
 ├── UnfinishedError (RuntimeError)           a rollback or deletion holds, but its epochs could not be moved or removed
 ├── RemovalError (OSError)                   an epoch is deleted, but its files could not be removed yet
 │   └── RetentionError                       an epoch that the options no longer keep could not be deleted
@@ -80,7 +80,10 @@ class NodeCountError(InvalidArgumentError):
             f"item {item!r} of checkpoint {epoch} differs per node and was saved by {saved_by} nodes; this job has "
             f"{nodes}: pass NodeRestore(reshard=…), which makes new states of the old ones"
         )
-        self.item, self.epoch, self.saved_by, self.nodes = item, epoch, saved_by, nodes
+        self.item = item
+        self.epoch = epoch
+        self.saved_by = saved_by
+        self.nodes = nodes
 
 
 class UnsupportedError(InvalidArgumentError):
@@ -110,17 +113,21 @@ class _StepAlreadyExistsV1(FileExistsError):
 
 
 class EpochNotFoundError(EpochCheckpointError, _StepNotFound):
-    """The `directory` has no such committed `epoch` (None: not any); `available` are those that it has, ascending."""
+    """The `directory` has no such committed `epoch` (None: no epoch at all); `available` lists its epochs."""
 
     def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
-        what, stock = f"no checkpoint {epoch}", f"Checkpoint at {directory}/{epoch} not found"
+        what = f"no checkpoint {epoch}"
+        stock = f"Checkpoint at {directory}/{epoch} not found"
         if epoch is None:
-            what, stock = "no checkpoint", f"No steps found in {directory}"
+            what = "no checkpoint"
+            stock = f"No steps found in {directory}"
         have = "it holds no committed checkpoint"
         if available:
             have = f"committed: {'… ' if len(available) > 20 else ''}{', '.join(map(str, available[-20:]))}"
         super().__init__(f"{directory}: {what}; {have} (in Orbax's words: {stock})")
-        self.epoch, self.directory, self.available = epoch, directory, list(available)
+        self.epoch = epoch
+        self.directory = directory
+        self.available = list(available)
 
 
 class EpochDeletedError(EpochNotFoundError):
@@ -130,7 +137,9 @@ class EpochDeletedError(EpochNotFoundError):
         EpochCheckpointError.__init__(
             self, f"{directory}: checkpoint {epoch} was deleted or replaced while it was being read ({detail})"
         )
-        self.epoch, self.directory, self.available = epoch, directory, []
+        self.epoch = epoch
+        self.directory = directory
+        self.available = []
 
 
 class EpochExistsError(EpochCheckpointError, _StepAlreadyExists):
@@ -179,9 +188,11 @@ class StorageError(EpochCheckpointError, OSError):
         problem = f"storage did not answer: {error}"
         super().__init__(
             f"{path}: {problem}. That says nothing about the data, so nothing was decided and nothing changed: start "
-            "again when it answers. If it never will (a broken disk), move away what lies there"
+            "again when it answers. If storage is lost (a broken disk), move its files away"
         )
-        self.path, self.problem, self.errno = path, problem, error.errno
+        self.path = path
+        self.problem = problem
+        self.errno = error.errno
 
 
 class FormatError(EpochCheckpointError, ValueError):
@@ -189,7 +200,8 @@ class FormatError(EpochCheckpointError, ValueError):
 
     def __init__(self, path: str, problem: str):
         super().__init__(f"{path}: {problem}")
-        self.path, self.problem = path, problem
+        self.path = path
+        self.problem = problem
 
 
 class FormatVersionError(EpochCheckpointError, ValueError):
@@ -202,14 +214,17 @@ class FormatVersionError(EpochCheckpointError, ValueError):
 
     def __init__(self, path: str, problem: str, features: Sequence[str] = ()):
         super().__init__(f"{path}: {problem}")
-        self.path, self.problem, self.features = path, problem, list(features)
+        self.path = path
+        self.problem = problem
+        self.features = list(features)
 
 
 class DamagedError(EpochCheckpointError, ValueError):
-    """Bytes on storage differ from what was written.
+    """Bytes on storage have changed since they were written.
 
-    See `path`, relative to the checkpoint directory, `problem`, and `leaf`, which is None for bytes of no leaf. Small
-    leaves share a checksum: with `leaves` greater than 1 it is one of so many, of which `leaf` is the first.
+    `path` is relative to the checkpoint directory, and `problem` says more. `leaf` is None for bytes outside leaves.
+    Small leaves share a checksum: if `leaves` is greater than 1, any of so many leaves may be damaged, and `leaf` is
+    the first of them.
     """
 
     def __init__(self, path: str, problem: str, leaf: str | None = None, leaves: int = 1):
@@ -218,7 +233,10 @@ class DamagedError(EpochCheckpointError, ValueError):
             one = f"one of {leaves} leaves from {readable(leaf)!r} on" if leaves > 1 else f"leaf {readable(leaf)!r}"
             where = f"{path}, {one}"
         super().__init__(f"{where}: {problem}")
-        self.path, self.problem, self.leaf, self.leaves = path, problem, leaf, leaves
+        self.path = path
+        self.problem = problem
+        self.leaf = leaf
+        self.leaves = leaves
 
 
 @dataclass(frozen=True)
@@ -269,7 +287,10 @@ class MismatchError(EpochCheckpointError, ValueError, KeyError):
         renames: Sequence[SuggestedRename] = (),
         remedies: Remedies | None = None,
     ):
-        self.item, self.epoch, self.rows, self.renames = item, epoch, list(rows), list(renames)
+        self.item = item
+        self.epoch = epoch
+        self.rows = list(rows)
+        self.renames = list(renames)
         self.say_for(remedies or _OF_MANAGERS)
 
     def say_for(self, remedies: Remedies) -> None:
@@ -288,7 +309,7 @@ class MismatchError(EpochCheckpointError, ValueError, KeyError):
         self.args = ("\n".join([*lines, *self._advice(remedies)]),)
 
     def _table(self) -> list[tuple[str, str, str, str]]:
-        """The rows that people see: renames first, then the leaves; of leaves that are alike there is one row."""
+        """The rows that people see: renames first, then the leaves. Similar leaves share a row."""
         shown = []
         renamed = set[str]()
         for rename in self.renames:
@@ -392,7 +413,8 @@ class SaveError(EpochCheckpointError, RuntimeError):
 
     def __init__(self, epoch: int, reason: str):
         super().__init__(self._message.format(epoch, reason))
-        self.epoch, self.reason = epoch, reason
+        self.epoch = epoch
+        self.reason = reason
 
 
 class LateNodesError(SaveError, TimeoutError):
@@ -445,7 +467,8 @@ class SaveErrorGroup(SaveError):
         head = f"{several(len(errors), 'save', 'saves')} failed:"
         EpochCheckpointError.__init__(self, "\n".join([head, *(f"  {e}" for e in errors)]))
         self.errors = list(errors)
-        self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
+        self.epoch = errors[-1].epoch
+        self.reason = "; ".join(e.reason for e in errors)
 
 
 class UnfinishedError(EpochCheckpointError, RuntimeError):
@@ -474,7 +497,8 @@ class RemovalError(EpochCheckpointError, OSError):
             f"{directory}: checkpoint {epoch} is deleted, but its files could not be removed: {reason}. Nobody reads "
             "them any more; the next run that writes there removes them, once the cause is gone"
         )
-        self.epoch, self.reason = epoch, reason
+        self.epoch = epoch
+        self.reason = reason
 
 
 class RetentionError(RemovalError):
@@ -489,7 +513,8 @@ class RetentionError(RemovalError):
             f"{directory}: checkpoint {epoch}, which the options no longer keep, could not be deleted: {reason}. It is "
             "still there, and listed; every commit tries again, so remove the cause",
         )
-        self.epoch, self.reason = epoch, reason
+        self.epoch = epoch
+        self.reason = reason
 
 
 class UploadError(EpochCheckpointError, RuntimeError):
@@ -500,19 +525,26 @@ class UploadError(EpochCheckpointError, RuntimeError):
             f"checkpoint {epoch} was not uploaded to {destination}: {reason}. The checkpoint is untouched: remove the "
             "cause and start the job again, which only uploads"
         )
-        self.epoch, self.destination, self.reason = epoch, destination, reason
+        self.epoch = epoch
+        self.destination = destination
+        self.reason = reason
 
 
 class TaskError(EpochCheckpointError, RuntimeError):
     """A task of a job raised an error, which is the cause of this one. Committed epochs are untouched.
 
-    `group` is the phase of the `task` (setup, init, epoch, download or exit), `epoch` the one that was being trained
-    on the `node` (0 before the first), in the job's `unit`, and `reason` what the task raised.
+    `group` is the phase of the `task` (setup, init, epoch, download or exit). `epoch` was being trained on the `node`
+    (0 before the first), in the job's `unit`. `reason` is the task's error.
     """
 
     def __init__(self, task: str, group: str, node: str, epoch: int, reason: str, unit: str = "epoch"):
         super().__init__(f"task {task!r} of group {group!r} on node {node} failed in {unit} {epoch}: {reason}")
-        self.task, self.group, self.node, self.epoch, self.reason, self.unit = task, group, node, epoch, reason, unit
+        self.task = task
+        self.group = group
+        self.node = node
+        self.epoch = epoch
+        self.reason = reason
+        self.unit = unit
 
 
 class CoordinationError(EpochCheckpointError, RuntimeError):
@@ -530,7 +562,7 @@ _ANSWERS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}) |
 
 
 def is_passing(error: OSError) -> bool:
-    """Whether a failed read says nothing about what is stored: a time-out, a bad sector, too many open files."""
+    """Whether a failed read proves nothing about the stored bytes: a time-out, a bad sector, too many open files."""
     return error.errno is not None and error.errno not in _ANSWERS and not isinstance(error, EpochCheckpointError)
 
 
@@ -587,7 +619,8 @@ def kept(error: _E) -> _E:
             continue
         found.append(one)
         waiting += [one.__cause__, one.__context__]
-        lines, one.__traceback__ = _lines(one.__traceback__), None
+        lines = _lines(one.__traceback__)
+        one.__traceback__ = None
         if lines and not any(note.startswith(_RAISED) for note in getattr(one, "__notes__", ())):
             one.add_note(f"{_RAISED}\n{''.join(lines)}")
     return error

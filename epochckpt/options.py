@@ -147,7 +147,8 @@ class BucketSettings(Mapping[str, Any]):
         if made.anonymous and (made.profile or made.requester_pays):
             other = "profile" if made.profile else "requester_pays"
             raise InvalidArgumentError(f"{where}: anonymous contradicts {other}, which stands for somebody")
-        first, longest = made.first_retry_secs, made.longest_retry_secs
+        first = made.first_retry_secs
+        longest = made.longest_retry_secs
         if first and longest and first > longest:
             raise InvalidArgumentError(f"{where}: first_retry_secs={first:g} is above longest_retry_secs={longest:g}")
         return made
@@ -204,8 +205,8 @@ def _unknown(name: str) -> str:
 class StorageOptions:
     """How bytes get to storage, and how long anything may wait.
 
-    What is saved, when, and what is kept is decided by `orbax.checkpoint.CheckpointManagerOptions`. What ends in
-    `_secs` is a number of seconds, or a text: `"90s"`, `"10min"`, `"1.5h"`. It is read as seconds.
+    `orbax.checkpoint.CheckpointManagerOptions` decide when an epoch is saved, and how long it is kept. Options that end
+    in `_secs` are numbers of seconds, or texts: `"90s"`, `"10min"`, `"1.5h"`. They are read as seconds.
 
     Examples:
         >>> storage = ec.StorageOptions(io_threads=4, save_timeout_secs="30min")
@@ -246,9 +247,9 @@ class StorageOptions:
         direct_io: large files of arrays are written past the page cache, where the file system can: that costs a save
             half of its processor time or more, and leaves the cache to training. False keeps the newest epoch in the
             cache, from which processes on the same host restore it faster than from a disk. See docs/speed.md.
-        broadcast_restore: whether the processes of a job share what they read: of what several of them need, such as
-            replicated arrays, each reads and verifies a part, and a collective spreads it, so that every byte is read
-            once. All processes then restore with the same targets. None: if
+        broadcast_restore: whether the processes of a job share reads. If several processes need the same bytes, such as
+            replicated arrays, each of them reads and verifies a part, and a collective spreads the parts. So every byte
+            is read once. All processes must then restore with the same targets. None: if
             `CheckpointManagerOptions.single_host_load_and_broadcast` asks for it. With `local_disks` never.
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt, on file
             systems and, after the commit, in buckets of Google Cloud Storage.
@@ -290,7 +291,7 @@ class StorageOptions:
         default=None,
         metadata=option(
             nbytes(none=NONE),
-            "Host memory per process for copies of what is being saved: save() waits for room. None: half the "
+            "Host memory per process for copies of arrays during saves; save() waits for room. None: half the "
             "machine's.",
         ),
     )

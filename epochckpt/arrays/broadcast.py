@@ -1,15 +1,15 @@
 """Restores what several processes need by reading every byte once: each reads a share, and a collective spreads it.
 
-The processes that need the same boxes of a leaf form a group. All leaves with the same groups are one stream: its bytes
-are cut into pieces, in the order in which they lie in files, and each process of a group reads, and verifies, one run
-of them. Then the runs are gathered, a chunk at a time, in every group at once.
+The processes that need the same boxes of a leaf form a group. All leaves with the same groups are one stream. The bytes
+of a stream are cut into pieces, in file order. Each process of a group reads and verifies its share of the pieces, some
+consecutive ones. Then the shares are gathered, a chunk at a time, in every group at once.
 
 Guarantees:
-- no process enters a collective before all have agreed: that they ask for the same leaves and shardings, and that each
-  has read and verified its share. What one of them could not read, or its error, is raised by all of them;
+- no process enters a collective before all have agreed that they ask for the same leaves and shardings, and that each
+  has read and verified its share. If one process fails, all of them raise its error;
 - every process takes part in every agreement, or has told the others why it does not: see `Sharing.__exit__`;
 - collectives run on the thread that restores, in the same order on every process;
-- each byte is verified where it is read. On its way between the processes it has what JAX's collectives have.
+- each byte is verified where it is read. Between the processes it has the protection of JAX's collectives, no more.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class _Stream:
     """What the processes of one group read and spread; other groups do the same with their boxes."""
 
     def __init__(self, groups: Groups, me: int, source: Source, wanted: Mapping[tuple[int, Box], list[np.ndarray]]):
-        self.groups, self.wanted = groups, wanted
+        self.groups = groups
+        self.wanted = wanted
         members = next(group for group in groups if me in group)
         begins = functools.cache(functools.partial(_block_starts, source))
         pieces = sorted(p for leaf, box in wanted for p in _pieces(source, leaf, box, begins))
@@ -109,7 +110,9 @@ class _Sink:
     """Takes the bytes of one run, in order, and copies its pieces to their destinations."""
 
     def __init__(self, run: Sequence[_Piece], arrays: ArrayItem, into: Mapping[int, Sequence[tuple[Box, np.ndarray]]]):
-        self._left, self._arrays, self._into = collections.deque(run), arrays, into
+        self._left = collections.deque(run)
+        self._arrays = arrays
+        self._into = into
         self._begun: np.ndarray | None = None  # the piece that the last chunk had a part of
         self._have = 0  # bytes of it
 
@@ -127,7 +130,9 @@ class _Sink:
                 self._have += len(part)
                 if self._have < size:
                     return
-                part, self._begun, self._have = self._begun, None, 0
+                part = self._begun
+                self._begun = None
+                self._have = 0
             self._left.popleft()
             self._deliver(piece, _typed(part[: piece.nbytes], self._arrays, piece))
 
@@ -152,8 +157,11 @@ class Sharing:
         timeout_secs: float,
         chunk_bytes: int = CHUNK_BYTES,
     ):
-        self._me, self._everyone = jax.process_index(), tuple(sorted(processes))
-        self._agree, self._timeout_secs, self._chunk_bytes = agree, timeout_secs, chunk_bytes
+        self._me = jax.process_index()
+        self._everyone = tuple(sorted(processes))
+        self._agree = agree
+        self._timeout_secs = timeout_secs
+        self._chunk_bytes = chunk_bytes
         self._over = False  # nothing is agreed on any more: everybody knows why
         self._groups: dict[Any, tuple[Groups | None, Any]] = {}
 
@@ -161,7 +169,7 @@ class Sharing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Tells the others that this process has what it wants, or its error, unless that is known."""
+        """Tells the other processes that this one is done, or its error if they do not have it yet."""
         if error is None:
             self._tell({"step": "all"})
         else:
@@ -188,7 +196,7 @@ class Sharing:
     def _planned(
         self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]
     ) -> tuple[list[_Stream | None], list[Request]]:
-        """All streams, None for those of other processes, and what this one reads for itself; all agree on them."""
+        """All streams, and the requests that this process reads alone. None stands for streams of other processes."""
         found: dict[int, set[Any]] = collections.defaultdict(set)
         rows = []
         for request in requests:
@@ -220,13 +228,15 @@ class Sharing:
 
     def _of(self, request: LeafRequest, arrays: ArrayItem) -> tuple[Groups | None, Any]:
         """The processes that need the same parts of a leaf, None if it is not shared; and which parts that are."""
-        sharding, leaf = request.sharding, arrays.leaves[request.leaf]
+        sharding = request.sharding
+        leaf = arrays.leaves[request.leaf]
         if request.form != "jax" or sharding is None or isinstance(sharding, SingleDeviceSharding):
             return (self._everyone,), "whole"  # each process has its own
         shape = logical_shape(leaf) if request.shape is None else request.shape
         key = sharding, shape
         if key not in self._groups:
-            self._groups[key] = self._grouped(*device_cells(sharding, shape))
+            counts, cells = device_cells(sharding, shape)
+            self._groups[key] = self._grouped(counts, cells)
         return self._groups[key]
 
     def _grouped(self, counts: Sequence[int], cells: Mapping[Any, int]) -> tuple[Groups | None, Any]:
@@ -252,7 +262,7 @@ class Sharing:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Tells the others an error, which they raise."""
+        """Sends an error to the other processes, which raise it."""
         if not self._over:
             with contextlib.suppress(EpochCheckpointError):  # the answer is this very error, as a rule
                 self._tell({"error": errors.to_wire(error)})
@@ -282,7 +292,8 @@ def _asked(told: Mapping[str, Any]) -> str:
 
 def _pieces(source: Source, leaf: int, box: Box, begins: Callable[[int], set[tuple[int, int]]]) -> Iterator[_Piece]:
     """Cuts a box of a leaf by the cells that it lies in, and where these are large further; see `_block_starts`."""
-    arrays, info = source.arrays, source.arrays.leaves[leaf]
+    arrays = source.arrays
+    info = source.arrays.leaves[leaf]
     assert info.dtype is not None
     itemsize = info.dtype.itemsize
     if info.grid < 0:  # of a step of stock Orbax: only Orbax knows its chunks
@@ -293,7 +304,8 @@ def _pieces(source: Source, leaf: int, box: Box, begins: Callable[[int], set[tup
     for cell in arrays.cells_touching(leaf, box):
         inside = arrays.cell_box(leaf, cell)
         meet = grid.meet(box, inside)
-        owner, done = arrays.owner(leaf, cell), 0
+        owner = arrays.owner(leaf, cell)
+        done = 0
         free = (leaf, cell) in begins(owner)
         for number, part in enumerate(grid.boxes(grid.box_shape(meet), _PIECE_BYTES // itemsize)):
             nbytes = math.prod(grid.box_shape(part)) * itemsize
@@ -323,7 +335,8 @@ def _cuts(pieces: Sequence[_Piece], count: int) -> list[int]:
     ends = np.cumsum(sizes)
     nodes = [piece.order[0] for piece in pieces]
     free = np.array([0, *(i for i in range(1, len(pieces)) if pieces[i].free or nodes[i] != nodes[i - 1])])
-    cuts, share = [0], int(ends[-1]) / count
+    cuts = [0]
+    share = int(ends[-1]) / count
     for number in range(1, count):
         off = np.abs(ends - share * number)
         best = free[off[free].argmin()]
@@ -353,7 +366,7 @@ def _typed(raw: np.ndarray, arrays: ArrayItem, piece: _Piece) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _program(groups: Groups) -> tuple[NamedSharding, Any]:
-    """On one device of each process: how chunks lie before they are gathered, and the program that gathers them."""
+    """The sharding of chunks, on one device of each process, and the program that gathers chunks."""
     first: dict[int, Any] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id):
         first.setdefault(device.process_index, device)
@@ -374,7 +387,8 @@ def _gathered(groups: Groups, share: np.ndarray, size: int, count: int, timeout_
         part = share[number * size : (number + 1) * size]
         if len(part) < size:
             whole = aligned(size)
-            whole[: len(part)], whole[len(part) :] = part, 0
+            whole[: len(part)] = part
+            whole[len(part) :] = 0
             part = whole
         shape = (len(apart.device_set) * size,)
         return gather(jax.make_array_from_single_device_arrays(shape, apart, [jax.device_put(part, device)]))

@@ -43,8 +43,12 @@ from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import Handlers, HandlerSave, handlers, options
 
 
-class Nothing:
-    """Stands for the value of an item that no node of this process has."""
+class Missing:
+    """The type of `MISSING`."""
+
+
+MISSING = Missing()
+"""Stands for the value of an item that no node of this process has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +58,12 @@ class RestoreContext:
     handlers: Handlers
     nodes: Nodes = dataclasses.field(default_factory=Nodes)
     memory_limit_bytes: int | None = None  # see `StorageOptions.restore_memory_limit_bytes`
-    sharing: Sharing | None = None  # of the restore that is under way, where its processes share what they read
+    sharing: Sharing | None = None  # of the current restore, if its processes share reads
 
     def successions(self, names: Sequence[str]) -> list[int]:
-        """For each node of this job the old node whose place it takes: that of its name, else the next one left."""
-        old, now = {name: number for number, name in enumerate(names)}, set(self.nodes.names)
+        """For each node of this job, the number of the old node that it replaces: by name, else the next free one."""
+        old = {name: number for number, name in enumerate(names)}
+        now = set(self.nodes.names)
         left = iter([number for number, name in enumerate(names) if name not in now])
         return [old[name] if name in old else next(left) for name in self.nodes.names]
 
@@ -67,7 +72,8 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
     """Values by node number, in that order: the value of the only node of this process, or a dict by node name."""
     if not by_node:
         if len(nodes.hosted) > 1:
-            count, hosted = len(nodes.hosted), ", ".join(nodes.hosted_names)
+            count = len(nodes.hosted)
+            hosted = ", ".join(nodes.hosted_names)
             raise InvalidArgumentError(f"item {name!r}: this process hosts {count} nodes ({hosted}); pass {advice}")
         return {nodes.hosted[0]: values}
     if not isinstance(values, Mapping):
@@ -84,13 +90,18 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
 
 
 def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, context: RestoreContext) -> Any:
-    """Restores an item of kind `node`; without `args` by name if several are hosted here, and `Nothing` for none."""
-    record, nodes = reader.record, context.nodes
+    """Restores an item of kind `node`; without `args`, by node name if several are hosted here.
+
+    `MISSING` where no node of this process has a value.
+    """
+    record = reader.record
+    nodes = context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
     given = {} if asked.by_node and asked.item is None else asked.item
     targets = of_hosted(name, given, asked.by_node, nodes, "NodeRestore(by_node=True), with targets by node name")
     # Which old node's value each node of this process gets, by number; or new values, made of all the old ones.
-    count, now = len(record.nodes), len(nodes)
+    count = len(record.nodes)
+    now = len(nodes)
     sources: dict[int, int] = {}
     states: dict[int, Any] = {}
     if count == now:
@@ -131,7 +142,7 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     if states:
         return states[nodes.hosted[0]]
     if args is None:
-        return Nothing()
+        return MISSING
     raise InvalidArgumentError(
         f"item {name!r} of checkpoint {record.epoch}: the node whose place {nodes.hosted_names[0]} takes saved none; "
         "leave the item out, or pass NodeRestore(by_node=True), which leaves out the node"
@@ -192,7 +203,7 @@ def found_as(name: str, names: Collection[str]) -> str:
 
 
 def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
-    """The named item of arrays, or the only one; InvalidArgumentError, which lists the items, if there is none."""
+    """The named item of arrays, or the only one; else an InvalidArgumentError that lists the items."""
     item = item and found_as(item, arrays)
     if item is None and len(arrays) == 1:
         return arrays[0]
@@ -211,16 +222,17 @@ def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameErro
     )
 
 
-def to_save(args: Any, known: Handlers) -> list[SaveItem]:
+def to_save(args: Any, known_handlers: Handlers) -> list[SaveItem]:
     """The items of a save argument; nothing is run or copied yet."""
-    return [_save_item(name, value, known) for name, value in named(args).items() if value is not None]
+    return [_save_item(name, value, known_handlers) for name, value in named(args).items() if value is not None]
 
 
-def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
+def _save_item(name: str, args: Any, known_handlers: Handlers) -> SaveItem:
     if isinstance(args, own.NodeSave):
         return SaveItem(name, "node", tree=args.item, by_node=args.by_node)
-    handler = known.find(name, args, saving=True)
-    kind, handler_name = handlers.kind_of(handler), handlers.type_name(handler)
+    handler = known_handlers.find(name, args, saving=True)
+    kind = handlers.kind_of(handler)
+    handler_name = handlers.type_name(handler)
     if kind == "other":
         return SaveItem(name, "files", handler_name, run=functools.partial(HandlerSave, handler, name, args))
     if kind in _FILES:
@@ -349,10 +361,10 @@ def restore_item(reader: EpochReader, name: str, args: Any, context: RestoreCont
     return _with_files(reader, name, functools.partial(handler.restore, args=args))
 
 
-def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handlers) -> Any:
+def files_metadata(reader: EpochReader, name: str, recorded: str, known_handlers: Handlers) -> Any:
     """The metadata that an item's handler gives for its files; None if it gives none, or is not known here."""
     try:
-        handler, _ = known.of(name, recorded)
+        handler, _ = known_handlers.of(name, recorded)
     except InvalidArgumentError:
         return None
     if handlers.kind_of(handler) != "other" or not hasattr(handler, "metadata"):
@@ -384,7 +396,7 @@ def tree_request(name: str, args: Any, recorded: str, context: RestoreContext) -
     return dataclasses.replace(asked, sharing=context.sharing, memory_limit_bytes=context.memory_limit_bytes)
 
 
-def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRequest:
+def _tree_request(name: str, args: Any, recorded: str, known_handlers: Handlers) -> TreeRequest:
     if args is None:
         return TreeRequest()
     if isinstance(args, own.RenamedRestore):
@@ -392,7 +404,7 @@ def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeR
             raise InvalidArgumentError(f"item {name!r}: RenamedRestore needs a target; without one, rename the result")
         sources = _sources(name, args.rename)
         return TreeRequest(plain_target(args.item), partial=args.partial, needs_values=args.partial, sources=sources)
-    kind = handlers.kind_of(known.find(name, args, saving=False))
+    kind = handlers.kind_of(known_handlers.find(name, args, saving=False))
     saved = next((k for c, k in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded)), "arrays")
     if kind != saved:
         raise contradiction(name, recorded, args)
@@ -409,7 +421,8 @@ def _tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeR
     if isinstance(args, ocp.args.ArrayRestore):
         return TreeRequest(target, args.restore_args)
     if isinstance(args, ocp.args.StandardRestore):
-        fallback, layouts = args.fallback_sharding, args.support_layout
+        fallback = args.fallback_sharding
+        layouts = args.support_layout
         return TreeRequest(target, fallback_sharding=fallback, layouts=layouts, resize=not args.strict)
     if args.legacy_transform_fn is not None:
         raise UnsupportedError(
@@ -431,14 +444,14 @@ def _sources(name: str, rename: Any) -> Sources | None:
     return None if checked is None else functools.partial(by_rename, f"item {name!r}", checked)
 
 
-def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[str]) -> None:
-    """Refuses item names that the format or the nodes' folders forbid, or that are not among `known`, if any."""
+def check_names(names: Sequence[str], folders: Collection[str], item_names: Sequence[str]) -> None:
+    """Refuses item names that the format or the nodes' folders forbid, or that are not among `item_names`, if given."""
     for name in names:
         paths.check_item_name(name, folders)
-        if known and name not in known:
+        if item_names and name not in item_names:
             raise InvalidArgumentError(
-                f"item {name!r} is not among item_names={list(known)} (in Orbax's words: it does not match with any "
-                "registered handler)"
+                f"item {name!r} is not among item_names={list(item_names)} (in Orbax's words: it does not match with "
+                "any registered handler)"
             )
 
 

@@ -37,7 +37,7 @@ def suggested(rows: Sequence[Mismatch], epoch: Sequence[str], target: Sequence[s
     old_alike = _alike({name: row.found for name, row in olds.items()}, old_of.values())
     new_alike = _alike({name: row.expected for name, row in news.items()}, new_of.values())
     found = dict[str, str]()  # from parts of the epoch to parts of the target
-    ends_of = dict[str, list[str]]()  # what is below a part that was found
+    ends_of = dict[str, list[str]]()  # the lower ends of a found part
     taken = set[str]()  # leaves of the epoch
     given = set[str]()  # leaves of the target
     for leaves in sorted(old_alike.keys() & new_alike.keys(), key=_small_last):
@@ -104,12 +104,15 @@ def _pairs(olds: Sequence[str], news: Sequence[str], *, single: bool) -> dict[st
         clear = back.get(new) == old and "*" not in old + new
         if clear and not (single and _unlike(old.split("/"), new.split("/"))):
             groups[_NUMBER.sub("0", old), _NUMBER.sub("0", new)][old] = new
-    old_numbers, new_numbers = _numbers(olds), _numbers(news)
+    old_numbers = _numbers(olds)
+    new_numbers = _numbers(news)
     found = dict[str, str]()
     for (old_form, new_form), some in groups.items():
-        old_ones, new_ones = old_numbers[old_form], new_numbers[new_form]
+        old_ones = old_numbers[old_form]
+        new_ones = new_numbers[new_form]
         if len(_NUMBER.findall(old_form)) != len(_NUMBER.findall(new_form)):  # Dense has become Dense_0
-            old_ones, new_ones = _varying(old_ones), _varying(new_ones)
+            old_ones = _varying(old_ones)
+            new_ones = _varying(new_ones)
         if len(some) == len(old_ones) == len(new_ones) and all(old_ones[o] == new_ones[n] for o, n in some.items()):
             found.update(some)
     return found
@@ -134,9 +137,9 @@ def _varying(numbers: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _nearest(parts: Sequence[str], others: Sequence[str]) -> dict[str, str]:
-    """For each part the one of the others that shares most first and last keys with it.
+    """For each part, the most similar other: the one with the most first and last keys in common.
 
-    Of several the one with the same numbers counts; if that leaves more than one, the part has none.
+    Among equally similar ones, the one with the same numbers counts; a part for which several remain is left out.
     """
     ends = _ends(parts) & _ends(others)
     sharing = collections.defaultdict[_Shared, list[str]](list)

@@ -2,7 +2,7 @@
 
 A range is read as the blocks that it touches, so that no unverified byte reaches the caller. A cell that fills a
 contiguous piece of its destination is read straight into it; other cells go through a buffer of a block or a row. From
-an object store blocks that lie near each other come with one request.
+an object store, neighbouring blocks are read with one request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 
 from epochckpt._threads import Pool
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, FormatError
-from epochckpt.format import ArrayItem, DataFile, NodeRecord, Part, checksums, grid
+from epochckpt.format import ArrayItem, DataFile, NodeRecord, PartCells, checksums, grid
 from epochckpt.storage import Reader, Store, writing
 
 _Move = tuple[int, int, memoryview]  # bytes of a file, from start to end, and where they go
-_SPAN_BYTES = 16 * 2**20  # that one request reads
-_GAP_BYTES = 2**20  # that it reads in vain, where that saves another request
+_SPAN_BYTES = 16 * 2**20  # the most that one request reads
+_GAP_BYTES = 2**20  # unwanted bytes that a request may read to save another request
 
 
 class Epoch(Protocol):
@@ -52,7 +52,7 @@ class Epoch(Protocol):
 
 
 class Pack(NamedTuple):
-    """Leaves of one item that are one cell each, and the memory that they are read into together."""
+    """Leaves of one item, a single cell each, that are read into one piece of memory."""
 
     item: str
     node: int  # that wrote them
@@ -62,7 +62,7 @@ class Pack(NamedTuple):
     out: np.ndarray  # uint8
 
 
-class Copy(NamedTuple):
+class CellCopy(NamedTuple):
     """One use of a cell: `out[into] = cell[source]`."""
 
     out: np.ndarray
@@ -86,8 +86,12 @@ class NodeFile:
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile):
         self._epoch: Callable[[], Epoch | None] = lambda: epoch
-        self.node, self.name, self.path = node, file.path, epoch.path(node, file)
-        self.size, self.data_start, self.cells = file.size, file.data_start, file.cells
+        self.node = node
+        self.name = file.path
+        self.path = epoch.path(node, file)
+        self.size = file.size
+        self.data_start = file.data_start
+        self.cells = file.cells
         self._reader: Reader | None = None
         self._ends = np.zeros(0, dtype=np.int64)
         self._sums = checksums.BlockSums(checksums.WRITTEN)
@@ -182,7 +186,7 @@ class NodeFile:
         return (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
 
     def _spans(self, blocks: Iterable[int]) -> Iterator[list[int]]:
-        """Groups blocks, ascending, that are read together: on an object store those near each other."""
+        """Groups blocks, ascending, that are read together: on an object store, neighbouring ones."""
         group: list[int] = []
         longest = 0 if self.epoch.store.renames else _SPAN_BYTES
         for block in blocks:
@@ -196,7 +200,8 @@ class NodeFile:
 
     def _pieces(self, blocks: Sequence[int], into: memoryview | None = None) -> Iterator[tuple[int, memoryview]]:
         """Reads blocks with one call, into a buffer if one is given; gives each with its bytes, not verified."""
-        start, end = self._bounds(blocks[0])[0], self._bounds(blocks[-1])[1]
+        start = self._bounds(blocks[0])[0]
+        end = self._bounds(blocks[-1])[1]
         reader = self._reader
         assert reader is not None, "tasks run while the file is open"
         if into is None:
@@ -221,7 +226,8 @@ class NodeFile:
         """The bytes of a block, verified: these, or where the store's answer was damaged those of another one."""
         if not (self.epoch.verify or always):
             return piece
-        reader, answers = self._reader, iter([piece])
+        reader = self._reader
+        answers = iter([piece])
         assert reader is not None, "tasks run while the file is open"
 
         def checked() -> memoryview:
@@ -255,7 +261,7 @@ class NodeFile:
         return 1
 
 
-class CarriedFile(NodeFile):
+class InlinedFile(NodeFile):
     """A file that a handler wrote on another host's disk, and whose content is in the commit record."""
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile, content: bytes):
@@ -276,20 +282,22 @@ class CarriedFile(NodeFile):
 class ArrayFile(NodeFile):
     """A data file, in which each cell of `part` begins at one of the `offsets`; its epoch's reader must live."""
 
-    def __init__(self, epoch: Epoch, node: int, file: DataFile, item: ArrayItem, part: Part):
+    def __init__(self, epoch: Epoch, node: int, file: DataFile, item: ArrayItem, part: PartCells):
         super().__init__(epoch, node, file)
         self._epoch = weakref.ref(epoch)  # which keeps this file
-        self.item, self.part, self.offsets = item, part, part.offsets + file.data_start
+        self.item = item
+        self.part = part
+        self.offsets = part.offsets + file.data_start
 
     def _cut(self, block_bytes: int) -> np.ndarray:
         return grid.blocks(np.diff(self.part.offsets), self.data_start, block_bytes)
 
-    def tasks(self, wanted: dict[int, list[Copy]], packs: Sequence[Pack] = ()) -> list[Callable[[], None]]:
+    def tasks(self, wanted: dict[int, list[CellCopy]], packs: Sequence[Pack] = ()) -> list[Callable[[], None]]:
         """Opens the file; returns tasks that read the wanted cells, given by their positions in the file, and packs."""
         self.open()
         tasks: list[Callable[[], None]] = []
         moves: dict[int, list[_Move]] = collections.defaultdict(list)  # by block
-        runs: dict[int, list[tuple[int, list[Copy]]]] = collections.defaultdict(list)
+        runs: dict[int, list[tuple[int, list[CellCopy]]]] = collections.defaultdict(list)
         for pack in packs:
             self._move_pack(pack, moves)
         cells = np.array(sorted(wanted), dtype=np.int64)
@@ -309,13 +317,18 @@ class ArrayFile(NodeFile):
         return tasks + [functools.partial(self._deliver, blocks, moves, runs) for blocks in spans]
 
     def _move_pack(self, pack: Pack, moves: dict[int, list[_Move]]) -> None:
-        """Moves the leaves of a pack that lie in this file; those that follow each other here and there as one."""
+        """Moves the leaves of a pack that lie in this file. Neighbours in the file and in the memory move as one."""
         cells = self.cell_of[pack.leaves]
         here = cells >= 0
-        begins, ends, places = self.offsets[cells[here]], self.offsets[cells[here] + 1], pack.starts[here]
+        begins = self.offsets[cells[here]]
+        ends = self.offsets[cells[here] + 1]
+        places = pack.starts[here]
         apart = np.flatnonzero((begins[1:] != ends[:-1]) | (np.diff(places) != np.diff(begins))) + 1
-        firsts, lasts = np.concatenate([[0], apart]), np.concatenate([apart, [len(begins)]]) - 1
-        begins, ends, places = begins[firsts], ends[lasts], places[firsts]
+        firsts = np.concatenate([[0], apart])
+        lasts = np.concatenate([apart, [len(begins)]]) - 1
+        begins = begins[firsts]
+        ends = ends[lasts]
+        places = places[firsts]
         rows = (begins, ends, places, *self._blocks(begins, ends))
         out = pack.out.data
         for start, end, at, block, until in zip(*(row.tolist() for row in rows), strict=True):
@@ -341,16 +354,17 @@ class ArrayFile(NodeFile):
             return
         for block in range(first, last + 1):
             a, b = self._bounds(block)
-            a, b = max(a, start), min(b, end)
+            a = max(a, start)
+            b = min(b, end)
             moves[block].append((a, b, out[a - start : b - start]))
 
     def _deliver(
         self,
         blocks: list[int],
         moves: Mapping[int, list[_Move]],
-        runs: Mapping[int, list[tuple[int, list[Copy]]]],
+        runs: Mapping[int, list[tuple[int, list[CellCopy]]]],
     ) -> None:
-        """Reads blocks with one call; each goes to one destination as it is, or parts of it to theirs."""
+        """Reads blocks with one call. A block goes to its destination whole, or is cut between several destinations."""
         alone = moves.get(blocks[0], ()) if len(blocks) == 1 and blocks[0] not in runs else ()
         into = alone[0][2] if len(alone) == 1 and alone[0][:2] == self._bounds(blocks[0]) else None
         for block, piece in self._pieces(blocks, into):
@@ -364,7 +378,7 @@ class ArrayFile(NodeFile):
                     out[:] = piece[start - origin : end - origin]
                 self._spread(block, np.frombuffer(piece, np.uint8), runs.get(block, ()))
 
-    def _direct(self, cell: int, copies: list[Copy]) -> memoryview | None:
+    def _direct(self, cell: int, copies: list[CellCopy]) -> memoryview | None:
         """The destination as bytes, if one whole cell goes to one contiguous place."""
         if len(copies) != 1:
             return None
@@ -373,7 +387,7 @@ class ArrayFile(NodeFile):
             return None
         return part.reshape(-1).view(np.uint8).data
 
-    def _spread(self, block: int, buffer: np.ndarray, cells: Sequence[tuple[int, list[Copy]]]) -> None:
+    def _spread(self, block: int, buffer: np.ndarray, cells: Sequence[tuple[int, list[CellCopy]]]) -> None:
         """Takes whole cells out of a block."""
         start, _ = self._bounds(block)
         for cell, copies in cells:
@@ -382,14 +396,16 @@ class ArrayFile(NodeFile):
             for copy in copies:
                 copy.out[copy.into] = array[copy.source]
 
-    def _large(self, cell: int, copies: list[Copy]) -> None:
+    def _large(self, cell: int, copies: list[CellCopy]) -> None:
         """Reads a part of a cell that spans several blocks: only the blocks that hold the wanted rows.
 
         Leading axes with one wanted index are descended into, so that a piece of a long row costs only a piece.
         """
         shape = self.item.cell_shape(int(self.part.leaves[cell]))
-        start, end = int(self.offsets[cell]), int(self.offsets[cell + 1])
-        row, bounds = end - start, []
+        start = int(self.offsets[cell])
+        end = int(self.offsets[cell + 1])
+        row = end - start
+        bounds = []
         for axis, size in enumerate(shape):
             row //= size
             low = min(c.source[axis].start for c in copies)

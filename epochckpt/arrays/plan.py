@@ -1,6 +1,6 @@
 """The plan of a save: a pure function of trees, shardings and the node list, so that all nodes compute the same one.
 
-A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares its `key`.
+A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares `leaf_keys`.
 """
 
 import bisect
@@ -34,7 +34,8 @@ _FINER = 4  # and they may be smaller by this factor than they need to be
 
 COPY_BYTES = 64 * 1024  # of a cell: smaller ones are copied together, which costs less than a view of each
 
-_FEW_HOLDERS, _SMALL_BYTES = 16, 256 * 1024
+_FEW_HOLDERS = 16
+_SMALL_BYTES = 256 * 1024
 """A replicated leaf of fewer bytes has its owner among the first holders: a restore opens the files of these few."""
 
 
@@ -49,8 +50,8 @@ class CellSource(NamedTuple):
     whole: bool = False  # to host memory that shard moves whole, once: several cells are parts of it
 
 
-class Run(NamedTuple):
-    """Consecutive cells that a snapshot holds as one buffer: small ones, which are copied together, or one other."""
+class CellRange(NamedTuple):
+    """Consecutive cells that a snapshot holds as one buffer: small cells, copied together, or a single larger cell."""
 
     first: int  # the number of the first cell, in file order
     last: int  # of the last one, + 1
@@ -63,14 +64,14 @@ class FilePlan(NamedTuple):
 
     head: bytes  # its header
     cells: int
-    runs: slice  # of those of the plan
-    offsets: np.ndarray  # where each run begins in the file, and the end of the last one
+    ranges: slice  # which of the plan's `cell_ranges` lie in it
+    offsets: np.ndarray  # where each range begins in the file, and where the last one ends
     ends: np.ndarray  # of its blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class ItemPlan:
-    """What this node does for one item."""
+    """This node's part in saving one item."""
 
     item: ArrayItem
     owned: tuple[np.ndarray, np.ndarray, np.ndarray]  # (leaf, cell, bytes) of every cell it writes, in file order
@@ -78,7 +79,7 @@ class ItemPlan:
     part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
     copied_bytes: int  # of leaves that are no jax arrays
     # The same for cells that it holds and another node owns, where each host has a disk of its own.
-    also: "ItemPlan | None" = None
+    replicas: "ItemPlan | None" = None
 
     @functools.cached_property
     def staged(self) -> list[CellSource]:
@@ -86,9 +87,10 @@ class ItemPlan:
         return [source for source in self.sources if source.staged]
 
     @functools.cached_property
-    def runs(self) -> list[Run]:
+    def cell_ranges(self) -> list[CellRange]:
         """The buffers of a snapshot, in file order; each lies in one part of the data file."""
-        sizes, count = self.owned[2], len(self.sources)
+        sizes = self.owned[2]
+        count = len(self.sources)
         copied = (sizes <= COPY_BYTES) & ~np.array([source.staged for source in self.sources], bool)
         begins = np.ones(count, bool)
         begins[1:] = ~(copied[1:] & copied[:-1])
@@ -96,23 +98,25 @@ class ItemPlan:
         firsts = np.flatnonzero(begins)
         bounds = [*firsts.tolist(), count]
         nbytes = np.diff(np.cumsum([0, *sizes.tolist()])[bounds]).tolist()
-        return [*map(Run, bounds, bounds[1:], nbytes, copied[firsts].tolist())]
+        return [*map(CellRange, bounds, bounds[1:], nbytes, copied[firsts].tolist())]
 
     @functools.cached_property
     def copied(self) -> list[tuple[int, CellSource]]:
-        """The sources of the runs that are copied, each with its leaf if that is copied as it is, else with -1."""
-        found = [source for run in self.runs if run.copied for source in self.sources[run.first : run.last]]
+        """The sources of the ranges that are copied, each with its leaf if that is copied as it is, else with -1."""
+        found = [
+            source for cells in self.cell_ranges if cells.copied for source in self.sources[cells.first : cells.last]
+        ]
         plain = self.item.each(_is_plain, bool).tolist()
         return [(s.leaf if s.alone and s.cut is None and plain[s.leaf] else -1, s) for s in found]
 
     @functools.cached_property
     def small_bytes(self) -> int:
-        """Bytes of the runs that are copied."""
-        return sum(run.nbytes for run in self.runs if run.copied)
+        """Bytes of the ranges that are copied."""
+        return sum(cells.nbytes for cells in self.cell_ranges if cells.copied)
 
-    def name(self, run: Run) -> str:
-        """The name of the first leaf of a run."""
-        return self.item.leaves[self.sources[run.first].leaf].name
+    def name(self, cells: CellRange) -> str:
+        """The name of the first leaf of a range."""
+        return self.item.leaves[self.sources[cells.first].leaf].name
 
     @functools.cached_property
     def values(self) -> list[int]:
@@ -122,14 +126,16 @@ class ItemPlan:
     def files(self, block_bytes: int) -> list[FilePlan]:
         """The parts of this node's data file, with checksums of blocks of this size."""
         if block_bytes not in self._files:
-            found, firsts, cell = list[FilePlan](), [run.first for run in self.runs], 0
+            found = list[FilePlan]()
+            firsts = [cells.first for cells in self.cell_ranges]
+            cell = 0
             for end, part in zip(self.part_ends, self.item.cut(self.owned, self.part_ends), strict=True):
-                cells = zip(part.leaves.tolist(), part.cells.tolist(), strict=True)
-                head = safetensors.header([self.item.tensor(*each) for each in cells])
-                runs = slice(*(bisect.bisect_left(firsts, bound) for bound in (cell, end)))
-                offsets = part.offsets[[first - cell for first in [*firsts[runs], end]]] + len(head)
+                numbers = zip(part.leaves.tolist(), part.cells.tolist(), strict=True)
+                head = safetensors.header([self.item.tensor(leaf, number) for leaf, number in numbers])
+                ranges = slice(bisect.bisect_left(firsts, cell), bisect.bisect_left(firsts, end))
+                offsets = part.offsets[[first - cell for first in [*firsts[ranges], end]]] + len(head)
                 ends = blocks(np.diff(part.offsets), len(head), block_bytes)
-                found.append(FilePlan(head, end - cell, runs, offsets, ends))
+                found.append(FilePlan(head, end - cell, ranges, offsets, ends))
                 cell = end
             self._files[block_bytes] = found
         return self._files[block_bytes]
@@ -174,12 +180,12 @@ def _is_copied(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) -> b
     return any(size > 1 for axis, size in zip(mesh["axes"], mesh["shape"], strict=True) if axis not in cut)
 
 
-def key(leaves: Sequence[Any], treedef: Any) -> tuple[Any, list[Any]]:
-    """What a plan depends on, cheap to make and to compare: structure, and of each leaf type, shape, dtype, sharding.
+def leaf_keys(leaves: Sequence[Any]) -> list[Any]:
+    """A key of each leaf: type, shape, dtype and sharding. A plan depends on these and on the tree's structure.
 
-    It holds no array. What it says of a leaf is the leaf's form.
+    The keys are cheap to make and to compare, and hold no array. Leaves with equal keys have one form.
     """
-    return treedef, [_form(leaf) if _is_array(type(leaf)) else _leaf_key(leaf) for leaf in leaves]
+    return [_form(leaf) if _is_array(type(leaf)) else _leaf_key(leaf) for leaf in leaves]
 
 
 _form = operator.attrgetter("shape", "dtype", "sharding")
@@ -205,11 +211,11 @@ def refuse_traced(name: str, tree: Any) -> None:
         raise InvalidArgumentError(
             f"item {name!r}, leaf {readable(tree_lib.leaf_name(traced[0]))!r} ({len(traced)} in all) is a tracer, no "
             "array: save() was called inside a function that jax transforms (jit, grad, vmap, scan, …), where there "
-            "are no values yet. Return the state from that function, and save what it returns"
+            "are no values yet. Return the state from that function, and save the returned one"
         )
 
 
-class Form(NamedTuple):
+class LeafForm(NamedTuple):
     """What the leaves of one form have in common, without their values."""
 
     kind: str
@@ -224,23 +230,27 @@ class Form(NamedTuple):
 class Forms(NamedTuple):
     """The leaves of a tree, as a plan needs them."""
 
-    found: list[Form]
-    first: list[int]  # the first leaf of each
-    of: list[int]  # which of them each leaf has
+    distinct: list[LeafForm]
+    first: list[int]  # the first leaf of each form
+    of: list[int]  # by leaf: the number of its form
 
 
 def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], tuple[str, str]]) -> Forms:
-    """The forms of leaves, given what `key` says of each; refuses a form that cannot be saved.
+    """The forms of leaves with these `leaf_keys`; refuses a form that cannot be saved.
 
     `where` gives the item and the name of a leaf, for the error.
     """
     numbers = collections.defaultdict[Any, int](itertools.count().__next__)
     of = [*map(numbers.__getitem__, keys)]
     first = np.unique(of, return_index=True)[1].tolist()
-    return Forms([_form_of(leaves[i], *where(i)) for i in first], first, of)
+    distinct = list[LeafForm]()
+    for i in first:
+        item, name = where(i)
+        distinct.append(_form_of(leaves[i], item, name))
+    return Forms(distinct, first, of)
 
 
-def _form_of(value: Any, item: str, name: str) -> Form:
+def _form_of(value: Any, item: str, name: str) -> LeafForm:
     kind = tree_lib.leaf_kind(value)
     if kind is None:
         raise InvalidArgumentError(
@@ -248,22 +258,27 @@ def _form_of(value: Any, item: str, name: str) -> Form:
             "saved; expected a jax or NumPy array, a Python number, str, bytes or None"
         )
     if kind not in ARRAY_KINDS:
-        return Form(kind)
+        return LeafForm(kind)
     if kind in ("longstr", "longbytes"):
         raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        return Form(kind, np.dtype(np.uint8), (len(raw),))
+        return LeafForm(kind, np.dtype(np.uint8), (len(raw),))
     shape = of_leaf = tuple(value.shape)
-    dtype, impl, sharding, held = value.dtype, None, None, ()
+    dtype = value.dtype
+    impl = None
+    sharding = None
+    held = ()
     if kind == "prng":
         impl = str(jax.random.key_impl(value))
         inner = jax.eval_shape(jax.random.key_data, value)
-        shape, dtype = tuple(inner.shape), inner.dtype
+        shape = tuple(inner.shape)
+        dtype = inner.dtype
     if kind in ("jax", "prng"):
         if value.is_deleted():
             raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
-        sharding, held = value.sharding, tuple(shard.device for shard in value.addressable_shards)
+        sharding = value.sharding
+        held = tuple(shard.device for shard in value.addressable_shards)
     stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
-    return Form(kind, stored, shape, of_leaf, sharding, held, impl)
+    return LeafForm(kind, stored, shape, of_leaf, sharding, held, impl)
 
 
 def plan_item(
@@ -282,24 +297,26 @@ def plan_item(
     """Plans one item from the paths and forms of its leaves; refuses a leaf that cannot be saved, by name.
 
     A replicated array larger than `replica_split_bytes` is split between several of its holders; `part_bytes` bounds a
-    data file, and with `cut` what is larger is cut by rows. With `per_node`, no other process may hold a part of the
-    item. With `local_disks` there is a plan of what this node holds and another one owns, too.
+    data file, and with `cut` a larger cell is cut by rows. With `per_node`, no other process may hold a part of the
+    item. With `local_disks` the plan has a second one, of replicas: cells that this node holds and another owns.
     """
     cell_bytes = part_bytes if cut and part_bytes else math.inf
     builder = _Builder(name, node_of_process, replica_split_bytes, cell_bytes, per_node)
     item = builder.item(paths, forms)
 
-    def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], also: ItemPlan | None = None) -> ItemPlan:
+    def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], replicas: ItemPlan | None = None) -> ItemPlan:
         sources = tuple(_sources(builder, item, forms, cells))
         taken = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
-        if taken:  # Of most of a shard all is copied: one copy, of which the pieces are views.
-            shards = {k: _shard_bytes(forms.found[forms.of[k[0]]]) for k in taken}
+        if taken:  # A shard that is mostly wanted is copied whole, and the cells are views of that copy.
+            shards = {k: _shard_bytes(forms.distinct[forms.of[k[0]]]) for k in taken}
             whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
             sources = tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
         host = ~item.each(lambda leaf: leaf.is_global, bool)[cells[0]]
-        return ItemPlan(item, cells, sources, tuple(item.part_ends(cells, part_bytes)), int(cells[2][host].sum()), also)
+        return ItemPlan(
+            item, cells, sources, tuple(item.part_ends(cells, part_bytes)), int(cells[2][host].sum()), replicas
+        )
 
-    return planned(item.owned(node), planned(item.also(node)) if local_disks and not per_node else None)
+    return planned(item.owned(node), planned(item.replicas(node)) if local_disks and not per_node else None)
 
 
 class _Builder:
@@ -313,8 +330,11 @@ class _Builder:
         cell_bytes: float,
         per_node: bool,
     ):
-        self.name, self.node_of_process = name, node_of_process
-        self.replica_split_bytes, self.cell_bytes, self.per_node = replica_split_bytes, cell_bytes, per_node
+        self.name = name
+        self.node_of_process = node_of_process
+        self.replica_split_bytes = replica_split_bytes
+        self.cell_bytes = cell_bytes
+        self.per_node = per_node
         self.grids: dict[Grid, int] = {}
         self.equal: dict[Grid, Grid] = {}  # one of each: to compare two takes long in a large job
         self.cut: dict[Any, Grid] = {}  # by another grid, and the cells along each axis
@@ -330,7 +350,7 @@ class _Builder:
         if len({*names}) != len(names):
             twice = next(name for name, count in collections.Counter(names).items() if count > 1)
             raise InvalidArgumentError(f"item {self.name!r}: two leaves have the name {twice!r}")
-        tails = [self._leaf(names[i], form)[2:] for i, form in zip(forms.first, forms.found, strict=True)]
+        tails = [self._leaf(names[i], form)[2:] for i, form in zip(forms.first, forms.distinct, strict=True)]
         leaves = [Leaf._make((path, name, *tails[n])) for path, name, n in zip(paths, names, forms.of, strict=True)]
         for i, rotation in self._rotations(leaves, forms):
             leaves[i] = leaves[i]._replace(rotation=rotation)
@@ -338,7 +358,7 @@ class _Builder:
         meshes = tuple(map(_mesh_row, self.meshes))
         return ArrayItem(self.name, tuple(leaves), tuple(self.grids), shardings, meshes)
 
-    def _leaf(self, name: str, form: Form) -> Leaf:
+    def _leaf(self, name: str, form: LeafForm) -> Leaf:
         """A leaf of a form, without its path."""
         if form.dtype is None:
             return Leaf((), name, form.kind)
@@ -357,13 +377,15 @@ class _Builder:
     def _rotations(self, leaves: Sequence[Leaf], forms: Forms) -> Iterator[tuple[int, int]]:
         """Gives leaves a rotation: those of a grid row take turns, largest first, which balances the load."""
         turns = [0] * len(self.grids)
-        grids, firsts = list(self.grids), [leaves[i] for i in forms.first]
+        grids = list(self.grids)
+        firsts = [leaves[i] for i in forms.first]
         counts = np.bincount(forms.of, minlength=len(firsts)).tolist()
         cells = sum(n * len(grids[a.grid].holders) for n, a in zip(counts, firsts, strict=True) if a.grid >= 0)
         if cells > MAX_ITEM_CELLS:
             problem = f"item {self.name!r}: its {len(leaves)} leaves lie on devices in {cells} parts"
             raise InvalidArgumentError(f"{problem}; an item has at most {MAX_ITEM_CELLS}. Save it as several items")
-        steps, widths = [_turn(grid) for grid in grids], [grid.width[1] for grid in grids]
+        steps = [_turn(grid) for grid in grids]
+        widths = [grid.width[1] for grid in grids]
         sizes = [leaf.nbytes if leaf.grid >= 0 and widths[leaf.grid] > 1 else -1 for leaf in firsts]
         turning = [i for i, n in enumerate(forms.of) if sizes[n] >= 0] if max(sizes, default=-1) >= 0 else []
         for i in sorted(turning, key=lambda i: -sizes[forms.of[i]]):
@@ -373,7 +395,7 @@ class _Builder:
                 yield i, turns[row] % width
             turns[row] += steps[row]
 
-    def layout(self, form: Form) -> "_Layout":
+    def layout(self, form: LeafForm) -> "_Layout":
         """How an array's sharding cuts it; cached, as far as it does not depend on the shape."""
         shape = form.of_leaf
         known = (form.sharding, len(shape) if isinstance(form.sharding, NamedSharding) else shape)
@@ -383,7 +405,8 @@ class _Builder:
 
     def nodes_of(self, layout: "_Layout") -> np.ndarray:
         """The node of each device, or -1; int64 of shape (devices,)."""
-        if (found := self.nodes.get(id(layout.devices))) is None:  # of one mesh they are one object, which lives
+        # A mesh keeps its array of devices alive, so the array's id stays unique.
+        if (found := self.nodes.get(id(layout.devices))) is None:
             of = (self.node_of_process.get(device.process_index, -1) for device in layout.devices.flat)
             found = self.nodes[id(layout.devices)] = np.fromiter(of, np.int64, layout.devices.size)
         return found
@@ -391,14 +414,15 @@ class _Builder:
     def _one(self, grid: Grid) -> Grid:
         return self.equal.setdefault(grid, grid)
 
-    def _sharding_cells(self, name: str, form: Form) -> Grid:
+    def _sharding_cells(self, name: str, form: LeafForm) -> Grid:
         """The grid of an array's sharding, with the nodes that hold each cell; cached by sharding."""
         layout = self.layout(form)
         grid = self.cells.get(id(layout))
         if grid is None:
             counts, devices, cells = layout
             nodes = self.nodes_of(layout)
-            count, here = math.prod(counts), nodes >= 0
+            count = math.prod(counts)
+            here = nodes >= 0
             held = np.zeros(count, bool)
             held[cells[here]] = not self.per_node
             if (lost := np.flatnonzero(~here & ~held[cells])).size:
@@ -425,7 +449,8 @@ class _Builder:
     def _split(self, shape: tuple[int, ...], itemsize: int, grid: Grid) -> Grid:
         """Cuts the cells of a large leaf into contiguous pieces: one for each holder, and none above `cell_bytes`."""
         full = grid.counts + (1,) * (len(shape) - len(grid.counts))
-        cell, finer = [d // c for d, c in zip(shape, full, strict=True)], [*full]
+        cell = [d // c for d, c in zip(shape, full, strict=True)]
+        finer = [*full]
 
         def nbytes() -> int:
             return math.prod(cell) * itemsize
@@ -470,10 +495,11 @@ def _pieces(rows: int, wanted: int, most: int) -> int:
     return next(enough, 0) or next((k for k in range(min(rows, wanted, most), 1, -1) if rows % k == 0), 1)
 
 
-def _shard_bytes(form: Form) -> int:
+def _shard_bytes(form: LeafForm) -> int:
     """Bytes of each shard of a leaf, on one device."""
     assert form.dtype is not None, "it has bytes"
-    nbytes, of_leaf = math.prod(form.shape) * form.dtype.itemsize, form.of_leaf
+    nbytes = math.prod(form.shape) * form.dtype.itemsize
+    of_leaf = form.of_leaf
     return nbytes * math.prod(form.sharding.shard_shape(of_leaf)) // math.prod(of_leaf)
 
 
@@ -488,7 +514,7 @@ def _mesh_row(mesh: Any) -> dict[str, Any]:
 
 
 def _turn(grid: Grid) -> int:
-    """Rotation of a leaf against the one before it in its grid row: past the holders that own the cells of that one."""
+    """The rotation between consecutive leaves of a grid row: past the owners of the first leaf's cells."""
     width = len(grid.holders[0])
     load = collections.Counter(cell % width for cell, first in enumerate(grid.firsts) if first == 0)
     most = [k for k in range(width) if load[k] == load[0]]
@@ -511,7 +537,7 @@ class _Layout(NamedTuple):
 
     counts: tuple[int, ...]  # cells per dimension
     devices: np.ndarray  # of one mesh always the same object
-    cells: np.ndarray  # the cell that each of them holds; int64, flat
+    cells: np.ndarray  # the cell of each device; int64, flat
 
 
 def _layout(sharding: Any, shape: tuple[int, ...]) -> _Layout:
@@ -546,7 +572,7 @@ def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
 def _sources(
     builder: "_Builder", item: ArrayItem, forms: Forms, cells: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> Iterator[CellSource]:
-    """Where this node finds each cell that it writes."""
+    """The sources of the cells that this node writes."""
     places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
     whole: dict[int, tuple[Any, ...]] = {}  # by form, of those of which a leaf is one cell: the source but for the leaf
     shards: dict[int, tuple[_Layout, dict[int, int], bool]] = {}  # by form: which shard is which cell
@@ -555,19 +581,21 @@ def _sources(
         if (rest := whole.get(number)) is not None:
             yield CellSource._make((leaf, *rest))
             continue
-        form = forms.found[number]
+        form = forms.distinct[number]
         if form.sharding is None:
             source = CellSource(leaf, -1, None if item.is_whole(leaf) else slices(item.cell_box(leaf, cell)))
         else:
             if number not in shards:
-                layout, local = builder.layout(form), dict[int, int]()
+                layout = builder.layout(form)
+                local = dict[int, int]()
                 if (place := places.get(id(layout.devices))) is None:
                     place = places[id(layout.devices)] = {device: i for i, device in enumerate(layout.devices.flat)}
                 for k, device in enumerate(form.held):
                     local.setdefault(int(layout.cells[place[device]]), k)
                 shards[number] = layout, local, {device.platform for device in form.held} != HOST
             layout, local, staged = shards[number]
-            alone, counts = layout.devices.size == 1, layout.counts
+            alone = layout.devices.size == 1
+            counts = layout.counts
             if item.is_whole(leaf):
                 source = CellSource(leaf, next(iter(local.values())), None, staged, alone)  # maybe without elements
             else:

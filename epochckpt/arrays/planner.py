@@ -1,7 +1,7 @@
 """From the arguments of `save()` to its plan: the `Planner` of a manager, which makes each plan once.
 
-A plan is made on the training thread by the first save of a tree. What was restored into a target is a tree that will
-be saved: it is planned in the background, as soon as it is there, and its first save finds the plan.
+A plan is made on the training thread by the first save of a tree. A tree that was restored
+into a target will be saved later: it is planned in the background after the restore, and its first save finds the plan.
 """
 
 import collections
@@ -29,7 +29,7 @@ _PATIENCE_SECS = 1.0  # then a save makes the plan itself; one takes some hundre
 
 
 class Key(NamedTuple):
-    """Name and kind of an item, and `plan.key` of its tree."""
+    """Name and kind of an item, the structure of its tree, and `plan.leaf_keys` of its leaves."""
 
     item: str
     kind: str
@@ -41,7 +41,8 @@ class _Planned:
     """What a plan was made for."""
 
     def __init__(self, key: Key):
-        self._key, self._types = key, tree_lib.key_types(key.treedef)
+        self._key = key
+        self._types = tree_lib.key_types(key.treedef)
 
     def is_of(self, key: Key) -> bool:
         return self._key == key and (not self._types or self._types == tree_lib.key_types(key.treedef))
@@ -56,7 +57,10 @@ class Planner:
     def __init__(
         self, nodes: Nodes, options: StorageOptions, part_bytes: int | None, *, writers: int, cut: bool = False
     ):
-        self._nodes, self._options, self._part_bytes, self._cut = nodes, options, part_bytes, cut
+        self._nodes = nodes
+        self._options = options
+        self._part_bytes = part_bytes
+        self._cut = cut
         self._staging = Staging(options, writers)
         self._plans: list[tuple[_Planned, ItemPlan]] = []  # the newest first; replaced, never changed
         self._ahead = collections.deque[tuple[_Planned, Future[ItemPlan]]](maxlen=_AHEAD)
@@ -90,13 +94,14 @@ class Planner:
         return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0, self._staging)
 
     def plan_ahead(self, args: Any, restored: Any) -> None:
-        """Plans, in the background, saves of what `args` has restored into targets; talks to no other process."""
+        """Plans, in the background, saves of trees that `args` has restored into targets; talks to no other process."""
         for name, tree in with_targets(args, restored).items():
-            with contextlib.suppress(Exception):  # its save, if there will be one, says what is wrong with it
-                self._begin(name, tree, *tree_lib.flatten_leaves(tree))
+            with contextlib.suppress(Exception):  # a later save of the tree raises the error
+                leaves, treedef = tree_lib.flatten_leaves(tree)
+                self._begin(name, tree, leaves, treedef)
 
     def _begin(self, name: str, tree: Any, leaves: Sequence[Any], treedef: Any) -> None:
-        key = Key(name, "arrays", *plan_lib.key(leaves, treedef))
+        key = Key(name, "arrays", treedef, plan_lib.leaf_keys(leaves))
         if any(known.is_of(key) for known, _ in [*self._plans, *self._ahead]):
             return
         # The thread gets no array, because the caller may delete, or donate, what it has restored; and it calls no
@@ -115,7 +120,8 @@ class Planner:
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """See `_threads`: a thread in the middle of jax's calls would abort the interpreter as it ends."""
-        deadline, ahead = Deadline(_PATIENCE_SECS), [future for _, future in self._ahead]
+        deadline = Deadline(_PATIENCE_SECS)
+        ahead = [future for _, future in self._ahead]
 
         def wait() -> None:
             for future in ahead:
@@ -129,7 +135,7 @@ class Planner:
     def _plan(self, item: SaveItem, tree: Any, leaves: Sequence[Any], treedef: Any) -> ItemPlan:
         """The plan of a tree, as a rule that of the save before."""
         try:
-            key = Key(item.name, item.kind, *plan_lib.key(leaves, treedef))
+            key = Key(item.name, item.kind, treedef, plan_lib.leaf_keys(leaves))
         except AttributeError:  # a traced array has no sharding
             plan_lib.refuse_traced(item.name, tree)
             raise

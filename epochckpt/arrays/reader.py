@@ -17,7 +17,7 @@ import numpy as np
 
 from epochckpt import _collector, _progress
 from epochckpt._threads import Pool
-from epochckpt.arrays.node_files import ArrayFile, CarriedFile, Copy, NodeFile, Pack, noting
+from epochckpt.arrays.node_files import ArrayFile, CellCopy, InlinedFile, NodeFile, Pack, noting
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -67,8 +67,8 @@ def once(method: Callable[..., T]) -> Callable[..., T]:
 class EpochReader:
     """Reads one committed epoch from its folder in the store; without `verify`, leaves are read without checksums.
 
-    On a disk that only its own host sees, the folder has the files of some nodes: `here`. What it lacks is read from a
-    `copy` of the epoch, which is asked for when something is missing.
+    On a disk that only its own host sees, the folder has the files of `local_nodes` only. Missing parts are read from a
+    `copy` of the epoch, which is opened when a part is missing.
     """
 
     def __init__(
@@ -78,11 +78,15 @@ class EpochReader:
         record: EpochRecord,
         pool: Pool,
         verify: bool = True,
-        here: Collection[int] | None = None,
+        local_nodes: Collection[int] | None = None,
         copy: Callable[[], EpochReader | None] = lambda: None,
     ):
-        self.store, self.folder, self.record, self.pool, self.verify = store, folder, record, pool, verify
-        self.here = range(len(record.nodes)) if here is None else here
+        self.store = store
+        self.folder = folder
+        self.record = record
+        self.pool = pool
+        self.verify = verify
+        self.local_nodes = range(len(record.nodes)) if local_nodes is None else local_nodes
         self.copy = functools.cache(copy)
         self.tally: list[tuple[int, float]] | None = None  # (bytes, seconds of verifying), while `read` reads
         self.kept: dict[Any, Any] = {}  # see `once`
@@ -90,14 +94,14 @@ class EpochReader:
 
     def again(self, pool: Pool) -> EpochReader:
         """A reader of the same epoch, which verifies."""
-        return EpochReader(self.store, self.folder, self.record, pool, True, self.here, self.copy)
+        return EpochReader(self.store, self.folder, self.record, pool, True, self.local_nodes, self.copy)
 
     def at(self, node: int) -> EpochReader:
         """The reader that reaches a node's files: this one, or the one of the copy.
 
         DamagedError: they are not on this host, and there is no copy. StorageError: where the copy is does not answer.
         """
-        if node in self.here:
+        if node in self.local_nodes:
             return self
         copy = self.copy()
         if copy is None:
@@ -109,19 +113,19 @@ class EpochReader:
 
     @property
     def some(self) -> str | None:
-        """The names of the nodes whose files are here; None if all are."""
-        if len(self.here) == len(self.record.nodes):
+        """The names of the local nodes; None if all nodes are local."""
+        if len(self.local_nodes) == len(self.record.nodes):
             return None
-        return ", ".join(self.record.nodes[node].name for node in sorted(self.here))
+        return ", ".join(self.record.nodes[node].name for node in sorted(self.local_nodes))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that are here, as far as their records tell."""
+        """Bytes of the files of local nodes, as far as their records tell."""
         total = 0
-        for node in sorted(self.here):
+        for node in sorted(self.local_nodes):
             total += self.record.nodes[node].nbytes
             with contextlib.suppress(EpochCheckpointError):
-                total += sum(file.size for file in self.node_record(node).also)
+                total += sum(file.size for file in self.node_record(node).replicas)
         return total
 
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
@@ -132,19 +136,19 @@ class EpochReader:
         self,
         requests: Sequence[Request],
         packs: Sequence[Pack],
-        wanted: dict[ArrayFile, dict[int, list[Copy]]],
+        wanted: dict[ArrayFile, dict[int, list[CellCopy]]],
         packed: dict[ArrayFile, list[Pack]],
     ) -> None:
         """Notes by files what is to be read of them; fills requests for what the commit record has."""
         for pack in packs:
-            if pack.node not in self.here:
+            if pack.node not in self.local_nodes:
                 requests = [*requests, *self._unpacked(pack)]
                 continue
             for file in self.files(pack.item, pack.node):
                 if np.any(file.cell_of[pack.leaves] >= 0):
                     packed[file].append(pack)
         for request in requests:
-            if (content := self._carried(request)) is not None:
+            if (content := self._inlined(request)) is not None:
                 request.out[...] = content[slices(request.box)]
                 continue
             for (file, position), copy in self._cells(request):
@@ -161,32 +165,33 @@ class EpochReader:
 
     def item_files(self, item: str) -> list[tuple[int, DataFile]]:
         """(node, file) of every file that handlers wrote for an item, on all nodes."""
-        carried = self.record.carried.get(item, {})
+        inlined = self.record.inlined.get(item, {})
         listed = {n: [f for f in e.files if f.item == item and f.name] for n, e in enumerate(self.record.nodes)}
-        nodes = [n for n, files in listed.items() if n in self.here or any(f.name not in carried for f in files)]
+        nodes = [n for n, files in listed.items() if n in self.local_nodes or any(f.name not in inlined for f in files)]
         self.pool.run([functools.partial(self.node_record, node) for node in nodes if listed[node]])
         found: list[tuple[int, DataFile]] = []
         for node, files in listed.items():
             if node in nodes and files:
                 files = [f for f in self.node_record(node).files if f.item == item and f.name]
             else:  # their checksums are those of their contents
-                files = [dataclasses.replace(f, sums=checksums.WRITTEN.sums([carried[f.name]])) for f in files]
+                files = [dataclasses.replace(f, sums=checksums.WRITTEN.sums([inlined[f.name]])) for f in files]
             found += [(node, file) for file in files]
         return found
 
     def node_file(self, node: int, file: DataFile) -> NodeFile:
         """A file that a handler wrote, wherever it can be read."""
-        content = self.record.carried.get(file.item, {}).get(file.name)
-        if node in self.here or content is None:
+        content = self.record.inlined.get(file.item, {}).get(file.name)
+        if node in self.local_nodes or content is None:
             return NodeFile(self.at(node), node, file)
-        return CarriedFile(self, node, file, content)
+        return InlinedFile(self, node, file, content)
 
     def read_file(self, item: str, name: str) -> bytes:
         """The content of a small file that a handler wrote, verified."""
         found = [(node, f) for node, f in self.item_files(item) if f.name == name]
         if len(found) != 1:
             raise FormatError(f"{self.folder}/{item}/{name}", "is not listed in its node's record")
-        file = self.node_file(*found[0])
+        ((node, listed),) = found
+        file = self.node_file(node, listed)
         if file.size > MAX_RECORD_BYTES:
             raise FormatError(file.path, f"is recorded with {file.size} bytes, more than {MAX_RECORD_BYTES}")
         blocks: list[bytes] = []
@@ -214,12 +219,12 @@ class EpochReader:
 
     def node_record(self, node: int) -> NodeRecord:
         """A node's `node.json`, verified against `epoch.json`."""
-        return self._node_record(node) if node in self.here else self.at(node).node_record(node)
+        return self._node_record(node) if node in self.local_nodes else self.at(node).node_record(node)
 
     @once
     def node_files(self, node: int) -> dict[str, DataFile]:
         record = self.node_record(node)
-        return {file.path: file for file in (*record.files, *record.also)}
+        return {file.path: file for file in (*record.files, *record.replicas)}
 
     @once
     def _node_record(self, node: int) -> NodeRecord:
@@ -243,7 +248,7 @@ class EpochReader:
 
     def of_node(self, node: int, item: str) -> EpochReader:
         """A reader of one node's own tree of an item, as if it were an epoch by itself."""
-        if node not in self.here:
+        if node not in self.local_nodes:
             return self.at(node).of_node(node, item)
         own = self.node_record(node).items.get(item)
         if own is None:
@@ -256,7 +261,7 @@ class EpochReader:
     @once
     def files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node wrote for an item."""
-        if node not in self.here:
+        if node not in self.local_nodes:
             return self.at(node).files(item, node)
         listed = [f for f in self.record.nodes[node].files if f.item == item]
         owned = self._arrays(item).owned(node)
@@ -264,9 +269,9 @@ class EpochReader:
 
     @once
     def also_files(self, item: str, node: int) -> list[ArrayFile]:
-        """The data files that a node, which is here, wrote of cells that others own; none but on a disk of its own."""
-        listed = [f for f in self.node_record(node).also if f.item == item]
-        held = self._arrays(item).also(node)
+        """The replica files that a local node wrote; none unless hosts have disks of their own."""
+        listed = [f for f in self.node_record(node).replicas if f.item == item]
+        held = self._arrays(item).replicas(node)
         return self._laid_out(item, node, listed, held, self.path(node)) if listed else []
 
     def _laid_out(
@@ -278,7 +283,8 @@ class EpochReader:
         where: str,
     ) -> list[ArrayFile]:
         """The files in which a node has these cells of an item, as the record `where` lists them."""
-        arrays, name = self._arrays(item), self.record.nodes[node].name
+        arrays = self._arrays(item)
+        name = self.record.nodes[node].name
         ends = np.cumsum([f.cells for f in listed], dtype=np.int64).tolist()
         if [f.part for f in listed] != list(range(len(listed))) or (ends[-1] if ends else 0) != len(cells[0]):
             problem = f"node {name!r}, item {item!r}: its files do not hold the {len(cells[0])} cells it owns"
@@ -322,11 +328,11 @@ class EpochReader:
             raise EpochDeletedError(self.record.epoch, self.store.root, "another attempt is committed there now")
 
     def verify_all(self, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
-        """Reads every byte that is here; returns one error per damaged block, and per file that cannot be read."""
+        """Reads every byte of local nodes; returns one error per damaged block, and per file that cannot be read."""
         damage: list[EpochCheckpointError] = []
-        if not self.here:
+        if not self.local_nodes:
             damage.append(DamagedError(self.folder, "has no node's files"))
-        for node in sorted(self.here):
+        for node in sorted(self.local_nodes):
             with noting(damage):
                 record = self.node_record(node)
                 for name, item in self.record.items.items():
@@ -356,24 +362,24 @@ class EpochReader:
             assert info.dtype is not None, "it has bytes"
             yield Request(pack.item, leaf, whole(info.shape), np.ndarray(info.shape, info.dtype, pack.out, start))
 
-    def _cells(self, request: Request) -> Iterator[tuple[tuple[ArrayFile, int], Copy]]:
+    def _cells(self, request: Request) -> Iterator[tuple[tuple[ArrayFile, int], CellCopy]]:
         """((file, position in it), copy) for every cell that a request needs."""
         arrays = self._arrays(request.item)
         if arrays.is_whole(request.leaf):
             if request.out.size:
-                copy = Copy(request.out, slices(request.box, request.box), slices(request.box))
+                copy = CellCopy(request.out, slices(request.box, request.box), slices(request.box))
                 yield self._place(request.item, request.leaf, 0), copy
             return
         for cell in arrays.cells_touching(request.leaf, request.box):
             box = arrays.cell_box(request.leaf, cell)
             meet = grid.meet(request.box, box)
             place = self._place(request.item, request.leaf, cell)
-            yield place, Copy(request.out, slices(meet, request.box), slices(meet, box))
+            yield place, CellCopy(request.out, slices(meet, request.box), slices(meet, box))
 
     def _place(self, item: str, leaf: int, cell: int) -> tuple[ArrayFile, int]:
         """Where a cell is read from: the file, and the position in it."""
         owner = self._arrays(item).owner(leaf, cell)
-        for node in () if owner in self.here else sorted(self.here):
+        for node in () if owner in self.local_nodes else sorted(self.local_nodes):
             if (found := self._also_places(item, node).get((leaf, cell))) is not None:
                 return found
         return self._places(item, owner)[leaf, cell]
@@ -386,11 +392,11 @@ class EpochReader:
     def _also_places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
         return _places_in(self.also_files(item, node))
 
-    def _carried(self, request: Request) -> np.ndarray | None:
-        """The leaf of a request, if the commit record has it and its node's files are not here."""
-        content = self.record.carried.get(request.item, {}).get(str(request.leaf))
+    def _inlined(self, request: Request) -> np.ndarray | None:
+        """The leaf of a request, if the commit record has it and its node is not local."""
+        content = self.record.inlined.get(request.item, {}).get(str(request.leaf))
         arrays = self._arrays(request.item)
-        if content is None or arrays.owner(request.leaf, 0) in self.here:
+        if content is None or arrays.owner(request.leaf, 0) in self.local_nodes:
             return None
         leaf = arrays.leaves[request.leaf]
         assert leaf.dtype is not None, "it has bytes"
@@ -399,10 +405,12 @@ class EpochReader:
 
 def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence[Pack]]]) -> None:
     """Does what `EpochReader.read` does for several readers of one directory, with the threads of the first."""
-    began, tally = time.monotonic(), list[tuple[int, float]]()
-    wanted: dict[ArrayFile, dict[int, list[Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    began = time.monotonic()
+    tally = list[tuple[int, float]]()
+    wanted: dict[ArrayFile, dict[int, list[CellCopy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     packed: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
-    pool, root = asked[0][0].pool, asked[0][0].store.root
+    pool = asked[0][0].pool
+    root = asked[0][0].store.root
     with _collector.paused():
         for reader, requests, packs in asked:
             reader.sort(requests, packs, wanted, packed)

@@ -94,11 +94,11 @@ def _read_alone(reader: ArraySource, steps: Generator[Reads, None, T]) -> T:
     """Reads what each step asks for; returns the result of the last one."""
     while True:
         try:
-            asked = next(steps)
+            requests, packs = next(steps)
         except StopIteration as end:
             return end.value
-        reader.read(*asked)
-        del asked  # it holds buffers, which the next step lets go of
+        reader.read(requests, packs)
+        del requests, packs  # they hold buffers, which the next step lets go of
 
 
 def _restoring(
@@ -213,8 +213,11 @@ class _Assembly:
     ):
         item = reader.record.items[name].arrays
         assert item is not None, "callers choose array items"
-        self.reader, self.name, self.item = reader, name, item
-        self.sharing, self.memory_limit_bytes = sharing, memory_limit_bytes
+        self.reader = reader
+        self.name = name
+        self.item = item
+        self.sharing = sharing
+        self.memory_limit_bytes = memory_limit_bytes
         self.reads: list[Request] = []
         self.boxes: dict[Any, tuple[list[tuple[Box, None]], bool, bool]] = {}  # see `_boxes`
         self.whole: dict[int, bool] = {}  # leaves that are read together, see `_packs`: whether their memory is kept
@@ -245,7 +248,8 @@ class _Assembly:
             size = self._host_bytes(request)
             if held and held + size > self.memory_limit_bytes:
                 yield requests[start:number]
-                start, held = number, 0
+                start = number
+                held = 0
             held += size
         yield requests[start:]
 
@@ -253,7 +257,8 @@ class _Assembly:
         """Host memory that a leaf needs until it is on its devices; the same on all processes if they share reads."""
         if request.leaf < 0:
             return 0
-        leaf, sharding = self.item.leaves[request.leaf], request.sharding
+        leaf = self.item.leaves[request.leaf]
+        sharding = request.sharding
         cast = request.dtype is not None and request.dtype != leaf.dtype
         if leaf.dtype is None or (request.form != "jax" and not cast):
             return 0  # what is read is the result
@@ -268,7 +273,9 @@ class _Assembly:
         return sum(math.prod(box_shape(box + whole(shape[len(box) :]))) for box in boxes) * itemsize
 
     def _run(self, requests: Sequence[LeafRequest]) -> Generator[Reads, None, list[Any]]:
-        self.reads, self.whole, self.packed = [], {}, {}
+        self.reads = []
+        self.whole = {}
+        self.packed = {}
         with _collector.paused():
             buffers = [self._plan(request) for request in requests]
             packs = self._packs()
@@ -289,7 +296,7 @@ class _Assembly:
             return [self._finish(request, host) for request, host in zip(requests, hosts, strict=True)]
 
     def _hosts(self, request: LeafRequest, boxes: Any) -> Any:
-        """The buffers of a jax array by box, cast; those of another leaf as they are."""
+        """The buffers of a jax array by box, cast; the buffer of another kind of leaf unchanged."""
         if not isinstance(boxes, list):
             return boxes
         leaf = self.item.leaves[request.leaf]
@@ -299,7 +306,7 @@ class _Assembly:
     def _plan(self, request: LeafRequest) -> Any:
         """Buffers for one leaf: [(box, buffer), …] for jax, one buffer otherwise, None for a leaf without bytes.
 
-        Instead of the buffer of a leaf that will be packed there is None.
+        A leaf that will be packed has None in place of its buffer.
         """
         if request.leaf < 0 or self.item.leaves[request.leaf].dtype is None:
             return None
@@ -351,10 +358,12 @@ class _Assembly:
         for (node, _), leaves in groups.items():
             sizes = np.array([self.item.leaves[i].nbytes for i in leaves], np.int64)
             ends = np.cumsum(-(-sizes // JAX_ALIGNMENT) * JAX_ALIGNMENT)
-            starts, first = np.concatenate([[0], ends[:-1]]), 0
+            starts = np.concatenate([[0], ends[:-1]])
+            first = 0
             while first < len(leaves):
                 last = max(int(np.searchsorted(ends, starts[first] + _PACK_BYTES, "right")), first + 1)
-                numbers, at = leaves[first:last], starts[first:last] - starts[first]
+                numbers = leaves[first:last]
+                at = starts[first:last] - starts[first]
                 out = _memory(int(ends[last - 1] - starts[first]))
                 packs.append(Pack(self.name, node, np.array(numbers), at, sizes[first:last], out))
                 for leaf, start in zip(numbers, at.tolist(), strict=True):

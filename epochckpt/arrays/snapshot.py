@@ -28,7 +28,7 @@ from epochckpt._threads import Deadline
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.items import SaveItem
 from epochckpt.arrays.plan import CellSource, ItemPlan
-from epochckpt.arrays.transfers import Arriving, Cell, Copies, Staging
+from epochckpt.arrays.transfers import Arriving, Copies, StagedCell, Staging
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.format import ItemRecord, checksums
 from epochckpt.format import tree as tree_lib
@@ -51,7 +51,7 @@ class Snapshot:
     """What a save holds once the training thread goes on."""
 
     trees: list[SavedTree] = dataclasses.field(default_factory=list)  # emptied as soon as they are written
-    also: list[SavedTree] = dataclasses.field(default_factory=list)  # of cells that other nodes own; emptied, too
+    replicas: list[SavedTree] = dataclasses.field(default_factory=list)  # of cells that other nodes own; emptied, too
     items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)  # as the epoch will record them
     own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)  # as each node records its own
     # Files of known content that this process writes, by item and path in the item's folder.
@@ -78,7 +78,9 @@ class Snapshot:
 
     def drop(self) -> None:
         """Lets go of the copies, and removes what handlers have written."""
-        self.trees, self.also, self.files = [], [], {}
+        self.trees = []
+        self.replicas = []
+        self.files = {}
         for save in self.running:
             save.discard()
         self.running = ()
@@ -86,7 +88,7 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """What this process does for one save. Nothing has been copied or run yet."""
+    """This process's part in one save. Nothing has been copied or run yet."""
 
     items: Sequence[SaveItem]
     trees: Sequence[SavedTree]  # every pytree of the items that this process writes
@@ -97,24 +99,26 @@ class SavePlan:
     @property
     def copied_bytes(self) -> int:
         """Bytes of host memory that the snapshot is going to hold, at most."""
-        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._also]) + self._staged.copied_bytes
+        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._replicas]) + self._staged.copied_bytes
 
     @functools.cached_property
     def _staged(self) -> Copies:
-        """The copies of what lies on accelerators, in the order of `take`; where to is decided here."""
+        """The copies of cells on accelerators, in the order of `take`. Decides where they are copied to."""
         return Copies(
             self.staging,
             [
-                Cell(_shard(tree.plan, tree.data, t), t.cut, (number, t.leaf, t.shard) if t.whole else None)
-                for number, tree in enumerate([*self.trees, *self._also])
+                StagedCell(_shard(tree.plan, tree.data, t), t.cut, (number, t.leaf, t.shard) if t.whole else None)
+                for number, tree in enumerate([*self.trees, *self._replicas])
                 for t in tree.plan.staged
             ],
         )
 
     @property
-    def _also(self) -> list[SavedTree]:
-        """What this process writes of cells that other nodes own."""
-        return [SavedTree(tree.plan.also, tree.node, tree.data) for tree in self.trees if tree.plan.also is not None]
+    def _replicas(self) -> list[SavedTree]:
+        """The replicas that this process writes: cells that other nodes own."""
+        return [
+            SavedTree(tree.plan.replicas, tree.node, tree.data) for tree in self.trees if tree.plan.replicas is not None
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -140,24 +144,25 @@ class SavePlan:
                 own.setdefault(node, {})[item.name] = tree
             else:
                 items[item.name] = dataclasses.replace(tree, handler=item.handler)
-        # Handlers run one by one: those that have begun are ended when a later one, or a copy, fails.
+        # Handlers start one by one. If one of them, or a copy, fails, the started ones are ended.
         running: list[HandlerSave] = []
         try:
             for run in (item.run for item in self.items if item.run is not None):
                 running.append(run())
             with _collector.paused():
-                arriving, also = iter(self._staged.start()), self._also
-                slab = memory_map.anonymous(sum(tree.plan.small_bytes for tree in [*self.trees, *also]))
-                trees, also = (
+                arriving = iter(self._staged.start())
+                replicas = self._replicas
+                slab = memory_map.anonymous(sum(tree.plan.small_bytes for tree in [*self.trees, *replicas]))
+                trees, replicas = (
                     [SavedTree(plan, node, take(plan, leaves, arriving, slab)) for plan, node, leaves in each]
-                    for each in (self.trees, also)
+                    for each in (self.trees, replicas)
                 )
         except BaseException:
             for save in running:
                 save.discard()
             raise
         files = {(item.name, item.file[0]): item.file[1] for item in self.items if item.file and self.primary}
-        return Snapshot(trees, also, items, own, files, running, self.digest, self.copied_bytes)
+        return Snapshot(trees, replicas, items, own, files, running, self.digest, self.copied_bytes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -221,7 +226,7 @@ def _sample(array: np.ndarray) -> bytes:
 def take(
     plan: ItemPlan, leaves: Sequence[Any], arriving: Iterator[Arriving], slab: mmap.mmap
 ) -> list[Buffer | Arriving]:
-    """Copies, or views, the cells that this node writes; one buffer per run of the plan.
+    """Copies, or views, the cells that this node writes; one buffer per cell range of the plan.
 
     Small ones are copied to `slab`, from where it stands. Those on accelerators are `arriving`, in the order of
     `ItemPlan.staged`.
@@ -233,12 +238,13 @@ def take(
         slab.seek(start)
         _fill(slab, [_content(plan, leaves, t) for _, t in plan.copied])
     assert slab.tell() == start + plan.small_bytes, "the plan has the size of each leaf"
-    copies, found = np.frombuffer(slab, np.uint8), list[Buffer | Arriving]()
-    for run in plan.runs:
-        t = plan.sources[run.first]
-        if run.copied:
-            found.append(Buffer(copies[start : start + run.nbytes]))
-            start += run.nbytes
+    copies = np.frombuffer(slab, np.uint8)
+    found = list[Buffer | Arriving]()
+    for cells in plan.cell_ranges:
+        t = plan.sources[cells.first]
+        if cells.copied:
+            found.append(Buffer(copies[start : start + cells.nbytes]))
+            start += cells.nbytes
         elif t.staged:
             found.append(next(arriving))
         elif t.shard < 0:
@@ -312,7 +318,7 @@ def _host(value: Any, dtype: np.dtype[Any] | None, cut: tuple[slice, ...] | None
 
 
 def checked_json(value: Any, where: str) -> Any:
-    """User data as it will come back from JSON; raises InvalidArgumentError for what is not JSON."""
+    """User data as it will come back from JSON; InvalidArgumentError if JSON cannot hold it."""
     return checksums.unpack_json(checksums.pack_json(value, where))
 
 

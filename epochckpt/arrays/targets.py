@@ -48,7 +48,8 @@ class Shardings:
     """The recorded shardings of an item, as far as their devices exist in this job."""
 
     def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
-        self._item, self._fallback = item, fallback
+        self._item = item
+        self._fallback = fallback
         self._recorded: dict[int, Sharding | None] = {}  # a cache of a method would be a cycle of references
         self._meshes: dict[int, Mesh] = {}
 
@@ -58,7 +59,8 @@ class Shardings:
             return self._fallback
         if leaf.sharding not in self._recorded:
             self._recorded[leaf.sharding] = self._build(leaf.sharding)
-        found, shape = self._recorded[leaf.sharding], logical_shape(leaf)
+        found = self._recorded[leaf.sharding]
+        shape = logical_shape(leaf)
         return found if found is not None and divides(found, shape) else self._fallback
 
     @functools.cached_property
@@ -112,7 +114,10 @@ class Matcher:
     """
 
     def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool, partial: bool, needs_values: bool):
-        self.item, self.shardings, self.resize, self.partial = item, shardings, resize, partial
+        self.item = item
+        self.shardings = shardings
+        self.resize = resize
+        self.partial = partial
         self.needs_values = needs_values
         self.rows: list[Mismatch] = []  # the differences
         self.absent: list[str] = []  # names of the target's leaves that the epoch lacks, where that is allowed
@@ -171,7 +176,7 @@ class Matcher:
         return requests
 
     def _form(self, leaf: Leaf, target: Any, args: Any) -> Any:
-        """What the request of an array depends on, which is the same for most; None for what is looked at alone."""
+        """A key of the request of an array, equal for most arrays of a tree; None if the leaf needs its own request."""
         if leaf.kind != "jax" or not isinstance(target, _ARRAYS):
             return None
         asked = None
@@ -225,7 +230,8 @@ class Matcher:
         return LeafRequest(number, "python", kind=type(target))
 
     def _array(self, number: int, leaf: Leaf, target: Any, resize: bool) -> LeafRequest:
-        shape, dtype = tuple(target.shape), target.dtype
+        shape = tuple(target.shape)
+        dtype = target.dtype
         typed = tree_lib.is_prng_dtype(dtype)
         described = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
         describes = described or hasattr(target, "sharding_metadata")  # of Orbax's v1, and ours
@@ -268,12 +274,13 @@ class Matcher:
         return found if found is None or resized is None or divides(found, resized) else None
 
     def with_restore_args(self, number: int, leaf: Leaf, args: Any, target: Any = None) -> LeafRequest:
-        """A leaf with explicit `ocp.RestoreArgs`, which say what it becomes; the target's value is a placeholder.
+        """A leaf with explicit `ocp.RestoreArgs`: they decide its type, and the target's value is a placeholder.
 
         As in Orbax, the shape of a target array with dimensions must be the stored one unless the arguments name
         another, and `ArrayRestoreArgs` without a dtype take the target's.
         """
-        kind, dtype = args.restore_type, args.dtype
+        kind = args.restore_type
+        dtype = args.dtype
         of_array = isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array)
         shapes = [getattr(args, name, None) for name in ("global_shape", "shape")] if of_array else []
         strict = getattr(args, "strict", True)
@@ -294,7 +301,8 @@ class Matcher:
             if dtype is None:
                 number_type = {"bool": bool, "int": int, "float": float}.get(leaf.kind, complex)
                 dtype = leaf.dtype if leaf.dtype is not None else jax.dtypes.canonicalize_dtype(number_type)
-            sharding, mesh = _jax_sharding(getattr(args, "sharding", None)), getattr(args, "mesh", None)
+            sharding = _jax_sharding(getattr(args, "sharding", None))
+            mesh = getattr(args, "mesh", None)
             if sharding is None and mesh is not None and args.mesh_axes is not None:
                 sharding = NamedSharding(mesh, args.mesh_axes)
             abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -314,7 +322,7 @@ def _is_value(target: Any) -> bool:
 
 
 def _is_empty(target: Any) -> bool:
-    """Whether a target leaf is None or an empty container."""
+    """Whether a leaf of the target has no data: None or an empty container."""
     return tree_lib.leaf_kind(target) in EMPTY_KINDS
 
 
@@ -478,7 +486,8 @@ class TreeMetadata:
     use_zarr3 = False
 
     def __init__(self, tree: Any, custom_metadata: Any = None):
-        self.tree, self.custom_metadata = tree, custom_metadata
+        self.tree = tree
+        self.custom_metadata = custom_metadata
 
     def tree_flatten_with_keys(self) -> tuple[Iterable[Any], Any]:
         """The top level of the tree, as JAX wants it."""

@@ -2,13 +2,14 @@
 
 `StorageOptions.snapshot` says where to:
 
-- "device": one computation per device copies what this process writes into free memory of the device, in pieces, and
-  background threads move one piece after another through pinned host memory. A step that donates the originals comes
-  later in the order of computations, which every backend keeps.
-- "pinned_host": to pinned host memory. Where XLA's source says that a computation which is given a buffer waits for the
-  transfers out of it (`PrepareArguments` in xla/pjrt/common_pjrt_client.cc waits for the "usage events" of what is
-  donated, and `CopyToMemorySpace` adds one), nobody waits for the transfers here. Elsewhere they are awaited.
-- "host": the same, and always awaited.
+- "device": one computation per device copies this process's cells into free memory of the device, in pieces. Background
+  threads move one piece after another through pinned host memory. A step that donates the originals comes later in the
+  order of computations, which every backend keeps.
+- "pinned_host": to pinned host memory. On the platforms of `_ORDERED_PLATFORMS` training goes on during the transfers:
+  in XLA's source, a computation that gets a donated buffer waits for the transfers out of that buffer.
+  (`PrepareArguments` in xla/pjrt/common_pjrt_client.cc waits for the "usage events" of donated buffers, and
+  `CopyToMemorySpace` adds such an event.) On other platforms the transfers are awaited.
+- "host": to pinned host memory, and the transfers are always awaited.
 """
 
 import bisect
@@ -34,10 +35,10 @@ _SPARE = 16  # a copy on a device leaves at least this part of its memory free
 _ORDERED_PLATFORMS = frozenset({"gpu", "cpu"})  # donation waits for transfers, see above; libtpu's source is not public
 
 
-class Cell(NamedTuple):
+class StagedCell(NamedTuple):
     """One cell on an accelerator."""
 
-    data: jax.Array  # the shard that holds it, on one device
+    data: jax.Array  # the cell's shard, on one device
     cut: tuple[slice, ...] | None  # the part of that shard; None for all of it
     shard: Any = None  # equal for cells that are parts of one shard, which moves whole; None: it is the only one
 
@@ -64,7 +65,8 @@ class Staging:
     def has_room(self, device: Any, nbytes: int) -> bool:
         """Whether a copy fits into a device's free memory beside what training needs there."""
         stats = _memory_stats(device)
-        limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use")
+        limit = stats.get("bytes_limit")
+        used = stats.get("bytes_in_use")
         if not limit or used is None:
             return self.how == "device"  # the allocation will tell
         # At its peak the device held what stays, what a step needs for a moment and, maybe, a copy of ours.
@@ -79,8 +81,9 @@ class Staging:
 class Copies:
     """What one save copies from accelerators. Nothing is copied before `start`; `copied_bytes` of host memory are."""
 
-    def __init__(self, staging: Staging, cells: Sequence[Cell]):
-        self._staging, self._cells = staging, cells
+    def __init__(self, staging: Staging, cells: Sequence[StagedCell]):
+        self._staging = staging
+        self._cells = cells
         groups: dict[Any, list[int]] = {}
         if staging.how in ("auto", "device"):
             for i, cell in enumerate(cells):
@@ -110,7 +113,7 @@ class Copies:
                     raise
                 text = "%s has no memory for a copy of what is saved: it is copied to host memory instead"
                 logging.log_first_n(logging.WARNING, text, 3, device)
-        window = _Window(self._staging.window_bytes, [each for i in sorted(pieces) for each in pieces[i]])
+        window = _StagingWindow(self._staging.window_bytes, [each for i in sorted(pieces) for each in pieces[i]])
         # The rest goes to host memory now: shards, and parts of shards that are cut out on their device.
         cuts: dict[Any, list[int]] = {}
         moving: dict[Any, _Transfer] = {}
@@ -123,7 +126,8 @@ class Copies:
         cut = {i: each for device, group in cuts.items() for i, (each,) in self._copy(device, group, math.inf).items()}
         moving |= cut
         for transfer, data in zip(moving.values(), _to_host([each.data for each in moving.values()]), strict=True):
-            transfer.data, transfer.started = data, True
+            transfer.data = data
+            transfer.started = True
         for transfer in moving.values():
             if self._staging.how == "host" or _device(transfer.data).platform not in _ORDERED_PLATFORMS:
                 transfer.wait()
@@ -158,12 +162,13 @@ def _copied(arrays: Sequence[jax.Array], parts: Any) -> list[list[jax.Array]]:
     ]
 
 
-def _parts(cell: Cell, piece_bytes: float) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]:
+def _parts(cell: StagedCell, piece_bytes: float) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]:
     """Cuts a cell into contiguous pieces of at most so many bytes, as long as that is more than an element."""
     if cell.nbytes <= piece_bytes and cell.cut is None:
         return (None,)
     box = [(0, d) for d in cell.data.shape] if cell.cut is None else [(s.start, s.stop) for s in cell.cut]
-    axis, row = len(box), cell.data.dtype.itemsize
+    axis = len(box)
+    row = cell.data.dtype.itemsize
     while axis and row * (box[axis - 1][1] - box[axis - 1][0]) <= piece_bytes:
         axis -= 1
         row *= box[axis][1] - box[axis][0]
@@ -171,7 +176,8 @@ def _parts(cell: Cell, piece_bytes: float) -> tuple[tuple[tuple[int, ...], tuple
     # Axes before the last that is too long are cut at every index, that one into runs.
     steps = [*[1] * (axis - 1), int(max(piece_bytes // row, 1))] if axis else []
     found = []
-    for first in itertools.product(*(range(*side, step) for side, step in zip(box, steps, strict=False))):
+    starts = [range(start, stop, step) for (start, stop), step in zip(box, steps, strict=False)]
+    for first in itertools.product(*starts):
         ends = [min(i + step, end) for i, step, (_, end) in zip(first, steps, box, strict=False)]
         found.append(((*first, *(start for start, _ in inner)), (*ends, *(end for _, end in inner))))
     return tuple(found)
@@ -194,11 +200,13 @@ class _Transfer:
         return self.data
 
 
-class _Window:
+class _StagingWindow:
     """Moves pieces from devices to host memory, in order, so many bytes ahead; used by background threads only."""
 
     def __init__(self, nbytes: int, pieces: Iterable[_Transfer]):
-        self._free, self._queue, self._lock = nbytes, collections.deque(pieces), threading.Lock()
+        self._free = nbytes
+        self._queue = collections.deque(pieces)
+        self._lock = threading.Lock()
 
     def get(self, piece: _Transfer) -> np.ndarray:
         """The bytes of a piece, also if there is no room: its caller cannot go on without it."""
@@ -211,7 +219,8 @@ class _Window:
     def _start(self, piece: _Transfer) -> None:
         if not piece.started:
             self._free -= piece.nbytes
-            (piece.data,), piece.started = _to_host([piece.data]), True
+            (piece.data,) = _to_host([piece.data])
+            piece.started = True
 
     def wrote(self, piece: _Transfer, nbytes: int) -> None:
         """Some bytes of a piece have been written. With the last ones its memory is free."""
@@ -232,9 +241,11 @@ class Arriving:
         nbytes: int,
         pieces: Sequence[_Transfer],
         cut: tuple[slice, ...] | None = None,
-        window: _Window | None = None,
+        window: _StagingWindow | None = None,
     ):
-        self._pieces, self._cut, self._window = pieces, cut, window
+        self._pieces = pieces
+        self._cut = cut
+        self._window = window
         self._ends = list(itertools.accumulate(piece.nbytes for piece in pieces))
         self.nbytes = nbytes
 
@@ -255,7 +266,8 @@ class Arriving:
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[_Transfer, int, int]]:
         """The pieces that some of these bytes lie in, and which of each piece's bytes that are."""
-        first, last = bisect.bisect_right(self._ends, start), bisect.bisect_left(self._ends, stop)
+        first = bisect.bisect_right(self._ends, start)
+        last = bisect.bisect_left(self._ends, stop)
         found = []
         for piece, end in zip(self._pieces[first : last + 1], self._ends[first : last + 1], strict=True):
             begin = end - piece.nbytes

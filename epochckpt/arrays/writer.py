@@ -1,9 +1,10 @@
 """Writes one node's files for one attempt: data files in large parallel pieces of the snapshot.
 
-What these functions return is durable, except `node.json`, which comes last (see `commit`). For a file system a piece
-is copied to aligned memory, hashed, and written from there to the disk (see `posix`): what is written is what was
-hashed, and it costs less than to have the kernel copy it to the page cache. To a bucket a block is sent as it lies in
-the snapshot, and hashed again where its memory is not ours. Memory that has changed meanwhile fails the attempt.
+The files are durable when these functions return. `node.json` comes after them (see `saving`). For a file system a
+piece is copied to aligned memory, hashed there, and written from there to the disk (see `storage.posix`). So the hashed
+bytes are the written bytes, and the kernel need not copy them to the page cache, which would cost more. To a bucket a
+block is sent from the snapshot without a copy; if its memory is not ours, it is hashed again after it was sent. The
+attempt fails if that memory has changed.
 """
 
 import collections
@@ -44,16 +45,16 @@ def write_arrays(
     pool: Pool,
     kind: type[FileT] = DataFile,
 ) -> list[FileT]:
-    """Writes an item's data files into the node's folder, from one buffer per run of the plan."""
+    """Writes an item's data files into the node's folder, from one buffer per cell range of the plan."""
     with _collector.paused():  # their headers
         parts = plan.files(block_bytes)
-    files = [_File(folder, epoch, plan, number, buffers, block_bytes, kind) for number, _ in enumerate(parts)]
+    files = [_FileWriter(folder, epoch, plan, number, buffers, block_bytes, kind) for number, _ in enumerate(parts)]
 
     def check() -> None:
         """A last look at memory that is not ours."""
-        for run, buffer in zip(plan.runs, buffers, strict=True):
+        for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
             if not buffer.unchanged():
-                raise BufferChangedError(epoch, plan.name(run))
+                raise BufferChangedError(epoch, plan.name(cells))
 
     if not store.renames:  # each file is a stream: one thread writes and finishes it
         pool.run([functools.partial(file.write_all, store) for file in files])
@@ -113,7 +114,7 @@ def write_file(
     return dataclasses.replace(record, sums=checksums.BlockSums(checksums.WRITTEN, tuple(sums)))
 
 
-class _File(Generic[FileT]):
+class _FileWriter(Generic[FileT]):
     """One data file being written: its header, then the buffers of runs of cells, in blocks that end at `ends`."""
 
     def __init__(
@@ -126,12 +127,17 @@ class _File(Generic[FileT]):
         block_bytes: int,
         kind: type[FileT],
     ):
-        self.head, cells, runs, self.offsets, self.ends = plan.files(block_bytes)[number]
-        self.epoch, self.plan, self.runs, self.buffers = epoch, plan, plan.runs[runs], buffers[runs]
+        self.head, cells, ranges, self.offsets, self.ends = plan.files(block_bytes)[number]
+        self.epoch = epoch
+        self.plan = plan
+        self.ranges = plan.cell_ranges[ranges]
+        self.buffers = buffers[ranges]
         self.sums = [""] * len(self.ends)
         self.pieces = _pieces(self.ends.tolist())
         self.largest = max(end - start for start, end in itertools.starmap(self._bounds, self.pieces))
-        self._lock, self._filled, self._rest = threading.Lock(), 0, b""
+        self._lock = threading.Lock()
+        self._filled = 0
+        self._rest = b""
         self.record = kind(plan.item.name, number, int(self.offsets[-1]), len(self.head), cells, block_bytes)
         self.path = paths.join(folder, self.record.path)
 
@@ -149,10 +155,10 @@ class _File(Generic[FileT]):
                 data = parts[0] if len(parts) == 1 else b"".join(parts)
                 self.sums[block] = checksums.WRITTEN.of(data)
                 writer.write(start, data)
-                first, last = self._runs(start, end)
+                first, last = self._ranges(start, end)
                 sampled = last - first == 1 and self.buffers[first].sample is not None
                 if sampled and checksums.WRITTEN.of(data) != self.sums[block]:
-                    raise BufferChangedError(self.epoch, self.plan.name(self.runs[first]))
+                    raise BufferChangedError(self.epoch, self.plan.name(self.ranges[first]))
                 self._release(start, end)
 
     def write_next(self, writer: Writer, memory: "_Memory") -> None:
@@ -162,7 +168,8 @@ class _File(Generic[FileT]):
             first, last = self.pieces[self._filled]
             self._filled += 1
             start, end = self._bounds(first, last)
-            begin, at = start - len(self._rest), 0
+            begin = start - len(self._rest)
+            at = 0
             for part in filter(None, (self._rest, *self._parts(start, end))):
                 np.copyto(buffer[at : at + len(part)], np.frombuffer(part, np.uint8))
                 at += len(part)
@@ -179,8 +186,8 @@ class _File(Generic[FileT]):
         """Where some blocks begin and end in the file."""
         return (int(self.ends[first - 1]) if first else 0), int(self.ends[last - 1])
 
-    def _runs(self, start: int, end: int) -> tuple[int, int]:
-        """The range of the runs that have bytes between two offsets in the file."""
+    def _ranges(self, start: int, end: int) -> tuple[int, int]:
+        """The first of the cell ranges with bytes between two offsets in the file, and the last one + 1."""
         first, last = np.searchsorted(self.offsets, (start, end - 1), side="right").tolist()
         return max(first - 1, 0), last
 
@@ -202,7 +209,7 @@ class _File(Generic[FileT]):
 
     def _cuts(self, start: int, end: int) -> Iterator[tuple[Buffer, int, int]]:
         """The buffers that have bytes between two offsets in the file, and which."""
-        first, last = self._runs(start, end)
+        first, last = self._ranges(start, end)
         for buffer, base in zip(self.buffers[first:last], self.offsets[first:last].tolist(), strict=True):
             yield buffer, max(start - base, 0), min(end - base, buffer.nbytes)
 
@@ -214,7 +221,7 @@ class _File(Generic[FileT]):
 class _Memory:
     """Aligned memory for the pieces of some files, as much as threads use at the same time."""
 
-    def __init__(self, files: Iterable[_File[Any]]):
+    def __init__(self, files: Iterable[_FileWriter[Any]]):
         self._nbytes = max((file.largest for file in files), default=0) + ALIGNMENT
         self._free: collections.deque[np.ndarray] = collections.deque()
 
@@ -230,9 +237,12 @@ class _Memory:
 
 def _pieces(ends: Sequence[int]) -> list[tuple[int, int]]:
     """Groups blocks that are written together: (first, last + 1) of each."""
-    pieces, first, start = list[tuple[int, int]](), 0, 0
+    pieces = list[tuple[int, int]]()
+    first = 0
+    start = 0
     for block, end in enumerate(ends):
         if end - start > _PIECE_BYTES and block > first:
             pieces.append((first, block))
-            first, start = block, ends[block - 1]
+            first = block
+            start = ends[block - 1]
     return [*pieces, (first, len(ends))]

@@ -43,13 +43,13 @@ class Caffe2Backend(CheckpointBackend):
         self._wanted = list(wanted)
         return wanted or session.nodes
 
-    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
-        """See CheckpointBackend. Beside a run, the blobs are those that the run's init has found, as in Caffe2."""
+    def open(self, session: Session, calls: RunCalls, out_of_band: bool = False) -> None:
+        """See CheckpointBackend. Out of band, the blobs are those that the run's init has found, as in Caffe2."""
         super().open(session, calls)
         self._nodes = [n for n in self._wanted or session.nodes if self._manager.several or n in session.hosted]
-        self._ready = beside
+        self._ready = out_of_band
         unknown = len(self._manager.managers(self._nodes)) < len(self._nodes)
-        if not beside or not self._manager.introduced or unknown:  # then this raises
+        if not out_of_band or not self._manager.introduced or unknown:  # then this raises
             self._manager.set_params(self._nodes)
         self.handler_nodes = [manager.node_name for manager in self._manager.managers().values()]
 

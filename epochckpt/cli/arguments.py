@@ -115,7 +115,7 @@ class _Intermixed(argparse.ArgumentParser):
 
 
 def parser(version: str) -> argparse.ArgumentParser:
-    """The parser of the command line. What it parses has the function that runs the command as `run`."""
+    """The parser of the command line. In its result, `run` is the function that runs the command."""
     top = argparse.ArgumentParser(
         "epochckpt",
         description="Looks at checkpoints: reads only (but gc --delete, export, and commands with --yes), starts no\n"
@@ -129,9 +129,9 @@ def parser(version: str) -> argparse.ArgumentParser:
     def command(
         run: Callable[[argparse.Namespace, Output], int], *examples: str, marks: bool = True, source: str = ""
     ) -> Callable[..., argparse.Action]:
-        """Adds a command and the options that all have, `marks` those about the best epoch; returns `add_argument`.
+        """Adds a command with the common options, and with `marks` those about the best epoch; returns `add_argument`.
 
-        `source`: what the FILE is that comes before the directory, if there is one.
+        `source`: describes the FILE before the directory, for commands with such an argument.
         """
         name = run.__name__.rstrip("_")
         about = " ".join((run.__doc__ or "").split())

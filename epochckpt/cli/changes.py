@@ -1,4 +1,4 @@
-"""The commands that change a directory: each says what it would do, and does it with --yes.
+"""The commands that change a directory. Without --yes they only show the change.
 
 They refuse a directory in which a run may be alive, see `epochckpt.manager.changes`.
 """
@@ -16,7 +16,7 @@ from epochckpt.cli.commands import epoch_of, only_cpu, opened, options_of
 from epochckpt.cli.output import FOUND, OK, Output
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import scan
-from epochckpt.inspection.blocks import Block, Column, Line, Span, Summary, Tone, problems, table
+from epochckpt.inspection.blocks import Block, Column, Span, Summary, TextLine, Tone, problems, table
 from epochckpt.inspection.directory_views import noun, several
 from epochckpt.inspection.rows import DAMAGED, MIRROR, EpochRow
 from epochckpt.inspection.text import render
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from epochckpt.inspection.directory import Inspection
     from epochckpt.manager import CheckpointManager
 
-_UNCHANGED = Line(Span("Nothing was changed; --yes does it.", Tone.FAINT))
+_UNCHANGED = TextLine(Span("Nothing was changed; --yes does it.", Tone.FAINT))
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """What becomes of one epoch.
+class EpochChange:
+    """The change of one epoch.
 
     Attributes:
         epoch: its number.
@@ -50,14 +50,14 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What a command does to a directory.
+    """All changes that a command makes to a directory.
 
     Attributes:
         directory: its path or URL.
-        done: whether it was done; else it would be.
-        changes: an epoch each.
-        destination: the directory that they are copied to, if it is another one.
-        remark: what else there is to say.
+        done: False if the change is only shown.
+        changes: one per epoch.
+        destination: the other directory that epochs are copied to; None if there is no other.
+        remark: a further sentence for people.
         mirror: the URL of its mirror.
         follows: whether the mirror follows at once.
         problems: why other epochs are left out.
@@ -66,7 +66,7 @@ class Changes:
 
     directory: str
     done: bool
-    changes: tuple[Change, ...]
+    changes: tuple[EpochChange, ...]
     destination: str | None = None
     remark: str = ""
     mirror: str | None = None
@@ -81,7 +81,7 @@ class Changes:
 
 
 def rm(args: argparse.Namespace, output: Output) -> int:
-    """Delete epochs: those that are named, and no others.
+    """Delete the named epochs, and no others.
 
     It is a dry run without --yes, and refused while a run is alive in the directory, or writes to the mirror that
     --mirror names, which follows.
@@ -185,7 +185,7 @@ def import_(args: argparse.Namespace, output: Output) -> int:
     more = len(plan.leaves) - len(shown)
 
     def view() -> Iterator[Block]:
-        yield Line(Span(f"{plan.source} → {plan.directory}", Tone.STRONG, 2000), title=True)
+        yield TextLine(Span(f"{plan.source} → {plan.directory}", Tone.STRONG, 2000), title=True)
         what = f"import {unit} {plan.epoch}", _units.several(len(plan.leaves), "leaf", "leaves")
         yield Summary((*what, _units.nbytes(plan.nbytes), f"item {plan.item}"))
         yield table(
@@ -198,7 +198,7 @@ def import_(args: argparse.Namespace, output: Output) -> int:
             (Column("bytes", 1, right=True), lambda leaf: _units.nbytes(leaf.nbytes)),
         )
         if more:
-            yield Line(Span(f"… {_units.count(more)} more; --limit 0 lists all", Tone.FAINT))
+            yield TextLine(Span(f"… {_units.count(more)} more; --limit 0 lists all", Tone.FAINT))
         if not args.yes:
             yield _UNCHANGED
 
@@ -259,7 +259,7 @@ def _changes(
     ledger = read_ledger(run.commits.store)
     named = None if args.mirror is None else open_store(args.mirror).root
     homes = {MIRROR: named or root}
-    changes = [Change(r.epoch, r.nbytes, _in(homes.get(r.tier, root), r.folder), to(r)) for r in rows]
+    changes = [EpochChange(r.epoch, r.nbytes, _in(homes.get(r.tier, root), r.folder), to(r)) for r in rows]
     where = getattr(args, "destination", None)
     destination = None if where is None else open_store(where).root
     return Changes(
@@ -289,7 +289,7 @@ def _answer(output: Output, found: Changes, verb: str) -> int:
         return Span(path, limit=1000)
 
     def view() -> Iterator[Block]:
-        yield Line(Span(title, Tone.STRONG, 2000), title=True)
+        yield TextLine(Span(title, Tone.STRONG, 2000), title=True)
         yield Summary(tuple(filter(None, (count, found.remark, mirror))))
         yield table(
             found.changes,

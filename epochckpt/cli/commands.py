@@ -65,14 +65,14 @@ def only_cpu() -> None:
 
 
 def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection:
-    """The directory of a command, or another one that it names."""
+    """Opens the directory of a command, or the given one."""
     metric = args.metric[0] if args.metric and len(args.metric) == 1 else args.metric
     asked = {"metric": metric, "mode": args.mode, "options": naming_of(args), "unit": args.unit}
     return inspect(directory or args.directory, **asked, mirror=args.mirror if directory is None else None)
 
 
 def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspection:
-    """One epoch: a number, `latest` or `best`. Raises UnknownNameError or EpochNotFoundError if there is none."""
+    """One epoch: a number, `latest` or `best`. UnknownNameError or EpochNotFoundError if it does not exist."""
     if isinstance(asked, int):
         return run[asked]
     if asked == "best" and run.metric is None:
@@ -135,7 +135,7 @@ def goodput(args: argparse.Namespace, output: Output) -> int:
 
 
 def show(args: argparse.Namespace, output: Output) -> int:
-    """Show one epoch: what is known of it, its nodes, its items."""
+    """Show one epoch: its record, its nodes, its items."""
     detail = epoch_of(opened(args), args.epoch, output).detail()
     output.rows(detail, lambda: _unfolded(args, views.epoch(detail)))
     return _code(detail)
@@ -165,10 +165,10 @@ def _code(detail: EpochDetail) -> int:
 def stat(args: argparse.Namespace, output: Output) -> int:
     """Read arrays of an epoch and show their statistics: range, mean, norm, NaN, a histogram."""
     epoch = epoch_of(opened(args), args.epoch, output)
-    asked = args.patterns or "*", args.item, args.node
-    (less,) = narrowed([epoch.detail()], *asked)
+    patterns = args.patterns or "*"
+    (less,) = narrowed([epoch.detail()], patterns, args.item, args.node)
     with _progress.work(f"{epoch.plain_row().unit} {epoch.epoch}", sum(item.nbytes for item in less.items)) as bar:
-        found = epoch.stats(*asked, progress=bar.advance).rows
+        found = epoch.stats(patterns, args.item, args.node, progress=bar.advance).rows
     output.rows(found, lambda: render(leaf_views.stats(found)))
     for item in less.items:
         if item.problem:
@@ -183,7 +183,8 @@ def diff(args: argparse.Namespace, output: Output) -> int:
     """
     run = opened(args)
     other = run if args.other is None else opened(args, args.other)
-    one, two = epoch_of(run, args.before, output), epoch_of(other, args.after, output)
+    one = epoch_of(run, args.before, output)
+    two = epoch_of(other, args.after, output)
     asked: dict[str, Any] = {"directory": args.other, "item": args.item, "node": args.node}
     rows = one.plain_row(), two.plain_row()
     what = " and ".join(f"{row.unit} {row.epoch}" for row in rows)
@@ -201,7 +202,8 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     rows = [epoch_of(run, asked, output).plain_row() for asked in dict.fromkeys(args.epochs)] or run.epochs()
     sizes = {row.epoch: row.nbytes for row in rows}
     found: list[Verification] = []
-    unread, unit = False, run.unit
+    unread = False
+    unit = run.unit
     with _progress.work("verifying", sum(sizes.values())) as bar:
         for epoch, nbytes in sizes.items():
             try:

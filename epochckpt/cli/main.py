@@ -1,4 +1,4 @@
-"""The command `epochckpt`: from what was typed to an exit code. See `epochckpt --help`, and docs/inspect.md."""
+"""The command `epochckpt`: from a command line to an exit code. See `epochckpt --help`, and docs/inspect.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LINES = 60  # of an error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, that of this process if `argv` is None; returns the exit code, see `arguments.EXIT_CODES`."""
+    """Runs one command line, by default the one of this process; returns one of `arguments.EXIT_CODES`."""
     try:
         args = arguments.parser(_version()).parse_args(argv)
     except SystemExit as end:  # help, or wrong usage, which argparse has printed
@@ -65,7 +65,7 @@ def _take_store(args: argparse.Namespace) -> None:
     }
     found = {name: with_settings(place, args.store) for name, place in given.items()}
     if found == given:
-        raise errors.InvalidArgumentError(f"--store is about buckets, and {args.directory} is none")
+        raise errors.InvalidArgumentError(f"--store applies to bucket URLs only; {args.directory} is a local path")
     vars(args).update(found)
 
 

@@ -14,7 +14,15 @@ from epochckpt._text import shown
 from epochckpt.inspection import plain
 from epochckpt.inspection.text import WARN
 
-OK, FOUND, USAGE, MISSING, UNREACHABLE, VIEW, FAULT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 5, 70, 130, 141
+OK = 0
+FOUND = 1
+USAGE = 2
+MISSING = 3
+UNREACHABLE = 4
+VIEW = 5
+FAULT = 70
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 _PIECE = 2**14  # characters
 

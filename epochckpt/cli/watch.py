@@ -45,7 +45,9 @@ def watch(args: argparse.Namespace, output: Output) -> int:
     on_terminal = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
     live = Live(console=output.out, auto_refresh=False, transient=True)
     show = _drawn(live) if on_terminal else _lines(output)
-    newest, damaged, unit = -1, False, scan.unit_of(commits)
+    newest = -1
+    damaged = False
+    unit = scan.unit_of(commits)
     limits = {"until": args.until, "timeout_secs": args.timeout, "interval_secs": args.interval}
     with live if on_terminal else contextlib.nullcontext():
         for event in watching.watch(commits, **limits, history=_HISTORY):
@@ -75,7 +77,8 @@ def _is_best(args: argparse.Namespace, event: Event) -> bool:
 
 def line(event: Event, best: bool = False) -> TextTable:
     """An event as one line."""
-    row, damaged = event.row, watching.is_damaged(event)
+    row = event.row
+    damaged = watching.is_damaged(event)
     at = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
     kind, tone = ("damaged", Tone.BAD) if damaged else (event.kind, _TONES[event.kind])
     parts: list[tuple[int, Words]] = [(1, Span(at, Tone.FAINT)), (0, _epoch(row, kind, tone))]
@@ -122,7 +125,8 @@ def _lines(output: Output) -> Show:
     output.out.size = _WHOLE, 25
 
     def show(event: Event, best: bool) -> None:
-        attempt, share = event.row.attempt, event.done or 0.0
+        attempt = event.row.attempt
+        share = event.done or 0.0
         if event.kind != SAVING:
             done.pop(attempt, None)
         elif share - done.get(attempt, -1.0) < _STEP:
@@ -136,7 +140,7 @@ def _lines(output: Output) -> Show:
 
 
 def _drawn(live: Live) -> Show:
-    """Shows a line for what has happened, and below all lines the saves that are under way."""
+    """Shows a line for each event, and the saves under way below all lines."""
     saving: dict[str, Event] = {}
 
     def show(event: Event, best: bool) -> None:
@@ -152,7 +156,8 @@ def _drawn(live: Live) -> Show:
 
 def under_way(event: Event) -> TextTable:
     """A save that is under way: how much of it is written, and by which node how much."""
-    row, before = event.row, event.before
+    row = event.row
+    before = event.before
     had = {node.name: node.nbytes or 0 for node in before.nodes} if before is not None else {}
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
     bar = Cell(drawing=None if event.done is None else Bar(event.done, 20, Tone.LIVE))

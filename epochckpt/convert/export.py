@@ -50,7 +50,7 @@ class Exported:
     cast: Mapping[str, str]
 
 
-@_progress.shown_as("exporting")
+@_progress.work("exporting")
 def export(
     directory: str | os.PathLike[str],
     epoch: int | None,
@@ -99,8 +99,8 @@ def export(
             (`{"params": "model"}`, or `""` for nothing); or a function from name to name. New keys are dict keys.
         dtype: floating arrays are cast to it, rounded as JAX does; integers, bools, keys and Python values stay.
         separator: joins the keys of a leaf's path to the name of its tensor; "." is what Hugging Face and Orbax use.
-        framework: noted in the files as that of which the tensors have the names and layouts; libraries of Hugging Face
-            look for it. `"pt"` is true where leaves were renamed, and lie, as in PyTorch.
+        framework: noted in the files; the names and layouts of the tensors are those of this framework. Libraries of
+            Hugging Face look for it. `"pt"` is true where leaves were renamed, and lie, as in PyTorch.
         config: the content of `config.json`, or a file of JSON that has it; huggingface only.
         max_file_bytes: bytes of tensors after which safetensors go on in a further file.
         max_buffer_bytes: bound on the bytes of tensors that are held at a time.
@@ -111,7 +111,7 @@ def export(
 
     Raises:
         EpochNotFoundError: there is no such epoch.
-        DamagedError: bytes differ from what was written. As after every other error there is no destination.
+        DamagedError: bytes have changed since they were written. After this or another error there is no destination.
         UnsupportedError: the format cannot express something, by name.
         UnknownNameError: a pattern, or an entry of `rename`, matches nothing.
         InvalidArgumentError: the destination is no empty folder, lies in `directory`, or is the current directory; no
@@ -124,7 +124,8 @@ def export(
         >>> ec.export("run", None, "tensors", "safetensors").epoch
         4
     """
-    began, progress = time.monotonic(), progress or _progress.counting()
+    began = time.monotonic()
+    progress = progress or _progress.counting()
     if format not in EXPORTED:
         raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, EXPORTED))}")
     if not isinstance(separator, str) or not separator:
@@ -150,12 +151,15 @@ def export(
         return sorted({*commits.list_epochs(), *(() if copies is None else copies.readable())})
 
     def run(number: int) -> Exported:
-        reader, arrays = readers.open(number), None
-        kinds, record = reader.item_kinds(), reader.record
+        reader = readers.open(number)
+        arrays = None
+        kinds = reader.item_kinds()
+        record = reader.record
         if item is not None and item not in kinds:
             raise items.unknown_item(number, item, kinds)
         if format != "orbax" or selection:
-            arrays = SelectedArrays(*_array_item(reader, kinds, item), selection)
+            source, name = _array_item(reader, kinds, item)
+            arrays = SelectedArrays(source, name, selection)
         elif record.stock:
             raise UnsupportedError(
                 f"checkpoint {number} was written by stock Orbax: copy its folder, or save it with a manager of ours"
@@ -202,7 +206,8 @@ def export(
 
 def _array_item(reader: CheckpointReader, kinds: Mapping[str, str], item: str | None) -> tuple[ArraySource, str]:
     """The item of arrays that is meant."""
-    epoch, arrays = reader.record.epoch, [name for name, kind in kinds.items() if kind == "arrays"]
+    epoch = reader.record.epoch
+    arrays = [name for name, kind in kinds.items() if kind == "arrays"]
     if item is None and not arrays:
         raise UnsupportedError(f"checkpoint {epoch} has no item of arrays, and only those become tensors")
     chosen = item or items.chosen_arrays(epoch, arrays, None)
@@ -259,7 +264,8 @@ def _staged(place: str) -> Generator[str]:
     After an error nothing is left, neither this folder nor the parents that were made for it.
     """
     parent, name = os.path.split(place)
-    above, staging = PosixStore(parent), f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
+    above = PosixStore(parent)
+    staging = f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
     folder = os.path.join(parent, staging)
     missing = [str(p) for p in pathlib.Path(place).parents if not os.path.lexists(p)]  # innermost first
     with contextlib.ExitStack() as undo:

@@ -44,9 +44,9 @@ class FormatOptions:
 def write_orbax(
     reader: CheckpointReader, record: EpochRecord, target: Store, options: FormatOptions, arrays: SelectedArrays | None
 ) -> Unsupported:
-    """Writes items and the directory's metadata, durably and verified; returns what was left out.
+    """Writes items and the directory's metadata, durably and verified; returns the parts that were left out.
 
-    The items are those of the record, or the `arrays` that were selected, in data files that are made for them.
+    Writes the items of the record; or the selected `arrays`, in new data files.
     """
     files = [] if arrays is None else _data_files(arrays)
     if arrays is not None:
@@ -123,7 +123,8 @@ _BATCH_LEAVES = 4096  # read together at most; bounds what is kept per leaf mean
 
 def write_safetensors(arrays: SelectedArrays, target: Store, options: FormatOptions) -> Unsupported:
     """Writes an item into an empty folder, durably and verified; returns what was left out."""
-    item, epoch = arrays.arrays, arrays.record.epoch
+    item = arrays.arrays
+    epoch = arrays.record.epoch
     unsupported = {
         leaf.name: f"safetensors has no type for {leaf.dtype.name}"
         for leaf in item.leaves
@@ -249,7 +250,8 @@ def _write_file(
             held = sum(nbytes for _, _, nbytes in batch)
             if len(buffer) < held:
                 buffer = np.empty(held, np.uint8)
-            requests, offset = [], 0
+            requests = []
+            offset = 0
             for leaf, box, nbytes in batch:
                 out = buffer[offset : offset + nbytes].view(_dtype(item, leaf)).reshape(grid.box_shape(box))
                 requests.append(Request(item.name, leaf, box, out))
@@ -269,7 +271,8 @@ def _batches(arrays: ArrayItem, leaves: Iterable[int], max_bytes: int) -> Iterat
             nbytes = math.prod(grid.box_shape(box)) * itemsize
             if batch and (held + nbytes > max_bytes or len(batch) >= _BATCH_LEAVES):
                 yield batch
-                batch, held = [], 0
+                batch = []
+                held = 0
             batch.append((leaf, box, nbytes))
             held += nbytes
     if batch:

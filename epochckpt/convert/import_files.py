@@ -39,7 +39,7 @@ _MAX_INDEX_BYTES = 256 * 2**20
 class ImportedLeaf:
     """One leaf of an import: its name in the epoch and in the source, and what the epoch will hold.
 
-    `dtype` is a type of Python for what is no array. `cast_from` is the dtype in the source, if another one.
+    `dtype` is a type of Python if the leaf is not an array. `cast_from` is the dtype in the source, if another one.
     """
 
     name: str
@@ -93,7 +93,7 @@ def import_(
     Arrays become NumPy leaves, bit for bit unless they are cast. Safetensors and DCP are streamed in bounded memory,
     whatever the size of the files (on object stores by the size of a data file's part); msgpack files are read whole.
     torch is not needed, and no pickle runs code. One process does it. Like every manager that writes it fences off
-    whatever else writes to `directory`: do not import into that of a running job. `plan_import` says what it would do.
+    whatever else writes to `directory`: do not import into that of a running job. `plan_import` shows the effect first.
 
     Args:
         source: a local `.msgpack` file (`flax.serialization.to_bytes`, `msgpack_serialize`), a `.safetensors` file, or
@@ -123,7 +123,7 @@ def import_(
         UnsupportedError: a dtype that we lack, an object of Python in DCP, or several processes.
         UnknownNameError: a pattern, or an entry of `rename`, matches nothing.
         InvalidArgumentError: two leaves would get one name.
-        EpochExistsError: there is such an epoch, be it readable or not.
+        EpochExistsError: the epoch exists, readable or not.
         SaveError: storage refused; the epoch does not exist.
         OSError: the source cannot be read.
 
@@ -158,7 +158,7 @@ def plan_import(
     """What `import_` would do with these arguments: the leaves, and a method that does it. Writes nothing.
 
     Raises:
-        EpochCheckpointError: as `import_` does for what it refuses before it writes.
+        EpochCheckpointError: every error that `import_` raises before it writes.
         OSError: the source cannot be read.
     """
     epoch = epoch_number(epoch)
@@ -208,7 +208,7 @@ def plan_import(
 
 
 def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[ImportedLeaf, ...]]:
-    """The tree of the leaves that are selected, and what they are."""
+    """The tree of the selected leaves, and a description of each leaf."""
     try:
         pairs, _ = tree_lib.flatten(tree)
     except (ValueError, TypeError) as error:
@@ -216,7 +216,8 @@ def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[Im
     new_paths = selection.paths(source, [path for path, _ in pairs])
     was = _text.public(tree_lib.leaf_name(pairs[number][0]) for number in new_paths)
     now = _text.public(map(tree_lib.leaf_name, new_paths.values()))
-    found, leaves = [], list[ImportedLeaf]()
+    found = []
+    leaves = list[ImportedLeaf]()
     for number, old, new in zip(new_paths, was, now, strict=True):
         value = pairs[number][1]
         before = getattr(value, "dtype", None) if isinstance(value, np.ndarray | np.generic | mmap.Assembled) else None
@@ -225,10 +226,17 @@ def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[Im
             value = _cast(value, dtype)
         found.append((new_paths[number], value))
         kind = str(getattr(value, "dtype", type(value).__name__))
-        form = getattr(value, "shape", ()), kind, getattr(value, "nbytes", 0)
-        leaves.append(ImportedLeaf(new, old, *form, str(before) if dtype != before else ""))
+        leaf = ImportedLeaf(
+            name=new,
+            source=old,
+            shape=getattr(value, "shape", ()),
+            dtype=kind,
+            nbytes=getattr(value, "nbytes", 0),
+            cast_from=str(before) if dtype != before else "",
+        )
+        leaves.append(leaf)
     _check(found, source)
-    if not selection:  # dicts stay what they are, whatever their keys
+    if not selection:  # dicts stay dicts, whatever their keys
         return tree, tuple(leaves)
     return tree_lib.nest(found, source), tuple(leaves)
 

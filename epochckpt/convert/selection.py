@@ -25,7 +25,7 @@ Patterns = str | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What `include`, `exclude`, `rename` and `dtype` of `export` and `import_` ask for; without them, all as it is."""
+    """The `include`, `exclude`, `rename` and `dtype` of `export` and `import_`; by default everything, unchanged."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -116,13 +116,15 @@ def _renamed(where: str, rename: Rename, leaves: Mapping[int, tuple[str, KeyPath
 
 
 def _moved(old: Sequence[str], path: KeyPath, new: Sequence[str]) -> KeyPath:
-    """The path of a leaf whose keys were `old`: those that stay at the end, or the beginning, are what they were."""
+    """The new path of a leaf. Keys that `old` and `new` share at the end, or at the beginning, keep their types."""
 
     def alike(a: Sequence[str], b: Sequence[str]) -> int:
         return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
     last = alike(old[::-1], new[::-1])
-    old, new, end = old[: len(old) - last], new[: len(new) - last], path[len(path) - last :]
+    old = old[: len(old) - last]
+    new = new[: len(new) - last]
+    end = path[len(path) - last :]
     first = alike(old, new)
     had = dict(zip(old, path, strict=False))
     return (*path[:first], *(had.get(key, ("k", key)) for key in new[first:]), *end)
@@ -145,8 +147,10 @@ def _without_gaps(paths: Mapping[int, KeyPath]) -> dict[int, KeyPath]:
     def kept(above: KeyPath, kind: str, key: Any) -> tuple[str, Any]:
         return ("k" if above in broken | mixed else kind, str(key) if above in mixed else key)
 
+    if not broken | mixed:
+        return dict(paths)
     return {
-        number: tuple(kept(path[:depth], *key) for depth, key in enumerate(path)) if broken | mixed else path
+        number: tuple(kept(path[:depth], kind, key) for depth, (kind, key) in enumerate(path))
         for number, path in paths.items()
     }
 
@@ -157,7 +161,9 @@ class SelectedArrays:
     def __init__(self, source: ArraySource, item: str, selection: Selection):
         entry = source.record.items[item]
         assert entry.arrays is not None, "callers choose array items"
-        self.source, self.folder, self.name = source, source.folder, item
+        self.source = source
+        self.folder = source.folder
+        self.name = item
         self._stored = entry.arrays.leaves
         chosen = selection.paths(self.where, [leaf.path for leaf in self._stored])
         self._numbers = list(chosen)
@@ -166,7 +172,8 @@ class SelectedArrays:
         for number, path in chosen.items():
             leaf = self._stored[number]
             name = leaf.name if path == leaf.path else tree_lib.leaf_name(path)
-            dtype, grid = selection.cast_to(leaf.dtype), -1 if leaf.dtype is None else 0
+            dtype = selection.cast_to(leaf.dtype)
+            grid = -1 if leaf.dtype is None else 0
             if leaf.dtype is not None and dtype != leaf.dtype:
                 self.cast[_text.readable(name)] = leaf.dtype.name
             # a step of stock Orbax has no table of them, and Orbax restores no jax array without
@@ -185,9 +192,10 @@ class SelectedArrays:
         return f"checkpoint {self.source.record.epoch}, item {self.name!r}"
 
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
-        """See `EpochReader.read`; what is to be cast is held a second time, as it is stored."""
+        """See `EpochReader.read`; leaves that are cast are also held in their stored form."""
         assert not packs, "no restore reads from here"
-        wanted, cast = list[Request](), list[tuple[np.ndarray, np.ndarray]]()
+        wanted = list[Request]()
+        cast = list[tuple[np.ndarray, np.ndarray]]()
         for item, leaf, box, out in requests:
             number = self._numbers[leaf]
             if (dtype := self._stored[number].dtype) != out.dtype:

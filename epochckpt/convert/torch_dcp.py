@@ -1,9 +1,9 @@
 """Reads directories of `torch.distributed.checkpoint`, without torch.
 
-`.metadata` is a pickle: the shape and the chunks of each tensor, and where each chunk lies in a `.distcp` file, as what
-`torch.save` writes of it, which is a zip archive of a pickle and of raw bytes. A pickle may name any function of any
-module and have it called: here only the names of this format are known, and each of them makes an inert record. Chunks
-become views of the mapped files; only pickles are read.
+`.metadata` is a pickle of the shapes and the chunks of all tensors, with the place of each chunk in a `.distcp` file. A
+chunk has the form that `torch.save` gives it: a zip archive of a pickle and raw bytes. A pickle may name any function
+of any module and have it called. Here only the names of this format are known, and each of them makes an inert record.
+Chunks become views of the mapped files; only pickles are read.
 """
 
 import collections
@@ -33,7 +33,7 @@ METADATA = ".metadata"
 
 _MAX_PICKLE_BYTES = 256 * 2**20
 _MAX_COVER_CELLS = 10**6
-_MAX_VALUES = 10**6  # in one that is no tensor: a small pickle may name one list in many places, and that in many
+_MAX_VALUES = 10**6  # of an entry that is no tensor: a small pickle may refer to one list many times, on many levels
 _CRC_BYTES = 8 * 2**20
 _OTHER_DTYPES = re.compile(r"q?u?int\d|bits\d|complex\d|float\d")  # that NumPy and JAX may lack
 _STORAGES = {
@@ -67,7 +67,7 @@ _RECORDS = {
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},  # Python 3.13
 }
-_BAD = (  # what a pickle, an archive or a record that is none raises
+_BAD = (  # raised for invalid pickles, archives and records
     *(AttributeError, EOFError, IndexError, KeyError, NotImplementedError, OverflowError, RecursionError, TypeError),
     *(UnicodeError, ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile, MemoryError),
 )
@@ -89,7 +89,7 @@ class Loaded:
 
 
 def load(folder: str) -> Loaded:
-    """The entries of a directory; FormatError if it is none, UnsupportedError for a form that is not known."""
+    """The entries of a directory; FormatError if it is no DCP directory, UnsupportedError for an unknown form of it."""
     path = os.path.join(folder, METADATA)
     if os.path.getsize(path) > _MAX_PICKLE_BYTES:
         raise FormatError(path, f"is larger than {_MAX_PICKLE_BYTES} bytes")
@@ -112,10 +112,11 @@ def load(folder: str) -> Loaded:
 
 
 class _format_errors:
-    """Says what is wrong with a file that is not what it should be."""
+    """Turns errors of an invalid file into a FormatError that names the file."""
 
     def __init__(self, path: str, what: str = ""):
-        self._path, self._what = path, what
+        self._path = path
+        self._what = what
 
     def __enter__(self) -> None: ...
 
@@ -224,15 +225,16 @@ class _Unpickler(_PurePython):
     def persistent_load(self, pid: Any) -> Any:
         tag, kind, key, *_ = pid
         if tag != "storage" or not isinstance(kind, _Storage) or not isinstance(key, str):
-            raise ValueError("it has a storage that is none")
+            raise ValueError("it refers to something other than a storage")
         return _Storage(key, kind.dtype)
 
 
-class _Window(io.RawIOBase):
+class _MappedPart(io.RawIOBase):
     """A part of a mapped file as a file."""
 
     def __init__(self, data: memoryview):
-        self._data, self._at = data, 0
+        self._data = data
+        self._at = 0
 
     def seekable(self) -> bool:
         return True
@@ -255,7 +257,7 @@ class _Window(io.RawIOBase):
 
 
 class _Files:
-    """The files of a directory, mapped, and the checksums of what was taken from them."""
+    """The files of a directory, mapped, and the checksums of the parts that were read."""
 
     def __init__(self, folder: str):
         self._folder = folder
@@ -269,7 +271,9 @@ class _Files:
 
     def archive(self, place: Mapping[str, Any]) -> "_Archive":
         """What `torch.save` wrote to a place."""
-        name, start, length = place["relative_path"], place["offset"], place["length"]
+        name = place["relative_path"]
+        start = place["offset"]
+        length = place["length"]
         path = os.path.join(self._folder, name)
         if os.path.basename(name) != name or not name.endswith(".distcp"):
             raise FormatError(path, f"is listed in {METADATA}, and is no .distcp file beside it")
@@ -295,8 +299,10 @@ class _Archive:
     """A zip archive in memory."""
 
     def __init__(self, path: str, data: np.ndarray, sums: list[tuple[str, np.ndarray, int]]):
-        self.path, self._data, self._sums = path, data, sums
-        with zipfile.ZipFile(io.BufferedReader(_Window(memoryview(data)))) as archive:  # type: ignore[type-var]
+        self.path = path
+        self._data = data
+        self._sums = sums
+        with zipfile.ZipFile(io.BufferedReader(_MappedPart(memoryview(data)))) as archive:  # type: ignore[type-var]
             self._members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "byteorder" in self._members and self.bytes_of("byteorder").tobytes() != b"little":
             raise UnsupportedError(f"{path}: its numbers are big-endian")
@@ -322,7 +328,8 @@ class _Archive:
         """The elements of a tensor, as a view of the file."""
         if tensor.dtype not in DTYPES:
             raise UnsupportedError(f"{self.path}: a tensor is of torch.{tensor.dtype[:40]}, which NumPy and JAX lack")
-        name, dtype = f"data/{tensor.storage.key}", DTYPES[tensor.dtype]
+        name = f"data/{tensor.storage.key}"
+        dtype = DTYPES[tensor.dtype]
         raw = self.bytes_of(name)
         if any(by < 0 for by in tensor.stride) or tensor.offset < 0 or len(tensor.size) > 32:
             raise ValueError("a tensor has a negative stride, or too many dimensions")
@@ -333,17 +340,19 @@ class _Archive:
 
 
 def _tensor(files: _Files, name: str, kind: Mapping[str, Any], places: Mapping[Any, Any]) -> Any:
-    """A tensor, of which each chunk lies somewhere."""
+    """One tensor, put together from its chunks."""
     shape = kind["size"]
     dtype_name = kind["properties"].state[0].name
     if dtype_name not in DTYPES:
-        return Unread(f"its type torch.{dtype_name[:40]} is none of NumPy and JAX")
+        return Unread(f"its type torch.{dtype_name[:40]} exists neither in NumPy nor in JAX")
     dtype = DTYPES[dtype_name]
     if not math.prod(shape):
         return np.empty(shape, dtype)
-    pieces, boxes = [], list[Box]()
+    pieces = []
+    boxes = list[Box]()
     for chunk in kind["chunks"]:
-        offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+        offsets = chunk.state["offsets"]
+        sizes = chunk.state["sizes"]
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if not math.prod(sizes):
             continue
@@ -378,7 +387,8 @@ def _cover(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 def _value(files: _Files, place: Mapping[str, Any]) -> Any:
     """A value that is no tensor; tensors in it become arrays."""
-    archive, counted = files.archive(place), itertools.count(1)
+    archive = files.archive(place)
+    counted = itertools.count(1)
 
     def plain(value: Any) -> Any:
         if next(counted) > _MAX_VALUES:

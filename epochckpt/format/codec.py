@@ -44,7 +44,9 @@ class Fields:
     def __init__(self, path: str, data: object, where: str = ""):
         if not isinstance(data, dict):
             raise FormatError(path, f"{where or 'the record'} is not an object")
-        self.path, self.data, self.where = path, data, where
+        self.path = path
+        self.data = data
+        self.where = where
         self.found: dict[str, Any] = {}
 
     def fail(self, name: str, expected: str) -> FormatError:
@@ -319,8 +321,10 @@ class Rows(Generic[T]):
     """
 
     def __init__(self, cls: type[T], columns: Sequence[str], more: Sequence[str] = ()):
-        names, stored_as = [*columns, *more], table(cls)
-        self._class, self._least = cls, len(columns)
+        names = [*columns, *more]
+        stored_as = table(cls)
+        self._class = cls
+        self._least = len(columns)
         self._columns = [(attribute, stored_as[attribute]) for attribute in names]
         self._values = operator.attrgetter(*names)
         codecs = [field.codec for _, field in self._columns]
@@ -358,7 +362,8 @@ class Rows(Generic[T]):
         """What `parse` makes of all rows; raises Unfit if a row is wrong."""
         if not rows:
             return ()
-        least, most = self._least, len(self._columns)
+        least = self._least
+        most = len(self._columns)
         if not _are(rows, list) or not least <= min(map(len, rows)) <= max(map(len, rows)) <= most:
             raise Unfit
         if self._padding:

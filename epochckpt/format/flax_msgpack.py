@@ -22,7 +22,9 @@ MAX_VALUES = 200_000
 """Most values: each costs a few kilobytes on its way into an epoch. An array counts as one."""
 
 _CHUNKED = "__msgpack_chunked_array__"
-_NDARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+_NDARRAY = 1
+_COMPLEX = 2
+_SCALAR = 3
 _TIMES = re.compile(f"(datetime|timedelta)64{tree_lib.TIME_UNIT}")
 
 
@@ -33,7 +35,7 @@ def load(path: str) -> Any:
     """
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise FormatError(path, "is no file")
-    reader = _Reader(path)
+    reader = _Unpacker(path)
     with open(path, "rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -60,7 +62,7 @@ def _is_deeper(tree: Any, depth: int) -> bool:
     return depth < 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 
-class _Reader:
+class _Unpacker:
     def __init__(self, path: str):
         self.path = path
         self.values = 0
@@ -86,7 +88,8 @@ class _Reader:
         return self.joined(out) if _CHUNKED in out else out
 
     def joined(self, parts: dict[Any, Any]) -> np.ndarray:
-        shape, chunks = self.sequence(parts.get("shape")), self.sequence(parts.get("chunks"))
+        shape = self.sequence(parts.get("shape"))
+        chunks = self.sequence(parts.get("chunks"))
         flat = [c for c in chunks if isinstance(c, np.ndarray) and c.ndim == 1 and c.dtype == chunks[0].dtype]
         if not flat or len(flat) != len(chunks) or not all(type(d) is int and d >= 0 for d in shape):
             raise self.problem("has an array in pieces that do not fit together")
@@ -102,12 +105,13 @@ class _Reader:
 
     def extension(self, code: int, data: bytes) -> Any:
         if code not in (_NDARRAY, _COMPLEX, _SCALAR):
-            raise UnsupportedError(f"{self.path}: the msgpack extension {code} is none of flax's")
+            raise UnsupportedError(f"{self.path}: flax has no msgpack extension {code}")
         content = msgpack.unpackb(data, raw=True, max_array_len=1000, max_map_len=0)
         if code == _COMPLEX:
             if not isinstance(content, list) or [isinstance(part, int | float) for part in content] != [True, True]:
                 raise self.problem("has a complex number that is not two numbers")
-            return complex(*content)
+            real, imaginary = content
+            return complex(real, imaginary)
         array = self.array(content)
         if code == _SCALAR and array.ndim:
             raise self.problem("has a scalar that has a shape")

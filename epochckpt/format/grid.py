@@ -8,8 +8,8 @@ len(holders[cell])]`, so that replicated bytes spread over nodes.
 A node's file holds its cells ordered by item size (largest first, so that each tensor is aligned), then leaf, then
 cell. Beyond `part_bytes` it is continued in another part.
 
-A job whose hosts have local disks (`StorageOptions.local_disks`) needs more on each of them: what the host holds and
-another node owns (`ArrayItem.also`), in files that are laid out alike.
+In a job whose hosts have local disks (`StorageOptions.local_disks`), each disk has replicas, too: cells that the host
+holds and another node owns (`ArrayItem.replicas`). Their files are laid out alike.
 """
 
 import collections
@@ -27,9 +27,11 @@ from epochckpt.format import checksums, safetensors
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import ARRAY_KINDS, KeyPath
 
-_CARRIED_LEAF, _CARRIED_ITEM = 64 * 2**10, 512 * 2**10  # bytes of one leaf, and of all of an item, see `carried`
+_INLINED_LEAF = 64 * 2**10  # the most bytes of one leaf, see `ArrayItem.inlined`
+_INLINED_ITEM = 512 * 2**10  # and of all leaves of an item together
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
-MAX_CELLS, MAX_ITEM_CELLS = 2**24, 2**30
+MAX_CELLS = 2**24
+MAX_ITEM_CELLS = 2**30
 """The most cells of a leaf, and of all leaves of an item: what a record of it may have."""
 
 
@@ -65,7 +67,8 @@ def boxes(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
     """Cuts an array into boxes, each contiguous in C order and next to the one before; without elements, none."""
     if math.prod(shape) == 0:
         return
-    axis, inner = 0, math.prod(shape)  # the first axis whose rows fit
+    axis = 0  # the first axis whose rows fit
+    inner = math.prod(shape)
     while inner > max_elements:
         inner //= shape[axis]
         axis += 1
@@ -129,7 +132,7 @@ class Grid:
         return {}
 
     def owned(self, rotation: int, node: int, others: bool = False) -> list[int]:
-        """The cells that `node` writes, ascending; with `others` those that it holds and another node writes."""
+        """The cells that `node` writes, ascending; with `others`, its replicas instead."""
         found = self._owned.get((rotation, node, others))
         if found is None:
             mine = self.owners(rotation) == node
@@ -165,7 +168,7 @@ class Leaf(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PartCells:
     """The cells in one part of a node's data file, in file order."""
 
     leaves: np.ndarray  # leaf number of each cell
@@ -235,7 +238,7 @@ class ArrayItem:
 
     @functools.cached_property
     def _file_order(self) -> np.ndarray:
-        """The leaves with bytes, as they follow each other in the files of one node."""
+        """The leaves with bytes, in the order of a node's files."""
         found = np.flatnonzero(self.each(lambda leaf: leaf.kind in ARRAY_KINDS, bool))
         return found[np.argsort(-self.each(_itemsize)[found], kind="stable")]
 
@@ -283,7 +286,8 @@ class ArrayItem:
 
     def cells_touching(self, leaf: int, box: Box) -> list[int]:
         """The cells that intersect `box`; none of an array without elements."""
-        shape, counts = self.cell_shape(leaf), self.counts(leaf)
+        shape = self.cell_shape(leaf)
+        counts = self.counts(leaf)
         if math.prod(self.leaves[leaf].shape) == 0 or any(stop <= start for start, stop in box):
             return []
         if self.is_whole(leaf):
@@ -304,8 +308,8 @@ class ArrayItem:
         """(leaf, cell, bytes) of every cell that `node` writes, in file order."""
         return self._listed(self._file_order, lambda info: self.grids[info.grid].owned(info.rotation, node))
 
-    def also(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same of every cell with bytes that `node` holds and another node writes, but for those `carried`."""
+    def replicas(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(leaf, cell, bytes) of every cell that `node` holds and another node writes; not of `inlined` leaves."""
 
         def held(info: Leaf) -> list[int]:
             if info.nbytes == 0:
@@ -314,18 +318,19 @@ class ArrayItem:
                 return [] if self.grids[info.grid].owned(info.rotation, node) else [0]
             return self.grids[info.grid].owned(info.rotation, node, others=True)
 
-        return self._listed(self._file_order[~np.isin(self._file_order, [*self.carried])], held)
+        return self._listed(self._file_order[~np.isin(self._file_order, [*self.inlined])], held)
 
     @functools.cached_property
-    def carried(self) -> frozenset[int]:
-        """The small leaves of which each process has a value of its own.
+    def inlined(self) -> frozenset[int]:
+        """The small leaves whose values differ between processes.
 
-        Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.carried`).
+        Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.inlined`).
         """
-        found, left = set[int](), _CARRIED_ITEM
+        found = set[int]()
+        left = _INLINED_ITEM
         for i in self._file_order.tolist():
             size = self.leaves[i].nbytes
-            if not self.leaves[i].is_global and 0 < size <= min(left, _CARRIED_LEAF):
+            if not self.leaves[i].is_global and 0 < size <= min(left, _INLINED_LEAF):
                 found.add(i)
                 left -= size
         return frozenset(found)
@@ -337,21 +342,23 @@ class ArrayItem:
         of, firsts = self._forms
         cells = [chosen(self.leaves[i]) if self.leaves[i].grid >= 0 else [] for i in firsts]
         counts = np.array([*map(len, cells)], np.int64)
-        begins = np.cumsum(counts) - counts  # of each form in all of them, one after the other
+        begins = np.cumsum(counts) - counts  # where the cells of each form begin in `every`
         forms = np.array(of, np.int64)[leaves]
-        each, number = counts[forms], np.repeat(forms, counts[forms])
+        each = counts[forms]
+        number = np.repeat(forms, counts[forms])
         within = np.arange(len(number)) - np.repeat(np.cumsum(each) - each, each)
         sizes = np.array([self.cell_bytes(i) if found else 0 for i, found in zip(firsts, cells, strict=True)], np.int64)
         every = np.array([*itertools.chain.from_iterable(cells)], np.int64)
         return np.repeat(leaves, each), every[begins[number] + within], sizes[number]
 
-    def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[Part]:
+    def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[PartCells]:
         """The parts of a node's cells that end after the given numbers of cells."""
         leaves, cells, sizes = owned
-        parts, start = [], 0
+        parts = []
+        start = 0
         for end in ends:
             offsets = np.concatenate([[0], np.cumsum(sizes[start:end])])
-            parts.append(Part(leaves[start:end], cells[start:end], offsets))
+            parts.append(PartCells(leaves[start:end], cells[start:end], offsets))
             start = end
         return parts
 
@@ -388,7 +395,7 @@ class ArrayItem:
 
 
 def _held(grid: Grid, cell: int, first: int) -> Sequence[int] | int:
-    """The nodes that hold a cell; where several do, and they are those of an earlier cell, the number of that cell."""
+    """The nodes that hold a cell. Several nodes that already stand at an earlier cell: the number of that cell."""
     return grid.holders[cell] if first == cell or len(grid.holders[cell]) == 1 else first
 
 

@@ -18,7 +18,8 @@ from epochckpt.format import tree as tree_lib
 from epochckpt.format.codec import MAX_BYTES, Codec, Fields, user_data
 from epochckpt.format.grid import MAX_CELLS, MAX_ITEM_CELLS, ArrayItem, Grid, Leaf
 
-_MAX_DIM, _MAX_DIMS = 2**48, 32
+_MAX_DIM = 2**48
+_MAX_DIMS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,8 @@ def parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
     """An item of as many nodes; raises FormatError, with the path of the record."""
     paths.check_recorded_name(path, name)
     fields = Fields(path, entry, f"items.{name}.")
-    kind, handler = fields.text("kind"), fields.text("handler")
+    kind = fields.text("kind")
+    handler = fields.text("handler")
     if kind in ("files", "node"):
         return ItemRecord(kind, handler, same=kind == "node" and fields.boolean("same"))
     if kind != "arrays":
@@ -84,7 +86,8 @@ def _parse_arrays(fields: Fields, name: str, nodes: int) -> ArrayItem:
         raise fields.fail("leaves", f"at most {MAX_ITEM_CELLS} cells in all")
     if len({leaf.name for leaf in leaves}) != len(leaves):
         raise fields.fail("leaves", "distinct names")
-    shardings, meshes = fields.array("shardings"), fields.array("meshes")
+    shardings = fields.array("shardings")
+    meshes = fields.array("meshes")
     if any(leaf.sharding >= len(shardings) for leaf in leaves):
         raise fields.fail("shardings", "a row for every leaf that names one")
     return ArrayItem(name, tuple(leaves), tuple(grids), tuple(shardings), tuple(meshes))
@@ -139,7 +142,8 @@ def _parse_form(fields: Fields, number: int, row: list[Any], grids: list[Grid]) 
     if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not isinstance(row[3], list):
         raise _no_leaf(fields, number)
     dtype = tree_lib.parse_dtype(fields.path, row[2])
-    shape, (grid, rotation, sharding) = row[3], row[4:7]
+    shape = row[3]
+    grid, rotation, sharding = row[4:7]
     impl = row[7] if kind == "prng" else None
     if {*map(type, shape), type(grid), type(rotation), type(sharding)} != {int} or len(shape) > _MAX_DIMS:
         raise _no_leaf(fields, number)

@@ -1,4 +1,4 @@
-"""The nodes of a job. Each process hosts one of them; the only process of a job may host several."""
+"""The nodes of a job. Each process hosts one node; in a job of one process, it may host several."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
     record = codec.parse(NodeRecord, fields)
     if any(item.arrays is None for item in record.items.values()):
         raise fields.fail("items", "pytrees")
-    if any(file.name for file in record.also):
+    if any(file.name for file in record.replicas):
         raise fields.fail("also", "data files")
     return record
 
@@ -125,7 +125,8 @@ def parse_small_items(path: str, data: bytes) -> SmallItems:
     does not notice faults in the rest.
     """
     checksums.check_seal(path, data)
-    start, end = data.find(_ITEMS), data.find(b',"default_item":')
+    start = data.find(_ITEMS)
+    end = data.find(b',"default_item":')
     if not 0 <= start < end:
         return SmallItems((), {})
     fields = Fields(path, checksums.parse_sealed(path, data[:start] + b"}"))
@@ -162,7 +163,8 @@ def _without_items(data: bytes) -> bytes:
     JSON has raw quotes only at the ends of strings. So `,"items":{` is always a key, and the braces outside of strings
     say how deep it lies and where its value ends.
     """
-    start, end = data.find(_ITEMS), data.find(b',"default_item":')
+    start = data.find(_ITEMS)
+    end = data.find(b',"default_item":')
     if not 0 <= start < end or data.count(b"{", 0, start) != 1 or b"}" in data[:start]:
         return data  # the key is not in the outermost object, or a name has a brace
     items = data[start:end]
@@ -179,7 +181,7 @@ def _without_items(data: bytes) -> bytes:
 
 
 def _epoch_record(fields: Fields, trees: bool) -> EpochRecord:
-    record = codec.parse(EpochRecord, fields, **({} if trees else {"items": {}, "carried": {}}))
+    record = codec.parse(EpochRecord, fields, **({} if trees else {"items": {}, "inlined": {}}))
     if not record.nodes or len({node.name for node in record.nodes}) != len(record.nodes):
         raise fields.fail("nodes", "at least one node, with distinct names")
     if trees and record.default_item and paths.DEFAULT_ITEM not in record.items:

@@ -36,7 +36,7 @@ LINEAGE_RECORD = "_epochckpt/lineage.json"  # of a mirror on a file system, see 
 METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `directory.metrics_log`
 METRICS_PART_PREFIX = "metrics-"  # of the names of its parts on object stores, see `directory.object_log`
 HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `tiers.host_record`
-ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
+REPLICA_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
 
 MAX_EPOCH = 2**63 - 1
 """The largest number of an epoch: the records' integers, and SQLite's, end there."""
@@ -50,7 +50,9 @@ _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX
 _UNCLAIMED = re.compile(r"unclaimed-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _ATTEMPT = re.compile(r"[0-9a-f]{8,16}-(\d+)-\d+\Z")
 _NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) + r"\Z")
-_ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-Za-z0-9._]")
+_ESCAPED = "x-"
+_HEX = re.compile(r"-([0-9a-f]{2})")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._]")
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )

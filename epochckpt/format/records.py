@@ -78,12 +78,12 @@ class DataFile:
         return paths.join(self.item, self.name) if self.name else paths.data_file(self.item, self.part)
 
 
-class AlsoFile(DataFile):
-    """A data file with cells that another node owns, see `NodeRecord.also`."""
+class ReplicaFile(DataFile):
+    """A data file with cells that another node owns, see `NodeRecord.replicas`."""
 
     @property
     def path(self) -> str:
-        return paths.join(paths.ALSO_FOLDER, super().path)
+        return paths.join(paths.REPLICA_FOLDER, super().path)
 
 
 FILE_ROWS = Rows(DataFile, ["item", "part", "size", "data_start", "cells"], ["name"])
@@ -92,7 +92,7 @@ FILE_ROWS = Rows(DataFile, ["item", "part", "size", "data_start", "cells"], ["na
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeRecord:
-    """`node.json`: what one node wrote for one attempt."""
+    """`node.json`: the files that one node wrote for one attempt."""
 
     epoch: int = stored("epoch", INTEGER)
     attempt: str = stored("attempt", _TEXT)
@@ -106,7 +106,7 @@ class NodeRecord:
     items: Mapping[str, ItemRecord] = stored("items", items(None), default_factory=dict)
     # Data files of cells that this node holds and another one owns, on a disk that only this host sees. No copy of the
     # epoch has them.
-    also: tuple[AlsoFile, ...] = stored("also", codec.objects(AlsoFile), optional=True, default=())
+    replicas: tuple[ReplicaFile, ...] = stored("also", codec.objects(ReplicaFile), optional=True, default=())
     requires: tuple[str, ...] = stored("requires", _FEATURES, optional=True, default=())  # what a reader must know
 
     def to_bytes(self) -> bytes:
@@ -170,11 +170,11 @@ def pack_contents(contents: Mapping[str, Mapping[str, bytes]]) -> dict[str, dict
 
 
 def unpack_contents(packed: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, bytes]]:
-    """The inverse of `pack_contents`; raises ValueError, AttributeError or TypeError for what it did not make."""
+    """The inverse of `pack_contents`; raises ValueError, AttributeError or TypeError for other values."""
     return {item: {n: base64.b64decode(d, validate=True) for n, d in each.items()} for item, each in packed.items()}
 
 
-def _read_carried(fields: Fields, key: str) -> dict[str, dict[str, bytes]]:
+def _read_inlined(fields: Fields, key: str) -> dict[str, dict[str, bytes]]:
     try:
         found = unpack_contents(fields.mapping(key))
     except (ValueError, TypeError, AttributeError):
@@ -182,7 +182,7 @@ def _read_carried(fields: Fields, key: str) -> dict[str, dict[str, bytes]]:
     known = fields.found["items"]
     for item, contents in found.items():
         arrays = known[item].arrays if item in known else None
-        sizes = {} if arrays is None else {str(i): arrays.leaves[i].nbytes for i in arrays.carried}
+        sizes = {} if arrays is None else {str(i): arrays.leaves[i].nbytes for i in arrays.inlined}
         if item not in known or (arrays is not None and any(sizes.get(n) != len(d) for n, d in contents.items())):
             raise fields.fail(key, "small leaves, and files, of items of the epoch")
     return found
@@ -239,8 +239,8 @@ class EpochRecord:
     copied_from: str = stored("copied_from", codec.text(80), optional=True, default="")
     # Where each host has a disk of its own: small contents that one process alone wrote. By item, then by the name of
     # the file that a handler wrote, or by the number of the leaf.
-    carried: Mapping[str, Mapping[str, bytes]] = stored(
-        "carried", Codec(_read_carried, pack_contents), optional=True, default_factory=dict
+    inlined: Mapping[str, Mapping[str, bytes]] = stored(
+        "carried", Codec(_read_inlined, pack_contents), optional=True, default_factory=dict
     )
     # The newest runs until then, oldest first; the last one saved this epoch.
     runs: tuple[RunEntry, ...] = stored("runs", RUN_ROWS.codec(), optional=True, default=())

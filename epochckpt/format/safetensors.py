@@ -72,9 +72,11 @@ def header(
     entries: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "epochckpt-1"})}
     offset = 0
     for name, dtype, shape, nbytes in tensors:
-        kind, dims = _TYPES.get(dtype.name), list(shape)
+        kind = _TYPES.get(dtype.name)
+        dims = list(shape)
         if kind is None:  # a type that the format lacks: bytes, with one more dimension
-            kind, dims = "U8", [*dims, dtype.itemsize] if dtype.itemsize > 1 else dims
+            kind = "U8"
+            dims = [*dims, dtype.itemsize] if dtype.itemsize > 1 else dims
         entries[name] = {"dtype": kind, "shape": dims, "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
@@ -129,7 +131,9 @@ def _tensor(path: str, name: str, entry: Any, start: int) -> Tensor:
     problem = FormatError(path, f"tensor {name[:200]!r} is not dtype, shape and data_offsets that fit together")
     if not isinstance(entry, dict):
         raise problem
-    kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    kind = entry.get("dtype")
+    shape = entry.get("shape")
+    offsets = entry.get("data_offsets")
     if not isinstance(kind, str) or not isinstance(shape, list) or not isinstance(offsets, list):
         raise problem
     if len(offsets) != 2 or len(shape) > 32 or not all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *offsets)):
@@ -184,7 +188,9 @@ def parse_notes(path: str, text: str) -> Notes:
         raise problem from None
     if not isinstance(data, dict) or data.get("version") != 1:
         raise problem
-    separator, tensors, values = data.get("separator"), data.get("tensors"), data.get("values")
+    separator = data.get("separator")
+    tensors = data.get("tensors")
+    values = data.get("values")
     if not isinstance(separator, str) or not separator or not isinstance(tensors, dict) or not isinstance(values, list):
         raise problem
     rows = [*tensors.values(), *values]
@@ -215,5 +221,5 @@ def array_of(path: str, array: np.ndarray, kind: str, impl: str | None) -> Any:
         if kind == "longstr":
             return array.tobytes().decode("utf-8", "surrogatepass")
     except (ValueError, TypeError, OverflowError) as error:
-        raise FormatError(path, f"a tensor is noted as {kind} and is none: {error}") from None
+        raise FormatError(path, f"a tensor is recorded with kind {kind}, but cannot be one: {error}") from None
     return array

@@ -114,7 +114,8 @@ def flatten_leaves(tree: Any) -> tuple[list[Any], Any]:
 
 def key_types(treedef: Any) -> list[type]:
     """The types of dict keys that are no str, in their order: equal treedefs may differ in them, since `1 == True`."""
-    found, left = list[type](), [treedef]
+    found = list[type]()
+    left = [treedef]
     while left:
         node = left.pop()
         if (data := node.node_data()) is not None:

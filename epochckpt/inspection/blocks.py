@@ -76,7 +76,7 @@ class Strip(NamedTuple):
     summed: bool = False
 
     def fitted(self, width: int) -> list[tuple[Mark, Sequence[Mark]]]:
-        """At most `width` bars: the mark that each one shows, and all those that it stands for."""
+        """At most `width` bars: for each, the mark that is drawn, and all marks of the bar."""
         share = max(1, -(-len(self.marks) // max(width, 1)))
         groups = [self.marks[first : first + share] for first in range(0, len(self.marks), share)]
         if not self.summed:
@@ -131,7 +131,7 @@ class Table(NamedTuple):
     recent: int = 0
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """One line of text; a view's first one is its title."""
 
     words: Words
@@ -145,7 +145,7 @@ class Summary(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Names and what is known, one a line."""
+    """Named facts, one per line."""
 
     facts: tuple[tuple[str, Words], ...]
 
@@ -188,7 +188,7 @@ class Section(NamedTuple):
     on_demand: bool = False  # a terminal shows it only if it is asked for
 
 
-Block = Line | Summary | Facts | Problem | Table | Tree | Heat | Section
+Block = TextLine | Summary | Facts | Problem | Table | Tree | Heat | Section
 
 
 def trees(blocks: Iterable[Block]) -> list[Tree]:

@@ -41,7 +41,7 @@ def config_of(commits: Commits, first: EpochRow, newest: EpochRow) -> RunConfig:
 
     It comes from the metadata of the directory and of the epochs, from JSON items, and from items that have only Python
     values. A value in an inner mapping is named `outer/inner`. If items have a value of one name, the
-    item's name stands before it. Values whose name looks like that of a secret are left out, and so are those of items
+    item's name stands before it. Values with names like secrets are left out, and so are values of items
     that cannot be read. Of a directory in a bucket nothing is read.
     """
     if not commits.store.renames:

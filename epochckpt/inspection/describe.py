@@ -28,12 +28,14 @@ from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store
 from epochckpt.tiers import Mirror
 
-MAX_DRAWN, MAX_DEVICES = 64, 512  # parts and devices of an array of which a row says which lie where
+MAX_DRAWN = 64  # parts of an array whose nodes a row lists
+MAX_DEVICES = 512  # devices of an array whose parts a row lists
 MAX_REPR = 120  # characters of a Python value that a row shows
 _TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}  # as jax names the dtypes of keys
 _MAX_SCALARS = 1000  # numbers of a step of stock Orbax whose values are read; each is an array in a file
 _MAX_FILES = 100_000
-_MAX_JSON, _MAX_READ = 16_384, 8  # bytes of a file that is read to be shown, and how many of an item
+_MAX_JSON = 16_384  # bytes of a file that is shown
+_MAX_READ = 8  # files of an item that are shown
 
 
 def describe(commits: Commits, row: EpochRow, mirror: Mirror | None = None) -> EpochDetail:
@@ -59,7 +61,8 @@ def describe(commits: Commits, row: EpochRow, mirror: Mirror | None = None) -> E
         return EpochDetail(dataclasses.replace(row, state=DAMAGED, detail=row.detail or str(error)), ())
     if isinstance(reader, PerNodeReader):
         return EpochDetail(row, tuple(_per_node_items(reader)))
-    record, native = reader.record, reader.native
+    record = reader.record
+    native = reader.native
     if native is not None:
         items = [_item(native, name, item) for name, item in sorted(record.items.items())]
         return EpochDetail(row, tuple(items), record.orbax_unsupported)
@@ -88,7 +91,7 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
             return None
 
     found = [(number, n.name, f) for number, n in enumerate(reader.record.nodes) for f in n.files if f.item == name]
-    small = [f for number, _, f in found if f.size <= _MAX_JSON and number in reader.here]
+    small = [f for number, _, f in found if f.size <= _MAX_JSON and number in reader.local_nodes]
     read = {f.name: content(f) for f in small} if len(small) <= _MAX_READ else {}
     files = tuple(FileRow(f.name, node, f.size, read.get(f.name)) for _, node, f in found)
     return ItemRow(name, item.kind, handler, files=files, problem="; ".join(problems))
@@ -132,7 +135,8 @@ def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str) 
 
     leaves = []
     for number, (public, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True)):
-        value, sharding = "", None
+        value = ""
+        sharding = None
         if leaf.kind in ("longstr", "longbytes"):
             value = f"<{leaf.kind.removeprefix('long')} of {leaf.nbytes} bytes>"
         elif leaf.dtype is not None:
@@ -159,7 +163,7 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
 
     def look(number: int) -> None:
         try:
-            if number not in reader.here and reader.copy() is None:
+            if number not in reader.local_nodes and reader.copy() is None:
                 return  # on the disk of another host, as the row of the node says
             if reader.has(number, name):
                 own = reader.of_node(number, name)
@@ -178,7 +182,7 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
 
 
 def _spec(arrays: ArrayItem, number: int) -> tuple[str, str]:
-    """A recorded sharding in words, and its mesh; empty if there is none, or an invalid one: parsing checks none."""
+    """A recorded sharding in words, and its mesh; both are empty without a sharding, or if its record is invalid."""
     if number < 0:
         return "", ""
     try:
@@ -208,7 +212,9 @@ def _devices(arrays: ArrayItem, number: int, counts: tuple[int, ...]) -> tuple[t
         if "device" in row:
             return ((int(row["device"]),),)
         mesh = arrays.meshes[row["mesh"]]
-        axes, shape, ids = mesh["axes"], mesh["shape"], mesh["devices"]
+        axes = mesh["axes"]
+        shape = mesh["shape"]
+        ids = mesh["devices"]
         if len(ids) != math.prod(shape) or len(ids) > MAX_DEVICES:
             return ()
         groups = [() if e is None else e if isinstance(e, list) else [e] for e in row["spec"]]
@@ -247,7 +253,9 @@ def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[Ite
     rows = []
     for name in sorted(record.names):
         recorded = record.handlers.get(name, "")
-        at, kind, handler = paths.join(folder, record.folders[name]), "files", recorded.rpartition(".")[2]
+        at = paths.join(folder, record.folders[name])
+        kind = "files"
+        handler = recorded.rpartition(".")[2]
         try:
             if steps.kind(commits.store, at, name, record) == "arrays":
                 kind = "arrays"
@@ -263,12 +271,14 @@ def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[Ite
 
 def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
     problems = [f"leaf {row.leaf.name!r} {row.problem}" for row in item.leaves if row.problem]
-    leaves, scalars = [], 0
+    leaves = []
+    scalars = 0
     for public, row in zip(_text.public(row.leaf.name for row in item.leaves), item.leaves, strict=True):
-        leaf, value = row.leaf, ""
+        leaf = row.leaf
+        value = ""
         if leaf.kind in tree_lib.VALUE_KINDS | {"longstr", "longbytes"} and not row.problem:
             scalars += 1
-            if scalars <= _MAX_SCALARS or row.here or leaf.kind == "str":
+            if scalars <= _MAX_SCALARS or row.in_msgpack or leaf.kind == "str":
                 try:
                     value = shortened(item.value(row))
                 except EpochCheckpointError as error:
@@ -282,13 +292,15 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
 
 
 def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
-    """How the array lay on devices, as far as Orbax recorded it; it does not record which node wrote what."""
+    """The sharding of the array, as far as Orbax recorded it. Orbax does not record which node wrote a part."""
     recorded = item.shardings.get(row.param, {})
     with contextlib.suppress(KeyError, TypeError, ValueError):  # it is in no form that we know
         if recorded.get("sharding_type") == "SingleDeviceSharding":
             return ShardingRow((1,) * len(row.leaf.shape), spec=str(recorded["device_str"]))
         if recorded:
-            axes, shape, spec = recorded["axis_names"], recorded["shape"], recorded["partition_spec"]
+            axes = recorded["axis_names"]
+            shape = recorded["shape"]
+            spec = recorded["partition_spec"]
             counts = _counts(dict(zip(axes, shape, strict=True)), spec, row.leaf.shape)
             words, mesh = _words(axes, shape, spec, recorded.get("memory_kind"))
             return ShardingRow(counts, spec=words, mesh=mesh)

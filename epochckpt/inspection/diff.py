@@ -50,8 +50,9 @@ def compare(
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Both values of what differs between two mappings, by its `flat` name. A value that is missing is None."""
-    ones, others = flat(before), flat(after)
+    """Both values of each entry that differs between two mappings, by `flat` name. A missing value is None."""
+    ones = flat(before)
+    others = flat(after)
     for name in others | ones:
         pair = ones.get(name), others.get(name)
         if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1]):  # NaN is what it was
@@ -105,9 +106,10 @@ def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[s
             if any(side.problem and not side.leaves and not side.files for side in sides):
                 continue  # nothing says whether the leaves of the other epoch were added or removed
             before_it, after_it = (side.get(node, ItemRow(name, "")) for side in parts)
-            leaves = (rows.without_empty(side.leaves) for side in (before_it, after_it))
-            pairs += [_Pair(name, node, *pair) for pair in _paired(*leaves)]
-            pairs += [_Pair(name, node, *pair) for pair in _paired(before_it.files, after_it.files)]
+            leaves = _paired(rows.without_empty(before_it.leaves), rows.without_empty(after_it.leaves))
+            files = _paired(before_it.files, after_it.files)
+            pairs += [_Pair(item=name, node=node, name=path, before=one, after=two) for path, one, two in leaves]
+            pairs += [_Pair(item=name, node=node, name=path, before=one, after=two) for path, one, two in files]
     return pairs, problems
 
 
@@ -131,7 +133,10 @@ class _Comparison:
     """Compares two epochs; notes in `problems` what cannot be compared."""
 
     def __init__(self, before: CheckpointReader, after: CheckpointReader, progress: Progress, problems: dict[str, str]):
-        self._before, self._after, self._progress, self._problems = before, after, progress, problems
+        self._before = before
+        self._after = after
+        self._progress = progress
+        self._problems = problems
         self._done = self._total = 0
         self._same_files = functools.cache(self._files_of_same_checksums)
 
@@ -168,7 +173,8 @@ class _Comparison:
 
     def _without_reading(self, pair: _Pair) -> DiffRow | None:
         """What the records say of a pair; None if they do not."""
-        one, other = pair.before, pair.after
+        one = pair.before
+        other = pair.after
         if one is None or other is None:
             return pair.row(rows.ADDED if one is None else rows.REMOVED)
         if isinstance(one, FileRow) or isinstance(other, FileRow):
@@ -187,14 +193,17 @@ class _Comparison:
         return None
 
     def _by_reading(self, pair: _Pair) -> DiffRow:
-        one, other, where = pair.before, pair.after, (pair.item, pair.name, pair.node)
+        one = pair.before
+        other = pair.after
         if not isinstance(one, LeafRow) or not isinstance(other, LeafRow):
-            before, after = self._before.file(*where), self._after.file(*where)
+            before = self._before.file(pair.item, pair.name, pair.node)
+            after = self._after.file(pair.item, pair.name, pair.node)
             detail = "" if before == after else _changes(one, other) or _first_difference(before, after)
             return pair.row(rows.UNCHANGED if before == after else rows.CHANGED, detail=detail)
         if one.kind in stats.ARRAYS:
             return self._arrays(pair, one, other)
-        before, after = self._before.value(*where), self._after.value(*where)
+        before = self._before.value(pair.item, pair.name, pair.node)
+        after = self._after.value(pair.item, pair.name, pair.node)
         if before == after or (isinstance(before, float | complex) and repr(before) == repr(after)):
             return pair.row(rows.UNCHANGED)
         if one.value == other.value and isinstance(before, str | bytes):  # too long to be shown
@@ -204,11 +213,12 @@ class _Comparison:
     def _arrays(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
         # Datetimes and words of random keys are compared, but a distance between them means nothing.
         odd = ("datetime64", "timedelta64")
-        change = stats.Change(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
-        where = (pair.item, pair.name, pair.node)
+        change = stats.ArrayChange(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
         values = ""
         try:
-            for before, after in zip(self._before.pieces(*where), self._after.pieces(*where), strict=True):
+            befores = self._before.pieces(pair.item, pair.name, pair.node)
+            afters = self._after.pieces(pair.item, pair.name, pair.node)
+            for before, after in zip(befores, afters, strict=True):
                 change.add(before, after)
                 if before.size == 1 and change.largest is not None and math.prod(one.shape) == 1:
                     values = f"{_number(before.item())} → {_number(after.item())}"
@@ -257,7 +267,8 @@ def _number(value: Any) -> str:
 
 
 def _first_difference(before: str | bytes, after: str | bytes) -> str:
-    size, end = 2**16, min(len(before), len(after))
+    size = 2**16
+    end = min(len(before), len(after))
     # Slices are compared much faster than bytes or characters one by one.
     start = next((n for n in range(0, end, size) if before[n : n + size] != after[n : n + size]), end)
     pairs = enumerate(zip(before[start : start + size], after[start : start + size], strict=False), start)

@@ -17,7 +17,7 @@ from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidAr
 from epochckpt.format import paths
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import goodput, scan, usage, whole_run
-from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, MetricsView, UsageView
+from epochckpt.inspection.epoch import DiffView, EpochInspection, GoodputView, MetricsView, NamedContents, UsageView
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, NEWER, EpochRow, Overview, RunMetrics
 from epochckpt.inspection.select import narrowed
 from epochckpt.manager.numbers import epoch_number
@@ -75,7 +75,7 @@ def inspect(
             itself names is only shown: an address that comes out of a directory is never opened.
 
     Raises:
-        NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
+        NotACheckpointDirectoryError: it is no checkpoint directory; the message guesses its nature.
         AccessError: it may not be read.
         InvalidArgumentError: an unknown mode or unit.
     """
@@ -86,7 +86,7 @@ def inspect(
     return Inspection(directory, metric, mode, options, unit, None if mirror is None else os.fspath(mirror))
 
 
-class Inspection(Container):
+class Inspection(NamedContents):
     """A directory of checkpoints; see `inspect`. Iterates over the numbers of its epochs, ascending.
 
     Attributes:
@@ -104,7 +104,10 @@ class Inspection(Container):
         mirror: str | None = None,
     ):
         self._mirror = mirror
-        self._given, self._mode, self._options, self._unit = os.fspath(directory), mode, options, unit
+        self._given = os.fspath(directory)
+        self._mode = mode
+        self._options = options
+        self._unit = unit
         self._asked = () if metric is None or isinstance(metric, str) else tuple(metric)
         self.metric = metric if metric is None or isinstance(metric, str) else next(iter(self._asked), None)
         self.commits = scan.open_commits(directory, options, single=True)
@@ -159,7 +162,7 @@ class Inspection(Container):
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
         """The row of every committed epoch, also of those that cannot be read, ascending.
 
-        In an object store they are made without a request per epoch: see `EpochRow` for what is not known then.
+        In an object store there is no request per epoch: `EpochRow` lists the fields that are unknown then.
         """
         return [row for row in self.overview(None, check=check).epochs if row.state in (COMMITTED, DAMAGED, NEWER)]
 
@@ -263,11 +266,18 @@ class Inspection(Container):
             UnknownNameError: a pattern matches nothing in either epoch; names what is near.
         """
         other = self if directory is None else Inspection(directory, None, self._mode, self._options)
-        one, two = self[before], other[after]
+        one = self[before]
+        two = other[after]
         details = narrowed([one.detail(), two.detail()], patterns, item, node)
         elsewhere = "" if other is self else other.directory
-        sides = (details[0], one.leaves()), (details[1], two.leaves())
-        return DiffView(diffing.compare(*sides, progress, directory=self.directory, other_directory=elsewhere))
+        diff = diffing.compare(
+            (details[0], one.leaves()),
+            (details[1], two.leaves()),
+            progress,
+            directory=self.directory,
+            other_directory=elsewhere,
+        )
+        return DiffView(diff)
 
     @property
     def plots(self) -> Plots:

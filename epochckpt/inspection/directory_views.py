@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import statistics
 import time
@@ -12,7 +13,7 @@ from epochckpt import _text, _units
 from epochckpt._metrics import flat
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows
-from epochckpt.inspection.blocks import Block, Cell, Column, Line, Mark, Span, Tone, Words, secs, table
+from epochckpt.inspection.blocks import Block, Cell, Column, Mark, Span, TextLine, Tone, Words, secs, table
 from epochckpt.inspection.signs import (
     BEST,
     HELD_UP,
@@ -87,7 +88,7 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     """A directory: its epochs and attempts, and what else lies there; `hint` says how to see epochs not shown."""
     usual = _Usual(found)
     view: list[Block] = [
-        Line(Span(found.directory, Tone.STRONG, 1000), title=True),
+        TextLine(Span(found.directory, Tone.STRONG, 1000), title=True),
         kinds.Summary(tuple(_summary(found, usual))),
     ]
     if found.hidden:
@@ -158,25 +159,25 @@ def _summary(found: rows.Overview, usual: _Usual) -> Iterator[Words]:
 
 
 def _legend(found: rows.Overview) -> list[Block]:
-    """What the signs in the table mean, as far as they are there and the summary has not said it."""
+    """The meaning of the signs in the table; without signs that do not occur, or that the summary explains."""
     said = []
     if any(row.state == rows.COMMITTED for row in found.epochs):
         said.append(f"✓ committed: the {noun(found.unit)} can be restored")
     if any((row.notes or {}).get("partial") for row in found.epochs):
         said.append("partial: saved in the middle, a run that resumes enters it")
     if any(len(row.nodes) > 1 for row in found.epochs):
-        said.append("a bar is the time that a node wrote, × a damaged node, · one that is not in it")
+        said.append("a bar is a node's time of writing, × a damaged node, · a missing node")
     return [kinds.Summary(tuple(Span(each, Tone.FAINT) for each in said))] if said else []
 
 
 def _metrics(found: rows.Overview) -> list[str]:
-    """The metrics that a view shows: those that were asked for, or all, and first the one that decides the best."""
+    """The metrics in the order of a view: as asked for; else all, after the one that decides the best."""
     known = dict.fromkeys(name for row in found.epochs for name in flat(row.metrics)) | {**found.history}
     return [name for name in found.asked if name in known] or sorted(known, key=lambda name: name != found.metric)
 
 
 def _curves(found: rows.Overview, names: Sequence[str]) -> list[Block]:
-    """Each metric over all epochs that have it: its curve, where it began, where it is, its least and its greatest."""
+    """Each metric over all its epochs: the curve, the first and the latest value, the least and the greatest."""
     gone = {row.epoch for row in found.deleted}
     curves = [(name, found.history[name]) for name in names if len(found.history.get(name, ())) > 1]
 
@@ -186,20 +187,21 @@ def _curves(found: rows.Overview, names: Sequence[str]) -> list[Block]:
 
     made = table(
         curves,
-        (Column("metric", 0), lambda each: Span(each[0], limit=_NAME)),
-        (Column("curve", 0, least=8, tip=f"over its {found.unit}s"), lambda each: Cell(drawing=_curve(each[1]))),
-        (Column("first", 3, right=True), lambda each: _units.number(each[1][0][1])),
-        (Column("latest", 1, right=True), lambda each: Span(_units.number(each[1][-1][1]), Tone.STRONG)),
-        (Column("least", 2), lambda each: at(min(each[1], key=lambda point: (point[1], -point[0])))),
-        (Column("greatest", 2), lambda each: at(max(each[1], key=lambda point: (point[1], point[0])))),
+        (Column("metric", 0), lambda row: Span(row[0], limit=_NAME)),
+        (Column("curve", 0, least=8, tip=f"over its {found.unit}s"), lambda row: Cell(drawing=_curve(row[1]))),
+        (Column("first", 3, right=True), lambda row: _units.number(row[1][0][1])),
+        (Column("latest", 1, right=True), lambda row: Span(_units.number(row[1][-1][1]), Tone.STRONG)),
+        (Column("least", 2), lambda row: at(min(row[1], key=lambda point: (point[1], -point[0])))),
+        (Column("greatest", 2), lambda row: at(max(row[1], key=lambda point: (point[1], point[0])))),
     )
     said = f"{several(len(gone), found.unit, 'deleted ')} {'is' if len(gone) == 1 else 'are'} part of the curves"
     return [made, *([faint(said)] if gone else [])] if curves else []
 
 
 def runs(found: rows.RunsOverview) -> list[Block]:
-    """Runs side by side: what goes on in each, and one metric of all of them."""
-    now, metric = time.time_ns(), found.metric
+    """Runs side by side: the state of each run, and one metric for all runs."""
+    now = time.time_ns()
+    metric = found.metric
     states = collections.Counter(row.state for row in found.runs)
     tones = {rows.DAMAGED: Tone.BAD, "stale": Tone.WARN, "ended": Tone.WARN, "finished": Tone.GOOD}
     tones["closed"] = Tone.PLAIN
@@ -286,7 +288,7 @@ def runs(found: rows.RunsOverview) -> list[Block]:
         (Column("bytes", rank("bytes", 5), right=True), lambda row: _units.nbytes(row.nbytes)),
         (Column("why", 3, least=16), lambda row: Span(row.detail, Tone.FAINT)),
     )
-    title = Line(Span(found.directory, Tone.STRONG, 1000), title=True)
+    title = TextLine(Span(found.directory, Tone.STRONG, 1000), title=True)
     return [title, kinds.Summary(tuple(said)), made, *kinds.problems(found.problems)]
 
 
@@ -299,18 +301,21 @@ def _measures(name: str, values: Iterable[str], rank: int) -> Column:
 def metrics(found: rows.RunMetrics) -> list[Block]:
     """The metrics of a run: a row per epoch, the newest first."""
 
-    def measured(name: str) -> kinds.Cells[rows.MetricsRow]:
-        return lambda row: Span(figure(flat(row.metrics).get(name)), limit=16)
+    def measured(name: str, row: rows.MetricsRow) -> Words:
+        return Span(figure(flat(row.metrics).get(name)), limit=16)
 
     names = found.names[:_COLUMNS]
-    title = Line(Span(found.directory, Tone.STRONG, 1000), title=True)
+    title = TextLine(Span(found.directory, Tone.STRONG, 1000), title=True)
     made = table(
         found.rows,
         (Column(found.unit, 0, right=True), lambda row: Span(str(row.epoch), Tone.STRONG)),
         (Column("", 0), lambda row: Span("deleted" if row.deleted else "", Tone.FAINT)),
         (Column("committed", 1), lambda row: "" if row.committed_ns is None else _units.when(row.committed_ns)),
         *(
-            (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.rows], 2 + i), measured(name))
+            (
+                _measures(name, [figure(flat(row.metrics).get(name)) for row in found.rows], 2 + i),
+                functools.partial(measured, name),
+            )
             for i, name in enumerate(names)
         ),
     )
@@ -318,11 +323,12 @@ def metrics(found: rows.RunMetrics) -> list[Block]:
 
 
 def _curve(points: Sequence[tuple[int, float]]) -> kinds.Strip:
-    """A bar for each epoch; of many, one for the mean of some that follow each other."""
+    """A bar for each epoch. With many epochs a bar shows the mean of several consecutive epochs."""
     share = -(-len(points) // _WIDE)
     groups = [points[first : first + share] for first in range(0, len(points), share)]
     means = [math.fsum(value / len(group) for _, value in group) for group in groups]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     marks = []
     for group, mean in zip(groups, means, strict=True):
         level = kinds.ratio(mean / 2 - low / 2, high / 2 - low / 2) if high > low else 0.5  # halves do not overflow
@@ -341,13 +347,10 @@ def epoch_columns(found: rows.Overview) -> list[tuple[Column, kinds.Cells[rows.E
     before = {node.name: node.nbytes or 0 for row in found.epochs if row.latest for node in row.nodes}
     now = time.time_ns()
 
-    def measured(name: str) -> kinds.Cells[rows.EpochRow]:
-        def show(row: rows.EpochRow) -> Cell:
-            value = figure(flat(row.metrics).get(name))
-            tip = f"{value}, attached by {row.sources[name]}" if name in row.sources else value
-            return Cell(Span(value, Tone.GOOD if row.best and name == found.metric else Tone.PLAIN, 16), tip=tip)
-
-        return show
+    def measured(name: str, row: rows.EpochRow) -> Cell:
+        value = figure(flat(row.metrics).get(name))
+        tip = f"{value}, attached by {row.sources[name]}" if name in row.sources else value
+        return Cell(Span(value, Tone.GOOD if row.best and name == found.metric else Tone.PLAIN, 16), tip=tip)
 
     def state(row: rows.EpochRow) -> Cell:
         tone, meaning = STATES.get(row.state, UNKNOWN)
@@ -374,7 +377,10 @@ def epoch_columns(found: rows.Overview) -> list[tuple[Column, kinds.Cells[rows.E
         (Column("", 0), state),
         (Column("age", 0, right=True, tip="since the commit, or since the last write of a save"), age),
         *(
-            (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.epochs], 1 + i), measured(name))
+            (
+                _measures(name, [figure(flat(row.metrics).get(name)) for row in found.epochs], 1 + i),
+                functools.partial(measured, name),
+            )
             for i, name in enumerate(_metrics(found)[:_COLUMNS])
         ),
         (
@@ -413,17 +419,17 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
     """What a directory takes up, by kind and by thing; of epochs the newest `limit`. `hint`: how to see all."""
     kinds_ = found.kinds
     view: list[Block] = [
-        Line(Span(found.directory, Tone.STRONG, 1000), title=True),
+        TextLine(Span(found.directory, Tone.STRONG, 1000), title=True),
         kinds.Summary((_units.nbytes(found.nbytes), _units.several(found.files, "file", "files"), *_host(found))),
         table(
             kinds_,
-            (Column("kind"), lambda each: _kind(each.kind)),
-            (Column("things", 2, right=True), lambda each: _units.count(each.things)),
-            (Column("bytes", 0, right=True), lambda each: _units.nbytes(each.nbytes)),
-            (Column("share", 1, right=True), lambda each: kinds.share(each.nbytes, found.nbytes)),
-            (Column("files", 1, right=True), lambda each: _units.count(each.files)),
-            (Column("oldest", 4, tip="when it was written"), lambda each: _written(each.oldest_ns)),
-            (Column("newest", 3, tip="when it was written"), lambda each: _written(each.newest_ns)),
+            (Column("kind"), lambda row: _kind(row.kind)),
+            (Column("things", 2, right=True), lambda row: _units.count(row.things)),
+            (Column("bytes", 0, right=True), lambda row: _units.nbytes(row.nbytes)),
+            (Column("share", 1, right=True), lambda row: kinds.share(row.nbytes, found.nbytes)),
+            (Column("files", 1, right=True), lambda row: _units.count(row.files)),
+            (Column("oldest", 4, tip="when it was written"), lambda row: _written(row.oldest_ns)),
+            (Column("newest", 3, tip="when it was written"), lambda row: _written(row.newest_ns)),
         ),
         *kinds.problems(found.problems),
     ]
@@ -452,11 +458,12 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
 
 def goodput(found: rows.Goodput) -> list[Block]:
     """What the runs of a directory have spent their time on, and all of them together."""
-    view: list[Block] = [Line(Span(found.directory, Tone.STRONG, 1000), title=True)]
+    view: list[Block] = [TextLine(Span(found.directory, Tone.STRONG, 1000), title=True)]
     total = found.total
     if total is None:
         return [*view, faint(f"no {noun(found.unit)} here tells of a run"), *kinds.problems(found.problems)]
-    runs, kills = _units.several(len(found.runs), "run", "runs"), _units.several(found.kills, "kill", "kills")
+    runs = _units.several(len(found.runs), "run", "runs")
+    kills = _units.several(found.kills, "kill", "kills")
     kept = Span(f"{kinds.percent(total.goodput)} of {_units.secs(total.secs)} trained and kept", Tone.GOOD)
     each = [*found.runs, total] if len(found.runs) > 1 else found.runs
     unknown = "from its newest commit to the next run: more that was lost, or nothing ran"
@@ -477,13 +484,13 @@ def goodput(found: rows.Goodput) -> list[Block]:
     return [*view, kinds.Summary((kept, runs, kills)), shown, *kinds.problems(found.problems)]
 
 
-def _end(row: rows.RunRow, newest: bool) -> Words:
+def _end(row: rows.RunGoodput, newest: bool) -> Words:
     if row.killed is None:
         return Span("open", Tone.LIVE) if newest else "not seen"
     return Span("killed", Tone.BAD) if row.killed else "closed"
 
 
-def _lost(row: rows.RunRow) -> Words:
+def _lost(row: rows.RunGoodput) -> Words:
     return Span(f"≥ {_units.secs(row.lost_secs)}", Tone.BAD) if row.lost_secs else ""
 
 

@@ -1,4 +1,4 @@
-"""One epoch and one item of it, as `inspect` hands them out, and the tables that they give."""
+"""The inspections of one epoch and of one item, and their tables."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from epochckpt.inspection.rows import (
     LeafRow,
     LeafStats,
     MetricsRow,
+    RunGoodput,
     RunMetrics,
-    RunRow,
     Usage,
     UsageRow,
 )
@@ -92,8 +92,8 @@ class Shown:
         return self.to_text().rstrip("\n")
 
 
-class Container(Shown):
-    """Something that shows itself and iterates over the names of what is in it."""
+class NamedContents(Shown):
+    """A view that can also be iterated, for the names of its contents."""
 
     def _names(self) -> Sequence[Any]:
         raise NotImplementedError
@@ -108,7 +108,7 @@ class Container(Shown):
         return name in self._names()
 
 
-class Table(Shown, Sequence[T]):
+class RowsView(Shown, Sequence[T]):
     """A sequence of rows that shows itself."""
 
     def __init__(self, rows: Sequence[T]):
@@ -124,7 +124,7 @@ class Table(Shown, Sequence[T]):
         return self.rows[number]
 
 
-class DiffView(Table[DiffRow]):
+class DiffView(RowsView[DiffRow]):
     """The difference of two epochs, one row per leaf; `diff` also has the epochs and what could not be compared."""
 
     def __init__(self, diff: Diff):
@@ -135,7 +135,7 @@ class DiffView(Table[DiffRow]):
         return self.diff
 
 
-class UsageView(Table[UsageRow]):
+class UsageView(RowsView[UsageRow]):
     """What a directory takes up on storage, one row per epoch or other thing; `usage` also has the sums by kind."""
 
     def __init__(self, usage: Usage):
@@ -146,7 +146,7 @@ class UsageView(Table[UsageRow]):
         return self.usage
 
 
-class GoodputView(Table[RunRow]):
+class GoodputView(RowsView[RunGoodput]):
     """What the runs of a directory have spent their time on, one row per run; `goodput` also has the sums."""
 
     def __init__(self, goodput: Goodput):
@@ -157,7 +157,7 @@ class GoodputView(Table[RunRow]):
         return self.goodput
 
 
-class MetricsView(Table[MetricsRow]):
+class MetricsView(RowsView[MetricsRow]):
     """The metrics of a run, one row per epoch."""
 
     def __init__(self, found: RunMetrics):
@@ -195,7 +195,7 @@ class ArrayView(Shown):
         return self.look
 
 
-class EpochInspection(Container):
+class EpochInspection(NamedContents):
     """One epoch. Iterates over the names of its items.
 
     Attributes:
@@ -236,7 +236,7 @@ class EpochInspection(Container):
         return dataclasses.replace(row, unit=unit)
 
     def _gone(self) -> EpochDeletedError:
-        return EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
+        return EpochDeletedError(self.epoch, self._commits.store.root, "it existed when it was opened")
 
     def detail(self) -> EpochDetail:
         """The row, the items and their leaves."""
@@ -292,13 +292,13 @@ class EpochInspection(Container):
         node: str | None = None,
         *,
         progress: Progress | None = None,
-    ) -> Table[LeafStats]:
+    ) -> RowsView[LeafStats]:
         """Statistics of every array that is meant; reads those arrays, in pieces.
 
         Args:
             patterns: names of leaves, parts of the tree or items, or shell patterns of `leaf` or `item:leaf`.
-            item: of this item only.
-            node: of what this node saved of its own only.
+            item: only arrays of this item.
+            node: only arrays of this node's own items.
             progress: called with the bytes of each array that has been read.
 
         Raises:
@@ -313,14 +313,15 @@ class EpochInspection(Container):
             raise DamagedError(f"checkpoint {self.epoch}, item {quoted(broken.name)}", broken.problem)
         if not arrays and patterns != "*":
             raise UnknownNameError(f"checkpoint {self.epoch}: what matches {quoted(patterns)} is no array")
-        reader, rows = self.leaves(), []
+        reader = self.leaves()
+        rows = []
         for name, of, leaf in arrays:
             rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
             (progress or _ignore)(leaf.nbytes)
-        return Table(rows)
+        return RowsView(rows)
 
     def verify(self, progress: Progress | None = None) -> Verification:
-        """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
+        """Reads every byte of the epoch and compares it with its checksums; see `CheckpointManager.verify`."""
         self._commits.forget_records()
         return self.leaves().verify(progress or _ignore)
 
@@ -328,7 +329,7 @@ class EpochInspection(Container):
         return self.detail()
 
 
-class ItemInspection(Container):
+class ItemInspection(NamedContents):
     """One item of one epoch. Iterates over the names of its leaves, of its files, or of its nodes.
 
     Everything is read from the attempt that was committed at the first read. If that attempt is deleted, reads raise
@@ -339,7 +340,9 @@ class ItemInspection(Container):
     """
 
     def __init__(self, epoch: EpochInspection, row: ItemRow, node: str = ""):
-        self._epoch, self.row, self._node = epoch, row, node
+        self._epoch = epoch
+        self.row = row
+        self._node = node
 
     @functools.cached_property
     def _leaves(self) -> CheckpointReader:
@@ -373,7 +376,7 @@ class ItemInspection(Container):
         Raises:
             UnknownNameError: there is no such leaf or subtree; names those that are near.
             InvalidArgumentError: the item has files, or is each node's own.
-            DamagedError: the leaf cannot be read, or its bytes differ from what was written.
+            DamagedError: the leaf cannot be read, or its bytes do not match their checksums.
             EpochDeletedError: the epoch went away.
         """
         names = self._named(str(leaf))
@@ -423,7 +426,7 @@ class ItemInspection(Container):
 
         Raises:
             UnknownNameError: there is no such file; names those that are near.
-            DamagedError: the file cannot be read, or its bytes differ from what was written.
+            DamagedError: the file cannot be read, or its bytes do not match their checksums.
             EpochDeletedError: the epoch went away.
         """
         names = [known.name for known in self.row.files]
@@ -431,7 +434,7 @@ class ItemInspection(Container):
             raise UnknownNameError(f"{self._where}: there is no file {quoted(file)}; {_text.near(file, names)}")
         return self._leaves.file(self.row.name, file, self._node)
 
-    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> Table[LeafStats]:
+    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> RowsView[LeafStats]:
         """Statistics of the item's arrays; see `EpochInspection.stats`."""
         return self._epoch.stats(patterns, self.row.name, self._node or None, progress=progress)
 
@@ -443,7 +446,7 @@ class ItemInspection(Container):
 
         Raises:
             UnknownNameError: there is no such leaf, or it is no array; names those that are near.
-            DamagedError: it cannot be read, or its bytes differ from what was written.
+            DamagedError: the array cannot be read, or its bytes do not match their checksums.
         """
         names = self._named(leaf)
         row = self._by_name[names[0]]

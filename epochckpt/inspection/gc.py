@@ -1,4 +1,4 @@
-"""What may be removed from a directory, and removing it: attempts that are dead, and what was taken out of sight.
+"""Finds and removes garbage in a directory: dead attempts, and deleted or replaced things that were moved away.
 
 - Committed epochs are never touched, nor what is named like an epoch, nor anything behind a symlink.
 - Nothing is removed that was written to or moved within `older_than_secs`, which is more than a save may take. It is
@@ -38,16 +38,16 @@ DAY_SECS = 86400.0
 
 @dataclasses.dataclass(frozen=True)
 class Garbage:
-    """What was found in a directory, or what became of it."""
+    """The result of a clean-up, or of a look before one."""
 
     directory: str
-    rows: tuple[LeftoverRow, ...]  # what may be removed; after a removal: what was
-    kept: Mapping[str, str]  # why the rest stays, by path
-    others: tuple[LeftoverRow, ...] = ()  # the rest
+    rows: tuple[LeftoverRow, ...]  # that may be removed; after a removal, that were
+    kept: Mapping[str, str]  # why other things stay, by path
+    others: tuple[LeftoverRow, ...] = ()  # these other things
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what may be removed, or was."""
+        """Bytes of all `rows`."""
         return sum(row.nbytes for row in self.rows)
 
 
@@ -76,8 +76,9 @@ def collect(
             "(StorageOptions.save_timeout_secs), and must not be taken for dead; expected more than that"
         )
     commits = scan.open_commits(directory, options)
-    search = _Search(commits, older_than_secs, epochs_too, clock)
-    rows, kept = list[LeftoverRow](), dict[str, str]()
+    search = _GarbageSearch(commits, older_than_secs, epochs_too, clock)
+    rows = list[LeftoverRow]()
+    kept = dict[str, str]()
     with scan.access(commits.store):
         found = search.look(options.todelete_subdir if options else None)
     try:
@@ -99,12 +100,15 @@ def collect(
     return Garbage(commits.store.root, tuple(rows), kept, tuple(row for row in found if row.path in kept))
 
 
-class _Search:
+class _GarbageSearch:
     """What may go, why the rest may not, and removing it."""
 
     def __init__(self, commits: Commits, older_than_secs: float, epochs_too: bool, clock: Callable[[], float]):
-        self._commits, self._store = commits, commits.store
-        self._older_than_secs, self._epochs_too, self._clock = older_than_secs, epochs_too, clock
+        self._commits = commits
+        self._store = commits.store
+        self._older_than_secs = older_than_secs
+        self._epochs_too = epochs_too
+        self._clock = clock
         self._ahead_secs = 0.0  # of our clock before the storage's
         self._home = ""  # from the first removal on a folder of our own, or in an object store that of the head
 
@@ -116,7 +120,8 @@ class _Search:
         return sorted([*map(_row, found.attempts), *found.others], key=lambda row: row.path)
 
     def _in_bucket(self, commits: PutCommits, todelete_subdir: str | None) -> list[LeftoverRow]:
-        things, now_ns = objects.all_things(commits, todelete_subdir), self._now_ns()
+        things = objects.all_things(commits, todelete_subdir)
+        now_ns = self._now_ns()
         head = commits.head.seen() or Head()
         found = list[LeftoverRow]()
         for thing in things:
@@ -141,7 +146,8 @@ class _Search:
             return "holds epochs; removed only when asked for"
         if row.kind == ROLLED_BACK and self._is_rolling_back(row.path):
             return "a rollback is under way"
-        age, bound = row.age_secs or 0.0, self._older_than_secs
+        age = row.age_secs or 0.0
+        bound = self._older_than_secs
         if age < bound:
             return f"something was written to it {_units.secs(age)} ago; it may go after {_units.secs(bound)}"
         return ""
@@ -158,7 +164,8 @@ class _Search:
         """Removes one thing; returns why not, or nothing."""
         if isinstance(self._commits, PutCommits):
             return self._remove_objects(self._commits, row)
-        store, path = self._store, row.path
+        store = self._store
+        path = row.path
         if not self._home:
             self._home = f"{leftovers.GC_PREFIX}{paths.new_id()}{paths.TMP_SUFFIX}"
             store.make_folder(self._home)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.inspection import scan
-from epochckpt.inspection.rows import Goodput, RunRow
+from epochckpt.inspection.rows import Goodput, RunGoodput
 
 if TYPE_CHECKING:
     from epochckpt.directory import Commits
@@ -32,14 +32,14 @@ def measure(commits: Commits) -> Goodput:
     return Goodput(scan.place(commits), (), problems)
 
 
-def _rows(runs: tuple[RunEntry, ...]) -> tuple[RunRow, ...]:
+def _rows(runs: tuple[RunEntry, ...]) -> tuple[RunGoodput, ...]:
     found = []
     for number, run in enumerate(runs):
         following = runs[number + 1].began_ns if number + 1 < len(runs) else run.committed_ns
         # The training since the newest save began is lost if the run was killed; a run that was closed has waited.
         held = run.blocked_secs + run.restoring_secs + run.waiting_secs
         saving = _secs(run.saved_ns, run.committed_ns)
-        row = RunRow(
+        row = RunGoodput(
             run.incarnation,
             run.began_ns,
             run.committed_ns,

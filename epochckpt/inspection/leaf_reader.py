@@ -27,7 +27,8 @@ def open_reader(commits: Commits, epoch: int, mirror: Mirror | None = None) -> C
         return readers.open(epoch)
     except EpochNotFoundError:
         folder = commits.folder(epoch)
-        nodes, unread = dict[str, NativeReader](), dict[str, str]()
+        nodes = dict[str, NativeReader]()
+        unread = dict[str, str]()
         for name, record in commits.read_per_node(folder, epoch, parsing.parse_epoch).items():
             if isinstance(record, str):
                 unread[paths.shown_name(name)] = record
@@ -50,7 +51,8 @@ class PerNodeReader(NativeReader):
     def __init__(self, nodes: Mapping[str, NativeReader], unread: Mapping[str, str]):
         first = next(iter(nodes.values()))
         super().__init__(first.commits, first.folder, first.record, first.context, first.native)
-        self.nodes, self.unread = nodes, unread
+        self.nodes = nodes
+        self.unread = unread
 
     def of(self, item: str, node: str) -> EpochReader:
         if node not in self.nodes:

@@ -13,7 +13,19 @@ from epochckpt import _text, _units
 from epochckpt.format import grid
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows, tree
-from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Span, Summary, Tone, Words, leaf_count, table
+from epochckpt.inspection.blocks import (
+    Bar,
+    Block,
+    Cell,
+    Column,
+    Span,
+    Summary,
+    TextLine,
+    Tone,
+    Words,
+    leaf_count,
+    table,
+)
 from epochckpt.inspection.signs import figure
 
 LISTED = 200  # leaves of a difference
@@ -21,7 +33,9 @@ _DIGITS = re.compile(r"\d+")
 _CUTS = 12  # ways of cutting arrays that are listed
 _NODES = 32  # of one of these ways
 _RANGES = 4  # of one node
-_ACROSS, _HOLDERS, _DEVICES = 8, 2, 8  # columns of a picture, and nodes and devices in one of its cells
+_ACROSS = 8  # columns of a picture
+_HOLDERS = 2  # nodes named in one of its cells
+_DEVICES = 8  # devices named there
 _CHANGES = {
     rows.ADDED: ("+", Tone.GOOD),
     rows.REMOVED: ("−", Tone.BAD),
@@ -45,12 +59,13 @@ TREE_COLUMNS = (
 def usual_place(leaves: Sequence[rows.LeafRow]) -> tuple[str, str]:
     """The mesh that most of the arrays on a mesh lie on; and, without any, the one device that all arrays lie on."""
     lies = [leaf.sharding for leaf in leaves if leaf.sharding is not None]
-    meshes, alone = collections.Counter(each.mesh for each in lies if each.mesh), {each.spec for each in lies}
+    meshes = collections.Counter(each.mesh for each in lies if each.mesh)
+    alone = {each.spec for each in lies}
     return (meshes.most_common(1)[0][0], "") if meshes else ("", alone.pop() if len(alone) == 1 else "")
 
 
 def placed(leaf: rows.LeafRow, usual: tuple[str, str]) -> str:
-    """How an array lies on devices, as far as that is not what is usual."""
+    """The sharding of an array, as far as it differs from the usual one."""
     lies = leaf.sharding
     if lies is None or (lies.spec == usual[1] and not lies.mesh):
         return ""
@@ -101,7 +116,7 @@ def cuts(leaves: Sequence[rows.LeafRow]) -> list[Block]:
             found.setdefault(key, []).append((leaf, lies))
     view: list[Block] = [_cut(alike) for alike in sorted(found.values(), key=len, reverse=True)[:_CUTS]]
     if len(found) > _CUTS:
-        view.append(Line(Span(f"… {_units.count(len(found) - _CUTS)} more ways of cutting", Tone.FAINT)))
+        view.append(TextLine(Span(f"… {_units.count(len(found) - _CUTS)} more ways of cutting", Tone.FAINT)))
     heading = Span("How its arrays are cut over nodes", Tone.STRONG)
     return [kinds.Section(heading, tuple(view), open=False, on_demand=True)] if view else []
 
@@ -111,11 +126,12 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
     leaf, lies = alike[0]
     others = f" · {leaf_count(len(alike))}, such as " if len(alike) > 1 else " · "
     heading = Span(_lies(lies), Tone.STRONG), others, Span(leaf.name, limit=50)
-    view: list[Block] = [Line(Span(placed(leaf, ("", "")), Tone.FAINT))] if lies.spec else []
+    view: list[Block] = [TextLine(Span(placed(leaf, ("", "")), Tone.FAINT))] if lies.spec else []
     if len(lies.counts) != len(leaf.shape) or len(lies.owners) != math.prod(lies.counts):
         return kinds.Section(heading, tuple(view))  # the nodes are not known, as in a step of stock Orbax
     if len({each.owners for _, each in alike}) > 1:
-        view.append(Line(Span("which node wrote which part differs from leaf to leaf; listed: the first", Tone.FAINT)))
+        told = "the writers of the parts differ from leaf to leaf; shown are those of the first leaf"
+        view.append(TextLine(Span(told, Tone.FAINT)))
     sides = [size // count for size, count in zip(leaf.shape, lies.counts, strict=True)]
     if (picture := _picture(lies, sides)) is not None:
         return kinds.Section(heading, (*view, picture))
@@ -136,12 +152,12 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
     )
     view.append(nodes)
     if len(parts) > _NODES:
-        view.append(Line(Span(f"… {_units.several(len(parts) - _NODES, 'more node', 'more nodes')}", Tone.FAINT)))
+        view.append(TextLine(Span(f"… {_units.several(len(parts) - _NODES, 'more node', 'more nodes')}", Tone.FAINT)))
     return kinds.Section(heading, tuple(view))
 
 
 def _picture(lies: rows.ShardingRow, sides: Sequence[int]) -> kinds.Table | None:
-    """The parts of an array as it is cut, each with its devices and the nodes that held it; None if it is too large."""
+    """The parts of a sharded array, each with its devices and nodes; None if there are too many parts."""
     cut = [dim for dim, count in enumerate(lies.counts) if count > 1]
     across = lies.counts[cut[1]] if len(cut) > 1 else 1
     if not lies.holders or len(cut) > 2 or across > _ACROSS:
@@ -184,7 +200,7 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
         some = ", ".join(_text.shown(each.leaf.name, 40) for each in wrong[:3])
         more = f" and {_units.count(len(wrong) - 3)} more" if len(wrong) > 3 else ""
         finite = Span(f"NaN or Inf in {_units.count(len(wrong))}: {some}{more}", Tone.BAD)
-    first = sorted(found, key=lambda each: not (each.nans or each.infs)) if len(found) > LISTED else found
+    first = sorted(found, key=lambda row: not (row.nans or row.infs)) if len(found) > LISTED else found
 
     def zeros(each: rows.LeafStats) -> str:
         return kinds.percent(each.zeros / each.count) if each.zeros and each.count else ""
@@ -192,15 +208,15 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
     made = table(
         first,
         *_leaf_columns(first, first),
-        (Column("type", 6), lambda each: _type(each.leaf, Tone.GOOD)),
-        (Column("shape", 7, least=12), lambda each: _shape(each.leaf)),
-        (Column("min", 1, right=True), lambda each: _figure(each.min)),
-        (Column("max", 1, right=True), lambda each: _figure(each.max)),
-        (Column("mean", 2, right=True), lambda each: _figure(each.mean)),
-        (Column("std", 4, right=True), lambda each: _figure(each.std)),
-        (Column("norm", 5, right=True), lambda each: _figure(each.norm)),
-        (Column("NaN", 0, right=True), lambda each: Span(_units.count(each.nans) if each.nans else "", Tone.BAD)),
-        (Column("inf", 0, right=True), lambda each: Span(_units.count(each.infs) if each.infs else "", Tone.BAD)),
+        (Column("type", 6), lambda row: _type(row.leaf, Tone.GOOD)),
+        (Column("shape", 7, least=12), lambda row: _shape(row.leaf)),
+        (Column("min", 1, right=True), lambda row: _figure(row.min)),
+        (Column("max", 1, right=True), lambda row: _figure(row.max)),
+        (Column("mean", 2, right=True), lambda row: _figure(row.mean)),
+        (Column("std", 4, right=True), lambda row: _figure(row.std)),
+        (Column("norm", 5, right=True), lambda row: _figure(row.norm)),
+        (Column("NaN", 0, right=True), lambda row: Span(_units.count(row.nans) if row.nans else "", Tone.BAD)),
+        (Column("inf", 0, right=True), lambda row: Span(_units.count(row.infs) if row.infs else "", Tone.BAD)),
         (Column("zero", 8, right=True), zeros),
         (Column("histogram", 3, least=10), _histogram),
     )
@@ -208,17 +224,18 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
 
 
 def look(found: rows.ArrayLook) -> list[Block]:
-    """One array: what it is, its statistics, a picture of its elements, and of how it is cut."""
+    """One array: its type and shape, its statistics, and pictures of its elements and its parts."""
     leaf = found.stats.leaf
     most = max((abs(mean) for row in found.means for mean in row if math.isfinite(mean)), default=0.0)
     levels = tuple(tuple(mean / most if most else mean * 0.0 for mean in row) for row in found.means)
-    down, across = len(levels), len(levels[0]) if levels else 0
+    down = len(levels)
+    across = len(levels[0]) if levels else 0
     each = "an element" if down * across == math.prod(leaf.shape) else "the mean of some elements"
     title = Span(leaf.name, Tone.STRONG, 400), "  ", _type(leaf, Tone.GOOD), "  ", _shape(leaf)
     bare = dataclasses.replace(found.stats, leaf=dataclasses.replace(leaf, name="", kind="", dtype="", value=""))
     colours = Span("positive", Tone.LIVE), ", ", Span("negative", Tone.WARN), ", ", Span("NaN or Inf", Tone.BAD)
     said = Span(f"each square is {each}", Tone.FAINT), Span(f"the strongest is ±{_units.number(most)}", Tone.FAINT)
-    view: list[Block] = [Line((*title, f"  {_units.nbytes(leaf.nbytes)}"), title=True), *stats([bare])]
+    view: list[Block] = [TextLine((*title, f"  {_units.nbytes(leaf.nbytes)}"), title=True), *stats([bare])]
     view += [kinds.Summary((*said, colours)), kinds.Heat(levels)] if levels else []
     return [*view, *cuts([leaf])]
 
@@ -228,7 +245,8 @@ def _histogram(found: rows.LeafStats) -> Cell:
         return Cell()
     if found.min is not None and found.min == found.max:
         return Cell(Span(f"all {_units.number(found.min)}", Tone.FAINT))
-    most, ends = max(*found.histogram, 1), [_units.number(edge) for edge in found.edges]
+    most = max(*found.histogram, 1)
+    ends = [_units.number(edge) for edge in found.edges]
     tips = [f"{_units.count(n)} from {ends[i]} to {ends[i + 1]}" for i, n in enumerate(found.histogram)]
     marks = (kinds.Mark(n / most, Tone.LIVE, n, tip) for n, tip in zip(found.histogram, tips, strict=True))
     return Cell(drawing=kinds.Strip(tuple(marks), summed=True), tip=f"{ends[0]} to {ends[-1]}")
@@ -257,7 +275,7 @@ def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = Fal
     ]
     if found.rows and counts[rows.UNCHANGED] == len(found.rows) and not found.problems:
         said.append(Span("nothing changed", Tone.GOOD))
-    view: list[Block] = [Line(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
+    view: list[Block] = [TextLine(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
     if found.metrics:
         view.append(_metrics(found.metrics))
     shown = sorted((row for row in found.rows if unchanged or row.change != rows.UNCHANGED), key=_importance)
@@ -265,7 +283,7 @@ def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = Fal
     if alike[:listed]:
         view.append(_changes(alike[:listed], found.rows))
     if more := sum(map(len, alike[len(alike[:listed]) :])):
-        view.append(Line(Span(f"… {_units.several(more, 'more leaf', 'more leaves')}{hint}", Tone.FAINT)))
+        view.append(TextLine(Span(f"… {_units.several(more, 'more leaf', 'more leaves')}{hint}", Tone.FAINT)))
     return [*view, *kinds.problems(found.problems)]
 
 
@@ -288,10 +306,10 @@ def _metrics(found: Mapping[str, tuple[Any, Any]]) -> kinds.Table:
 
     return table(
         list(found.items())[:LISTED],
-        (Column("metric", 0, least=20), lambda each: each[0]),
-        (Column("before", 0, right=True), lambda each: Span(figure(each[1][0]), limit=40)),
-        (Column("after", 0, right=True), lambda each: Span(figure(each[1][1]), Tone.STRONG, 40)),
-        (Column("change", 1, right=True), lambda each: change(each[1])),
+        (Column("metric", 0, least=20), lambda row: row[0]),
+        (Column("before", 0, right=True), lambda row: Span(figure(row[1][0]), limit=40)),
+        (Column("after", 0, right=True), lambda row: Span(figure(row[1][1]), Tone.STRONG, 40)),
+        (Column("change", 1, right=True), lambda row: change(row[1])),
     )
 
 
@@ -344,8 +362,9 @@ def _changes(groups: Sequence[Sequence[rows.DiffRow]], all_rows: Sequence[rows.D
 
 
 def _what(row: rows.DiffRow) -> Words:
-    """The type and shape of a leaf that came or went; both of each where they differ; else the detail."""
-    before, after = row.before, row.after
+    """The type and shape of an added or removed leaf; the old and the new one if they differ; else the detail."""
+    before = row.before
+    after = row.after
     if before is not None and after is not None and row.change in (rows.RESHAPED, rows.RETYPED):
         show = _shape if row.change == rows.RESHAPED else _type
         return show(before), " → ", show(after)
@@ -386,6 +405,6 @@ def _type(leaf: rows.LeafRow, tone: Tone = Tone.PLAIN) -> Span:
 
 
 def _shape(leaf: rows.LeafRow) -> Span:
-    """The shape of an array, of keys as they are used (each is words of data); or the value of a leaf that is none."""
+    """The shape of an array (of typed keys, without the dimension of their words); else the value of the leaf."""
     shape = leaf.shape[:-1] if leaf.kind == "prng" else leaf.shape
     return Span("×".join(map(str, shape)) or "scalar" if leaf.dtype else leaf.value, limit=60)

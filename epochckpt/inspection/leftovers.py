@@ -1,4 +1,4 @@
-"""What lies in a directory beside its epochs: attempts under way or left over, and what was taken out of sight.
+"""The contents of a directory beside its epochs: attempts under way or left over, and epochs that were moved away.
 
 The names are those of `directory.placing` in a run's staging folder, where `<epoch>-<try>` is an attempt, and those of
 `_NAMED` beside the epochs. Others write to these folders and remove them meanwhile: what has vanished is no error, and
@@ -66,7 +66,8 @@ def extent(store: Store, path: str) -> DiskUsage | None:
     total = DiskUsage()
     try:
         for file in store.files(path):
-            total.nbytes, total.entries = total.nbytes + file.size, total.entries + 1
+            total.nbytes += file.size
+            total.entries += 1
             total.newest_ns = max(total.newest_ns or 0, file.written_ns)
             total.oldest_ns = min(total.oldest_ns or file.written_ns, file.written_ns)
     except OSError as error:
@@ -98,7 +99,8 @@ def _on_disk(place: str) -> DiskUsage | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     total.count(own)
-    total.moved_ns, total.newest_ns = total.newest_ns, None
+    total.moved_ns = total.newest_ns
+    total.newest_ns = None
     waiting = [place] if stat.S_ISDIR(own.st_mode) else []
     while waiting and total.entries < MAX_ENTRIES:
         try:
@@ -183,7 +185,7 @@ def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> L
 
 
 def classified(commits: Commits, name: str, todelete_subdir: str | None = None) -> Iterator[Found]:
-    """What a folder of a POSIX directory is, or what is in it, by names; it is named like no epoch."""
+    """Classifies a folder of a POSIX directory, or its contents, by names; the folder is not named like an epoch."""
     if _is_staging(name):
         yield from _in_staging(commits, name)
     elif (known := kind_of(name, todelete_subdir)) is not None:
@@ -233,7 +235,9 @@ def _in_staging(commits: Commits, home: str) -> Iterator[Found]:
     token = home.removesuffix(paths.TMP_SUFFIX).rpartition("-")[2]
     for name, is_folder in names(store, home):
         path = paths.join(home, name)
-        tried, where, gone = _ATTEMPT.match(name), placing.parse_moving(name), placing.parse_removed(name)
+        tried = _ATTEMPT.match(name)
+        where = placing.parse_moving(name)
+        gone = placing.parse_removed(name)
         if not is_folder:
             continue
         if tried:
@@ -254,7 +258,8 @@ def _in_staging(commits: Commits, home: str) -> Iterator[Found]:
 
 def _attempt(store: Store, found: Found, node: str | None, now_ns: int) -> EpochRow | None:
     """The row of an attempt, of one node or of all; None if it is gone: committed, or discarded."""
-    path, (epoch,) = found.path, found.epochs
+    path = found.path
+    (epoch,) = found.epochs
     whole = extent(store, path)
     if whole is None:
         return None
@@ -262,9 +267,10 @@ def _attempt(store: Store, found: Found, node: str | None, now_ns: int) -> Epoch
         parts = [(path, paths.folder_name(node))]
     else:
         parts = [(paths.join(path, name), name) for name, is_folder in names(store, path) if is_folder]
-    nodes = [row for part in parts if (row := _node(store, *part)) is not None]
+    nodes = [row for part, name in parts if (row := _node(store, part, name)) is not None]
     age = whole.age_secs(now_ns) or 0.0
-    state, detail = rows.IN_PROGRESS, progress(nodes)
+    state = rows.IN_PROGRESS
+    detail = progress(nodes)
     if age >= LIVE_SECS:
         state = rows.ABANDONED
         detail += f"; {silence(age)}"
@@ -280,7 +286,7 @@ def progress(nodes: Sequence[NodeRow]) -> str:
 
 
 def _node(store: Store, path: str, name: str) -> NodeRow | None:
-    """One node's part of an attempt; None if the folder is none of a node's, or gone."""
+    """One node's part of an attempt; None if no node wrote the folder, or if it is gone."""
     inner = names(store, path)
     files = {n for n, is_folder in inner if not is_folder}
     written = paths.NODE_RECORD in files

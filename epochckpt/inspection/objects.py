@@ -1,7 +1,7 @@
-"""What lies in a directory of an object store: the head says what counts, listings how much there is of it.
+"""The contents of a directory in an object store: the head names the epochs, listings give the sizes.
 
-An attempt's objects carry its id, so that one listing of everything sorts them: into epochs, attempts at one, what was
-set aside, what late writers left (strays), and what is not ours.
+The names of an attempt's objects contain its id. So one listing of everything is enough to sort them: into epochs,
+attempts, epochs that were set aside, strays of late writers, and objects that are not ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OWN = paths.HEAD.partition("/")[0]
 
-_LISTED = 4  # folders of which one look at a directory lists the objects
+_LISTED = 4  # folders whose objects one look at a directory lists
 _PAGE = 1000  # objects of somebody else's folder that are counted
 
 
@@ -58,13 +58,15 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
     aside = {entry.attempt: kept.partition("/")[0] for kept, entry in head.aside.items()}
     copies = {folder for file in found if file.path == paths.join(folder := _folder(file), paths.EPOCH_RECORD)}
     records = {attempt for file in found if (attempt := _recorded(file.path))}
-    unfinished, listed = {**head.begun, **head.dead}, _listed_in(commits, head)
+    unfinished = {**head.begun, **head.dead}
+    listed = _listed_in(commits, head)
     at = {folder: attempt for attempt, folder in unfinished.items()}
     things = dict[str, Thing]()
 
     def thing(file: File) -> Thing:
         folder, _, below = file.path.partition("/")
-        attempt, epoch = paths.attempt_in(below) or "", commits.names.parse(folder)
+        attempt = paths.attempt_in(below) or ""
+        epoch = commits.names.parse(folder)
         if attempt in aside or folder in aside.values():
             return _aside(commits, head, aside.get(attempt, folder), todelete_subdir)
         if not attempt and folder in head.removed_steps and folder not in head.epochs:
@@ -95,7 +97,9 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
         if each.kind != rows.FOREIGN:
             continue
         if attempt := _late(commits, head, each):
-            each.kind, each.attempt, each.path = rows.DELETED, attempt, paths.join(each.path, attempt)
+            each.kind = rows.DELETED
+            each.attempt = attempt
+            each.path = paths.join(each.path, attempt)
             each.detail = "what a run that was killed or overtaken wrote late of a deleted epoch: no reader looks at it"
         elif each.path in copies:
             each.detail = _copied(commits, each)
@@ -145,7 +149,7 @@ def _copied(commits: PutCommits, thing: Thing) -> str:
 def is_stray(head: Head, folder: str, attempt: str, *, copied: bool) -> bool:
     """Whether an attempt that the head does not name was written by a run that it knows.
 
-    A folder with a commit record that is no epoch of the head is one that people have put there.
+    A folder with a commit record that the head does not name was put there by people.
     """
     return head.knows(attempt) and (folder in head.epochs or not copied)
 
@@ -187,9 +191,10 @@ def attempts(commits: PutCommits, head: Head, now_ns: int) -> list[EpochRow]:
     return [attempt_row(commits, head, each, now_ns) for each in found if each.attempt in head.begun]
 
 
-def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
-    """Attempts, and what else lies beside the epochs: one listing of the names, and of the objects of some folders."""
-    found, aside = Leftovers(), {kept.partition("/")[0] for kept in head.aside}
+def leftovers_of(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
+    """Attempts and other things beside the epochs: by a listing of all names, and of the objects of some folders."""
+    found = Leftovers()
+    aside = {kept.partition("/")[0] for kept in head.aside}
     for name in sorted(aside):
         nbytes = sum(entry.nbytes for kept, entry in head.aside.items() if kept.startswith(f"{name}/"))
         each = _aside(commits, head, name, todelete_subdir)
@@ -199,7 +204,8 @@ def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | 
     except AccessError as error:
         found.problems["what lies beside the epochs"] = str(error)
         return found
-    begun, dead = sorted(set(head.begun.values())), sorted({*head.dead.values(), *head.removed_steps})
+    begun = sorted(set(head.begun.values()))
+    dead = sorted({*head.dead.values(), *head.removed_steps})
     known = {*_listed_in(commits, head), *begun, *dead, *(kept.partition("/")[2] for kept in head.aside)}
     unknown = [name for name in names if name not in known and commits.names.parse(name) is not None]
     unknown += [name for name in names if _other(commits, name, todelete_subdir).kind == rows.FOREIGN]
@@ -223,7 +229,7 @@ def _listed(
     todelete_subdir: str | None,
     others: Collection[str] = (),
 ) -> list[Thing]:
-    """The things in some folders. Of those that are `others`, one page is looked at."""
+    """The things in some folders. Of `others`, only the first page of objects is listed."""
     found = dict[str, list[Thing]]()
 
     def look(folder: str) -> None:
@@ -248,13 +254,18 @@ def attempt_row(commits: PutCommits, head: Head, thing: Thing, now_ns: int) -> E
     parts = []
     for node, written in nodes.items():
         done = any(file.path.endswith(f"/{paths.NODE_RECORD}") for file in written)
-        size, state = sum(file.size for file in written), "written" if done else "writing"
+        size = sum(file.size for file in written)
+        state = "written" if done else "writing"
         parts.append(NodeRow(paths.shown_name(node), size, None, state))
-    age, state, detail = thing.age_secs(now_ns) or 0.0, rows.IN_PROGRESS, progress_of(parts)
+    age = thing.age_secs(now_ns) or 0.0
+    state = rows.IN_PROGRESS
+    detail = progress_of(parts)
     if thing.attempt not in head.begun:
-        state, detail = rows.ABANDONED, f"{detail}; it was given up, or is of an earlier run: it is never committed"
+        state = rows.ABANDONED
+        detail = f"{detail}; it was given up, or is of an earlier run: it is never committed"
     elif age >= LIVE_SECS:
-        state, detail = rows.ABANDONED, f"{detail}; {silence(age)}"
+        state = rows.ABANDONED
+        detail = f"{detail}; {silence(age)}"
     return EpochRow(
         thing.epoch or 0,
         state,
@@ -269,7 +280,7 @@ def attempt_row(commits: PutCommits, head: Head, thing: Thing, now_ns: int) -> E
 
 
 def leftover_row(thing: Thing, now_ns: int) -> LeftoverRow:
-    """The row of what is neither an epoch nor an attempt."""
+    """The row of a thing other than an epoch or an attempt."""
     epochs = thing.epochs or (() if thing.epoch is None else (thing.epoch,))
     return LeftoverRow(thing.path, thing.kind, thing.nbytes, thing.age_secs(now_ns), epochs, thing.detail)
 

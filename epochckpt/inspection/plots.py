@@ -45,7 +45,8 @@ class Plots:
     """
 
     def __init__(self, overview: Callable[[], Overview], goodput: Callable[[], Goodput] | None = None):
-        self._overview, self._goodput = overview, goodput
+        self._overview = overview
+        self._goodput = goodput
 
     def nbytes(self, ax: Axes | None = None) -> Axes:
         """Bytes of each epoch."""
@@ -72,7 +73,8 @@ class Plots:
         """What each run has spent its time on: a bar per run, the oldest above."""
         found = self._goodput() if self._goodput is not None else Goodput("", ())
         ax = _axes(ax, "Time of runs", found.directory)
-        ends, places = np.zeros(len(found.runs)), range(len(found.runs))
+        ends = np.zeros(len(found.runs))
+        places = range(len(found.runs))
         for name in SPENT:
             secs = np.array([getattr(run, name) for run in found.runs])
             ax.barh(places, secs, left=ends, label=name.removesuffix("_secs"))
@@ -132,7 +134,8 @@ class Plots:
         plot.line(list(values.values()))
         plot.mark("latest", "o", 9, "C1", [row.epoch for row in plot.epochs if row.latest], values)
         if seen.metric == name:
-            best, better = [row.epoch for row in plot.epochs if row.best], [seen.better]
+            best = [row.epoch for row in plot.epochs if row.best]
+            better = [seen.better]
             plot.mark(f"best ({seen.mode})", "*", 15, "C2", best, values)
             plot.mark("better, deleted", "x", 9, "C3", [epoch for epoch in better if epoch is not None], values)
         return plot.done(from_zero=False)
@@ -185,7 +188,9 @@ class _Plot:
     """One plot of the committed epochs, in the making."""
 
     def __init__(self, seen: Overview, ax: Axes | None, title: str, label: str, figure: _Figure):
-        self._ax, self._label, self._figure = _axes(ax, title, seen.directory), label, figure
+        self._ax = _axes(ax, title, seen.directory)
+        self._label = label
+        self._figure = figure
         from matplotlib.ticker import MaxNLocator
 
         self.epochs = [row for row in seen.epochs if row.state == COMMITTED]
@@ -290,7 +295,7 @@ def _pyplot() -> Any:
 
 
 def _known(value: Any) -> float:
-    """A number to draw; NaN, which is a gap, for what is no finite number."""
+    """A number to draw; NaN, which leaves a gap, unless the value is a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,7 +1,7 @@
 """The findings of an inspection as plain values: HTML, text, JSON and plots are made from these rows alone.
 
-Names, paths and messages are as they were found, hostile ones included: views escape them. A field that is None is not
-known, or does not apply; an empty text is one that does not apply. Times (`_ns`) are nanoseconds since 1970.
+Names, paths and messages are as they were found, hostile ones included: views escape them. None in a field means
+that it is not known or does not apply; an empty text, that it does not apply. Times (`_ns`) are nanoseconds since 1970.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EpochRow:
     latest: bool = False
     best: bool = False  # by the metric that was asked for
     tier: str = ""  # of a directory with a mirror, where it is: LOCAL, MIRROR or BOTH; empty if that is not known
-    unit: str = "epoch"  # what the job that saved it counts, or `step`
+    unit: str = "epoch"  # the counting unit of the job that saved it, or `step`
 
     @property
     def secs(self) -> float | None:
@@ -266,13 +266,20 @@ class Usage:
             some = [row for row in self.rows if row.kind == kind]
             oldest = min((row.oldest_ns for row in some if row.oldest_ns is not None), default=None)
             newest = max((row.newest_ns for row in some if row.newest_ns is not None), default=None)
-            sums = sum(row.nbytes for row in some), sum(row.files for row in some)
-            found.append(KindUsage(kind, len(some), *sums, oldest, newest))
+            usage = KindUsage(
+                kind=kind,
+                things=len(some),
+                nbytes=sum(row.nbytes for row in some),
+                files=sum(row.files for row in some),
+                oldest_ns=oldest,
+                newest_ns=newest,
+            )
+            found.append(usage)
         return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
-class RunRow:
+class RunGoodput:
     """What one run has spent its time on, from the opening of its manager until the next run, as the primary saw it."""
 
     incarnation: str
@@ -307,7 +314,7 @@ class Goodput:
     """What the runs of a directory have spent their time on."""
 
     directory: str  # path or URL
-    runs: tuple[RunRow, ...]  # oldest first; those that began to save; the newest hundred are recorded
+    runs: tuple[RunGoodput, ...]  # oldest first; those that began to save; the newest hundred are recorded
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
     unit: str = "epoch"  # as in `Overview`
 
@@ -317,7 +324,7 @@ class Goodput:
         return sum(1 for run in self.runs if run.killed)
 
     @property
-    def total(self) -> RunRow | None:
+    def total(self) -> RunGoodput | None:
         """All runs together, with the newest epoch; None if there are none."""
         if not self.runs:
             return None
@@ -457,7 +464,7 @@ class Diff:
     before: int
     after: int
     rows: tuple[DiffRow, ...]  # in order of the trees; of each item, leaves that were removed come last
-    other_directory: str = ""  # of the second epoch, if it is another one
+    other_directory: str = ""  # of the second epoch, if different
     metrics: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # of both, by name, that differ
     # Why something was not compared and has no row, by `item`, `item:leaf` or `item:node:leaf`.
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -17,7 +17,7 @@ from epochckpt._metrics import numbers
 from epochckpt.directory import owners
 from epochckpt.inspection import configs, leftovers, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
-from epochckpt.inspection.epoch import Container
+from epochckpt.inspection.epoch import NamedContents
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, DirectoryRow, Overview, RunsOverview
 from epochckpt.storage import Store, open_store
 
@@ -64,7 +64,7 @@ def inspect_runs(
         options: the step name format, if it is not the default.
 
     Raises:
-        NotACheckpointDirectoryError: no checkpoint directory is in it; says what it looks like instead.
+        NotACheckpointDirectoryError: no checkpoint directory is in it; the message guesses its nature.
         AccessError: it may not be read.
         InvalidArgumentError: an unknown mode; of `sort` when rows are asked for.
     """
@@ -72,12 +72,12 @@ def inspect_runs(
         raise errors.InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
     found = Runs(directory, metric, mode, sort, options)
     if not len(found):
-        inspect(directory, options=options)  # raises, and says what is there
+        inspect(directory, options=options)  # raises, with a hint at its contents
         raise errors.NotACheckpointDirectoryError(f"{found.directory} is one checkpoint directory: use `inspect`")
     return found
 
 
-class Runs(Container):
+class Runs(NamedContents):
     """A folder of runs; see `inspect_runs`. Iterates over their names, which are their paths below the folder."""
 
     def __init__(
@@ -88,7 +88,10 @@ class Runs(Container):
         sort: str | None,
         options: ocp.CheckpointManagerOptions | None,
     ):
-        self._store, self._metric, self._mode, self._options = open_store(directory), metric, mode, options
+        self._store = open_store(directory)
+        self._metric = metric
+        self._mode = mode
+        self._options = options
         self._sort = sort
 
     @property
@@ -100,7 +103,7 @@ class Runs(Container):
         """One run.
 
         Raises:
-            NotACheckpointDirectoryError: there is none of this name.
+            NotACheckpointDirectoryError: no run has this name.
         """
         return inspect(self._store.address_of(name), metric=self._metric, mode=self._mode, options=self._options)
 
@@ -124,7 +127,7 @@ class Runs(Container):
                 problems[name] = errors.say(error)
 
         search = self._search()
-        self._store.each(look, search.found)
+        self._store.each(look, search.names)
         if search.left_out:
             problems[self.directory] = search.left_out
         runs = tuple(row for _, row in sorted(found.items()))
@@ -151,9 +154,9 @@ class Runs(Container):
         return RunsPlots(self.overview)
 
     def _names(self) -> Sequence[str]:
-        return self._search().found
+        return self._search().names
 
-    def _search(self) -> _Search:
+    def _search(self) -> _FolderSearch:
         with scan.access(self._store):
             return _searched(self._store)
 
@@ -162,22 +165,22 @@ class Runs(Container):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Search:
-    """The names of the checkpoint directories that a search has found; and, in words, what it left out."""
+class _FolderSearch:
+    """The names of the checkpoint directories that a search found; and, in words, the limits of the search."""
 
-    found: Sequence[str]
+    names: Sequence[str]
     left_out: str = ""
 
 
-def _searched(store: Store) -> _Search:
-    """The checkpoint directories below a folder, which is none itself; nothing is searched for inside of one."""
+def _searched(store: Store) -> _FolderSearch:
+    """The checkpoint directories below a folder that is no such directory. Found ones are not searched further."""
     walk = _walk(store, "", _DEPTH)
     seen = list(itertools.islice(walk, _SEARCHED))
     found = sorted(path for path, is_run in seen if is_run)
     if next(walk, None) is None:
-        return _Search(found)
+        return _FolderSearch(found)
     ((most, count),) = collections.Counter(os.path.dirname(path) for path, _ in seen).most_common(1)
-    return _Search(
+    return _FolderSearch(
         found,
         f"only {_SEARCHED} folders were searched for runs, and there are more; {count} of them lie in {most or '.'}. "
         "Name a folder further down to see what else is there",

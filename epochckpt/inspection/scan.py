@@ -56,7 +56,8 @@ class _OneName(StepNames):
     """The folder of one epoch, whatever it is called."""
 
     def __init__(self, only: str, epoch: int):
-        self.only, self._epoch = only, epoch
+        self.only = only
+        self._epoch = epoch
 
     @property
     def several(self) -> bool:
@@ -208,7 +209,7 @@ def brief(commits: PutCommits, epoch: int, entry: HeadEpoch) -> EpochRow:
 
 
 def find(commits: Commits, epoch: int) -> EpochRow | None:
-    """The row of an epoch, as its record and attached metrics say; None if there is none of this number."""
+    """The row of an epoch, from its record and the attached metrics; None if the epoch does not exist."""
     if in_bucket(commits):
         commits.head.read()  # as it is now
         if epoch not in commits.entries():
@@ -268,7 +269,7 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
 
 
 def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
-    """The row of a step of stock Orbax; None if the folder is none."""
+    """The row of a step of stock Orbax; None if the folder is no step."""
     store = commits.store
     if not steps.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
         return None
@@ -302,25 +303,27 @@ def _nodes(
     if commits is not None and not record.per_node and tiers.host_of(commits) is not None:
         here = {entry.name for entry in commits.store.list(folder)}
     for number, node in enumerate(record.nodes):
-        state, detail = COMMITTED, ""
+        state = COMMITTED
+        detail = ""
         try:
             if here is not None and node.folder not in here:
                 state = ELSEWHERE
             elif commits is not None:
                 commits.check_node(folder, record, number, sizes)
                 if here is not None:
-                    _check_also(commits, folder, record, number)
+                    _check_replicas(commits, folder, record, number)
         except (errors.EpochCheckpointError, OSError) as error:
-            state, detail = DAMAGED, errors.say(error)
+            state = DAMAGED
+            detail = errors.say(error)
         yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
 
 
-def _check_also(commits: Commits, folder: str, record: EpochRecord, number: int) -> None:
+def _check_replicas(commits: Commits, folder: str, record: EpochRecord, number: int) -> None:
     """Raises DamagedError for the first missing or short file of what a node wrote of cells that others own."""
     path = paths.join(folder, record.path(number))
     node = parsing.read_record(commits.store, path, parsing.parse_node)
-    if node is not None and node.also:
-        entry = dataclasses.replace(record.nodes[number], files=node.also)
+    if node is not None and node.replicas:
+        entry = dataclasses.replace(record.nodes[number], files=node.replicas)
         commits.check_node(folder, dataclasses.replace(record, nodes=(entry,)), 0)
 
 
@@ -366,7 +369,7 @@ def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
 def checked(commits: Commits, row: EpochRow) -> EpochRow:
     """The row of an epoch after a look at its files: are they there, with the sizes recorded?
 
-    An epoch that is replaced meanwhile is looked at again; one that is deleted keeps the row that it had.
+    An epoch that is replaced meanwhile is looked at again. The row of an epoch that is deleted meanwhile stays.
     """
     for _ in range(_TRIES):
         if in_bucket(commits):
@@ -454,8 +457,8 @@ def look(
 
     The newest epochs up to the limit become rows. The best epoch and attempts always do, and so does the latest that
     can be read, unless the limit is 0. `check` looks at about `CHECKED_FILES` files: are they there, with the sizes
-    that were recorded? In an object store it looks at about `CHECKED_REQUESTS / 2` epochs, and the rows of the others
-    are those of the head: no request is made for them. `known`: the directory as it was opened before. `mirror`: its
+    that were recorded? In an object store it looks at about `CHECKED_REQUESTS / 2` epochs; the rows of other
+    epochs are made from the head, without requests. `known`: the directory as it was opened before. `mirror`: its
     mirror, which is looked at, too.
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
@@ -477,12 +480,15 @@ class _Scan:
     """One look at a directory."""
 
     def __init__(self, commits: Commits, metric: str | None, mode: str):
-        self._commits, self._metric, self._mode = commits, metric, mode
+        self._commits = commits
+        self._metric = metric
+        self._mode = mode
         self._problems: dict[str, str] = {}
         self._rows: dict[int, EpochRow] = {}
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
-        commits, only = self._commits, self._commits.names.only
+        commits = self._commits
+        only = self._commits.names.only
         if in_bucket(commits):
             found = self._read_head(commits, limit, todelete_subdir)
         else:
@@ -495,7 +501,8 @@ class _Scan:
         newest = sorted(self._rows, reverse=True)
         if self._metric is not None:
             self._update(self._attach, self._rows)
-        shown, more = set[int](), set(newest if limit is None else newest[:limit])
+        shown = set[int]()
+        more = set(newest if limit is None else newest[:limit])
         while True:
             if self._metric is None:
                 self._update(self._attach, more)
@@ -535,11 +542,11 @@ class _Scan:
             return {}
 
     def _read_head(self, commits: PutCommits, limit: int | None, todelete_subdir: str | None) -> leftovers.Leftovers:
-        """Makes the rows of an object store; returns what lies beside the epochs."""
+        """Makes the rows of an object store; returns the things beside the epochs."""
         entries = commits.entries()
-        found = objects.beside(commits, commits.head.seen() or Head(), time.time_ns(), todelete_subdir)
+        found = objects.leftovers_of(commits, commits.head.seen() or Head(), time.time_ns(), todelete_subdir)
         self._rows = {epoch: brief(commits, epoch, entry) for epoch, entry in entries.items()}
-        # Metrics that are too large for the head are in the record: they are read for what is shown, and to compare.
+        # Metrics that are too large for the head are read from records: for the rows shown, and to compare all epochs.
         listed = entries if limit is None or self._metric is not None else sorted(entries)[-limit or len(entries) :]
         self._read_all({epoch: commits.folder(epoch) for epoch in listed if entries[epoch].large})
         return found
@@ -553,7 +560,9 @@ class _Scan:
 
     def _first(self, epochs: Collection[int]) -> list[int]:
         """The newest of some epochs, at least one, that together cost as much as a look may."""
-        bucket, cost, chosen = in_bucket(self._commits), 0, list[int]()
+        bucket = in_bucket(self._commits)
+        cost = 0
+        chosen = list[int]()
         entries = self._commits.entries() if in_bucket(self._commits) else {}
         for epoch in sorted(epochs, reverse=True):
             row = self._rows[epoch]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from epochckpt import _text, _units
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows
-from epochckpt.inspection.blocks import Column, Line, Mark, Span, Tone, secs
+from epochckpt.inspection.blocks import Column, Mark, Span, TextLine, Tone, secs
 
 LATEST, BEST = "▸", "★"
 HELD_UP = 1.0  # seconds by which what held up a save takes longer than most
@@ -28,7 +28,11 @@ STATES = {  # tones and meanings
 }
 UNKNOWN = Tone.PLAIN, ""
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 8, 12, 120, 120
+_SHORT.maxlevel = 3
+_SHORT.maxdict = 8
+_SHORT.maxlist = 12
+_SHORT.maxstring = 120
+_SHORT.maxother = 120
 
 
 def tone(state: str) -> Tone:
@@ -50,9 +54,9 @@ def nbytes(value: int | None) -> str:
     return "" if value is None else _units.nbytes(value)
 
 
-def faint(words: str) -> Line:
+def faint(words: str) -> TextLine:
     """A line that matters less."""
-    return Line(Span(words, Tone.FAINT))
+    return TextLine(Span(words, Tone.FAINT))
 
 
 def slow_node(row: rows.EpochRow) -> rows.NodeRow | None:

@@ -18,7 +18,8 @@ ARRAYS = frozenset({"jax", "numpy", "scalar", "prng"})
 """Kinds of leaves that have statistics."""
 
 _CHUNK = 2**16  # elements; as float64 they stay in a core's cache
-_DOWN, _ACROSS = 24, 48  # parts of an array in a picture of it
+_DOWN = 24  # rows of an array's picture
+_ACROSS = 48  # columns of it
 _BINS = 20  # of the histogram over [min, max]
 _KEEP_BYTES = 2**26  # a smaller array is read once and kept for the histogram
 
@@ -61,9 +62,13 @@ def of_leaf(pieces: Callable[[], Iterable[np.ndarray]], item: str, leaf: LeafRow
 
 def means(pieces: Iterable[np.ndarray], shape: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     """The means of parts of an array, see `rows.ArrayLook`; `pieces` are as in `of_leaf`, of an array with elements."""
-    height, width = math.prod(shape[:-1]), shape[-1] if shape else 1
-    down, across = min(height, _DOWN), min(width, _ACROSS)
-    sums, counts, start = np.zeros(down * across), np.zeros(down * across, np.int64), 0
+    height = math.prod(shape[:-1])
+    width = shape[-1] if shape else 1
+    down = min(height, _DOWN)
+    across = min(width, _ACROSS)
+    sums = np.zeros(down * across)
+    counts = np.zeros(down * across, np.int64)
+    start = 0
     for values in _chunks(pieces):
         row, column = np.divmod(np.arange(start, start + values.size), width)
         part = row * down // height * across + column * across // width
@@ -109,12 +114,14 @@ class _Moments:
 
     def __init__(self) -> None:
         self.count = self.finite = self.nans = self.infs = self.zeros = 0
-        self.least, self.greatest = math.inf, -math.inf
+        self.least = math.inf
+        self.greatest = -math.inf
         self.mean = self.squared_distances = self.squares = 0.0
 
     @np.errstate(over="ignore", invalid="ignore")
     def add(self, values: np.ndarray) -> None:
-        finite, nans = values[np.isfinite(values)], int(np.count_nonzero(np.isnan(values)))
+        finite = values[np.isfinite(values)]
+        nans = int(np.count_nonzero(np.isnan(values)))
         self.count += values.size
         self.nans += nans
         self.infs += values.size - finite.size - nans
@@ -124,7 +131,8 @@ class _Moments:
         self.least = min(self.least, float(finite.min()))
         self.greatest = max(self.greatest, float(finite.max()))
         self.squares += float(np.square(finite).sum())
-        mean, total = float(finite.mean()), self.finite + finite.size
+        mean = float(finite.mean())
+        total = self.finite + finite.size
         off = mean - self.mean
         self.squared_distances += float(np.square(finite - mean).sum())
         if self.finite:  # else there is no distance, and its square may be beyond float64
@@ -133,7 +141,7 @@ class _Moments:
         self.finite = total
 
 
-class Change:
+class ArrayChange:
     """The difference of two arrays of one shape and any two dtypes.
 
     NaN equals NaN, whatever its payload, and 0 equals -0. Norms are of the elements that are finite in both arrays;
@@ -177,15 +185,18 @@ class Change:
         changed = before != after
         if before.dtype.kind in "fc":
             changed &= ~(np.isnan(before) & np.isnan(after))
-        before, after = before[changed], after[changed]
+        before = before[changed]
+        after = after[changed]
         self.elements += before.size
         if not self._numbers:
             return
         if before.dtype.kind in "iu":  # exact up to 2**53, and never wrapped around
-            high, low = np.maximum(before, after), np.minimum(before, after)
+            high = np.maximum(before, after)
+            low = np.minimum(before, after)
             distances = (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
         else:
-            was, is_now = np.isfinite(before), np.isfinite(after)
+            was = np.isfinite(before)
+            is_now = np.isfinite(after)
             self.lost += int(np.count_nonzero(was & ~is_now))
             self.gained += int(np.count_nonzero(is_now & ~was))
             distances = np.abs(after - before)[was & is_now]

@@ -1,4 +1,4 @@
-"""What a path is that was given for a checkpoint directory and is none: for the error that says so."""
+"""What a path may be that is not the checkpoint directory that was expected. For error messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def no_folder(path: str) -> str:
         return f"is a file{record or '; expected a directory of epochs'}"
     if os.path.islink(path):
         return f"is a broken link, to {os.readlink(path)}"
-    above, name = path, ""
+    above = path
+    name = ""
     while not os.path.lexists(above):
         above, name = os.path.split(above)
     try:
@@ -57,7 +58,7 @@ def folder(store: Store, found: Mapping[str, bool]) -> str:
         return otherwise
     below = [n for n, is_folder in found.items() if is_folder and not n.startswith(".")][:_LOOKED_INTO]
     if inner := [f"{name}/" for name in below if holds_epochs(store, name)]:
-        return f"holds checkpoint directories and is none itself: pass one of them ({step_names.few(inner)})"
+        return f"holds checkpoint directories, but is not one itself: pass one of them ({step_names.few(inner)})"
     return f"holds no epochs but {step_names.few([f'{n}/' if is_folder else n for n, is_folder in found.items()])}"
 
 

@@ -60,7 +60,7 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
         if number and (two or isinstance(block, kinds.Section) or isinstance(after, kinds.Summary | kinds.Facts)):
             yield Text()
         match block:
-            case kinds.Line():
+            case kinds.TextLine():
                 yield line(block.words, indent)
             case kinds.Summary():
                 yield _Summary(block)
@@ -143,7 +143,8 @@ def shortened(cell: Text, width: int, keep: int = 0) -> Text:
 
 def drawn(cell: Cell) -> Fitted:
     """A cell of a block: its text, and what is drawn behind it."""
-    words, drawing = styled(cell.words), _drawing(cell.drawing)
+    words = styled(cell.words)
+    drawing = _drawing(cell.drawing)
     if not drawing.want:
         return Fitted(words.cell_len, lambda width: shortened(words, width, cell.keep))
     if not words:
@@ -209,7 +210,8 @@ class TextTable(_Lines):
     """Rows of cells below heads, with a cell per column; columns without any content are left out."""
 
     def __init__(self, columns: Sequence[Column], rows: Iterable[Row], *, indent: int = 0):
-        self._columns, self._indent = columns, indent
+        self._columns = columns
+        self._indent = indent
         self._rows = [(list(map(drawn, row.cells)), styled(row.below)) for row in rows]
 
     def _made(self, console: Console, width: int) -> Iterable[Text]:
@@ -309,7 +311,10 @@ class Fact(_Lines):
     """`name  value`: `width` columns for the name, the value wrapped beside it."""
 
     def __init__(self, name: Text, value: Text, width: int, indent: int = 0):
-        self._name, self._value, self._width, self._indent = name, value, width, indent
+        self._name = name
+        self._value = value
+        self._width = width
+        self._indent = indent
 
     def _made(self, console: Console, width: int) -> Iterable[Text]:
         left = self._indent + self._width + _GAP

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SCREEN = 60  # rows of all trees of a view, unless a depth is asked for
 _MAX_DEPTH = 24
-_TWINS = 4  # leaves of the least group that is folded because another one is like it
+_TWINS = 4  # a repeated group is folded if it has at least so many leaves
 
 
 class Folding(NamedTuple):
@@ -78,7 +78,9 @@ class Branch:
         """Joins each group below with its child where it has only one."""
         while len(self.children) == 1 and self.leaf is None:
             (only,) = self.children
-            self.label, self.leaf, self.children = f"{self.label}/{only.label}", only.leaf, only.children
+            self.label = f"{self.label}/{only.label}"
+            self.leaf = only.leaf
+            self.children = only.children
         for child in self.children:
             child._join()
         keys = self.label[len(self.key) :]
@@ -93,7 +95,7 @@ class Branch:
         return tuple((child.label, child._form) for child in self.children)
 
     def listed(self, folding: Folding) -> list[Branch]:
-        """The children that are shown, and what stands for the others."""
+        """The children that are shown, and a branch that stands for the hidden ones."""
         if folding.alike and self.like:
             return [dataclasses.replace(_hidden(self.children), label=f"… as in {_text.shown(self.like, 40)}")]
         found = self.children
@@ -111,7 +113,7 @@ class Branch:
 
 
 def fold_twins(trees: Mapping[str, Branch]) -> None:
-    """Has each group of the trees name the one that it repeats, as Adam's moments repeat the parameters.
+    """Marks each group of the trees that repeats another group, as Adam's moments repeat the parameters.
 
     Of several groups with the same leaves the one nearest to its root is shown. `trees` are by item.
     """
@@ -134,14 +136,21 @@ def fold_twins(trees: Mapping[str, Branch]) -> None:
 
 def _hidden(branches: Sequence[Branch], like: str = "") -> Branch:
     label = f"… {_units.count(len(branches))} more{' like ' + _text.shown(like, 40) if like else ''}"
-    sums = (sum(getattr(b, name) for b in branches) for name in ("count", "nbytes", "elements"))
-    return Branch(label, None, list(branches), *sums, hidden=len(branches))
+    return Branch(
+        label=label,
+        children=list(branches),
+        count=sum(branch.count for branch in branches),
+        nbytes=sum(branch.nbytes for branch in branches),
+        elements=sum(branch.elements for branch in branches),
+        hidden=len(branches),
+    )
 
 
 def opened(root: Branch, folding: Folding) -> set[Branch]:
     """The branches whose children are shown: upper levels first, until there is no room."""
     children = root.listed(folding)
-    found, used = {root}, len(children)
+    found = {root}
+    used = len(children)
     waiting = collections.deque((child, 1) for child in children)
     while waiting:
         branch, level = waiting.popleft()

@@ -1,4 +1,4 @@
-"""What a directory takes up on storage, by what lies in it: in one pass over its files, or by one listing."""
+"""The storage that a directory takes up, by its contents: in one pass over its files, or by one listing."""
 
 from __future__ import annotations
 
@@ -66,10 +66,12 @@ def _numbers(commits: Commits, folder: str) -> tuple[int, ...]:
 
 def _in_bucket(commits: PutCommits, todelete_subdir: str | None) -> list[UsageRow]:
     things = objects.all_things(commits, todelete_subdir)
-    head, now_ns = commits.head.seen() or Head(), time.time_ns()
+    head = commits.head.seen() or Head()
+    now_ns = time.time_ns()
     found = []
     for thing in things:
-        kind, epochs = thing.kind, thing.epochs or (() if thing.epoch is None else (thing.epoch,))
+        kind = thing.kind
+        epochs = thing.epochs or (() if thing.epoch is None else (thing.epoch,))
         if kind == rows.ATTEMPT:
             kind = objects.attempt_row(commits, head, thing, now_ns).state
         found.append(_row(thing.path, (kind, epochs), thing.files))
@@ -102,12 +104,12 @@ def _things(commits: Commits, todelete_subdir: str | None, problems: dict[str, s
 
 
 def _rows(things: dict[str, _Thing], files: Iterator[File] | list[File]) -> list[UsageRow]:
-    """The files by the things that they belong to; those of a save are of one that is under way, or dead."""
+    """Groups files by the thing they belong to. An attempt with a recent file is in progress, else abandoned."""
     found = dict[str, list[File]]({path: [] for path in things})
     for file in files:
-        first, second, *_ = *file.path.split("/"), ""
-        inner = paths.join(first, second)
-        found.setdefault(inner if inner in things else first, []).append(file)
+        parts = file.path.split("/")
+        inner = "/".join(parts[:2])
+        found.setdefault(inner if inner in things else parts[0], []).append(file)
     made = []
     for path, some in found.items():
         kind, epochs = things.get(path, (rows.OTHER, ()))

@@ -15,7 +15,7 @@ from epochckpt import _text, _units
 from epochckpt._metrics import flat
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import leaf_views, rows, tree
-from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Problem, Span, Tone, Words, secs, table
+from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Problem, Span, TextLine, Tone, Words, secs, table
 from epochckpt.inspection.directory_views import goodput, metrics, overview, runs, usage
 from epochckpt.inspection.leaf_views import cuts, diff, stats
 from epochckpt.inspection.signs import BEST, LATEST, faint, figure, nbytes, node_strip, slow_node, strip_column, tone
@@ -68,8 +68,9 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
     marks = (LATEST, "latest", Tone.LIVE, row.latest), (BEST, "best", Tone.GOOD, row.best)
     title = Span(f"{row.unit} {row.epoch}", Tone.STRONG), "  ", Span(row.state, tone(row.state))
     title += tuple(Span(f"  {sign} {word}", tone) for sign, word, tone, is_so in marks if is_so)
-    shown, others = found.items[:_ITEMS], found.items[_ITEMS:]
-    view: list[Block] = [Line(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
+    shown = found.items[:_ITEMS]
+    others = found.items[_ITEMS:]
+    view: list[Block] = [TextLine(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
     roots: dict[str, tree.Branch] = {}
     for each in shown:
         blocks = item(each, row.nbytes, open=each.kind == "arrays" or len(shown) == 1)
@@ -78,7 +79,8 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
         view += blocks
     tree.fold_twins(roots)
     if others:
-        view.append(Line(f"… {len(others)} more items: {', '.join(_text.shown(each.name, 40) for each in others[:8])}"))
+        names = ", ".join(_text.shown(item.name, 40) for item in others[:8])
+        view.append(TextLine(f"… {len(others)} more items: {names}"))
     return view
 
 
@@ -218,8 +220,8 @@ def _json(file: rows.FileRow) -> Block:
     more = [("…", f"{_units.count(len(values) - _ENTRIES)} more")] if len(values) > _ENTRIES else []
     return table(
         [*values[:_ENTRIES], *more],
-        (Column("key", 0, least=20), lambda each: Span(each[0], Tone.FAINT)),
-        (Column("value", 0, least=20), lambda each: Span(_value(each[1]), limit=400)),
+        (Column("key", 0, least=20), lambda row: Span(row[0], Tone.FAINT)),
+        (Column("value", 0, least=20), lambda row: Span(_value(row[1]), limit=400)),
     )
 
 
@@ -234,7 +236,7 @@ def item(found: rows.ItemRow, total_nbytes: int, *, open: bool = True) -> list[B
     what = {"arrays": leaf_views.extent(found.leaves), "files": _units.several(len(found.files), "file", "files")}
     what = what.get(found.kind, f"{_units.several(len(found.nodes), 'node', 'nodes')} with their own")
     leaves = rows.without_empty(found.leaves)
-    # What each node has of its own is one tree, whose outermost groups are the nodes: they are much alike.
+    # The nodes' own items are drawn as one tree, with a group per node: they are much alike.
     for node, own in found.nodes.items():
         own_leaves = rows.without_empty(own.leaves)
         leaves += [dataclasses.replace(leaf, path=(node, *(leaf.path or (leaf.name,)))) for leaf in own_leaves]

@@ -1,9 +1,9 @@
 """Following a live run: what changes in a directory, as events. Only looks at storage.
 
-A look costs a listing of the directory and of what is under way; on an object store it costs one request, for the head,
-and a listing of each attempt that is under way. The record of an epoch is read once, when the epoch appears; on POSIX
-those of the newest epoch and of damaged ones are read at every look, because another attempt may have their number by
-now. What comes and goes between two looks is not seen.
+A look costs a listing of the directory and of the saves under way. On an object store it costs one request, for the
+head, and a listing of each attempt that is under way. The record of an epoch is read once, when the epoch appears. On
+POSIX the records of the newest epoch and of damaged epochs are read at every look, because another attempt may have
+their number by now. Things that come and go between two looks are not seen.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Event:
 
     kind: str  # PRESENT, SAVED, SAVING, FAILED or DELETED
     time_ns: int  # when it was seen, nanoseconds since 1970
-    row: EpochRow  # the epoch or the attempt; of what is gone, as it was seen last
+    row: EpochRow  # the epoch or the attempt; once it is gone, its last row
     before: EpochRow | None = None  # the newest committed epoch, against which progress is measured
     detail: str = ""
 
@@ -69,7 +69,7 @@ class Watcher:
         return max(self._epochs, default=-1)
 
     def look(self) -> list[Event]:
-        """What has changed since the last look; all that is there at the first one."""
+        """The changes since the last look; at the first look, everything."""
         now = time.time_ns()
         # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
         attempts = {row.attempt: row for row in self._under_way(now)}
@@ -142,18 +142,19 @@ def watch(
 ) -> Generator[Event, None, bool]:
     """Events as they are seen, oldest first, in a directory that need not exist yet.
 
-    Ends with True when the epoch `until`, or a later one, is there, be it damaged; with False when no epoch was
+    Ends with True when the epoch `until`, or a later one, exists, even if it is damaged; with False when no epoch was
     committed for `timeout_secs`. Of the epochs that are there at the beginning, the newest `history` become events.
     """
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
-    watcher, pause = Watcher(commits), threading.Event()
+    watcher = Watcher(commits)
+    pause = threading.Event()
     limit = math.inf if timeout_secs is None else timeout_secs
     deadline = Deadline(limit)
     # What is there at the first look has not just been committed.
     seen = watcher.look()
-    there = [dataclasses.replace(event, kind=PRESENT, before=None) for event in seen if event.kind == SAVED]
-    events = [*(there[-history:] if history else []), *(event for event in seen if event.kind != SAVED)]
+    present = [dataclasses.replace(event, kind=PRESENT, before=None) for event in seen if event.kind == SAVED]
+    events = [*(present[-history:] if history else []), *(event for event in seen if event.kind != SAVED)]
     while True:
         for event in events:
             if event.kind == SAVED:

@@ -1,4 +1,4 @@
-"""The metrics of a run over all its epochs: those that are there, and those that were deleted."""
+"""The metrics of a run over all its epochs, including deleted ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def completed(
-    found: Overview, there: Iterable[EpochRow], deleted: Mapping[int, Line], present: Collection[int] = ()
+    found: Overview, others: Iterable[EpochRow], deleted: Mapping[int, Line], present: Collection[int] = ()
 ) -> Overview:
-    """The overview with the metrics of more epochs: of these rows, and of what was deleted.
+    """The overview with the metrics of more epochs: of other rows, and of deleted epochs.
 
-    `present`: epochs that are there though they have no row. What has a row, or metrics as an epoch that is there, was
-    saved anew after it had been deleted.
+    `present`: further epochs that exist, without a row. An epoch that exists does not count as deleted: it was saved
+    again after its deletion.
     """
-    rows = [row for row in there if row.state == COMMITTED]
+    rows = [row for row in others if row.state == COMMITTED]
     known = {row.epoch for row in (*rows, *found.epochs)}.union(present)
     known.update(epoch for points in found.history.values() for epoch, _ in points)
     gone = {row.epoch: row for row in found.deleted if row.epoch not in present}
@@ -47,5 +47,5 @@ def best(rows: Iterable[EpochRow], metric: str, mode: str) -> int | None:
 
 def rows_of(found: Overview) -> list[MetricsRow]:
     """The metrics of every committed epoch that has a row, and of those that were deleted, ascending."""
-    there = [MetricsRow(r.epoch, r.committed_ns, r.metrics, False) for r in found.epochs if r.state == COMMITTED]
-    return sorted([*there, *found.deleted], key=lambda row: row.epoch)
+    existing = [MetricsRow(r.epoch, r.committed_ns, r.metrics, False) for r in found.epochs if r.state == COMMITTED]
+    return sorted([*existing, *found.deleted], key=lambda row: row.epoch)

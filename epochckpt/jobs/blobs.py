@@ -1,8 +1,9 @@
 """Blobs of a workspace as items of a checkpoint, and back.
 
 In a job of one node a blob is an item that stock Orbax reads. With several nodes, `jax.Array`s that are spread over
-processes are saved once, and everything else belongs to each node. A blob that holds both is an item of arrays (with
-the primary's other values, so that it is whole for other readers) and a second item beside it with each node's own.
+processes are saved once, and everything else belongs to each node. A blob with both kinds of
+values becomes two items: an item of arrays, and a second item with each node's own values. The item of arrays also has
+the primary's own values, so that it is complete for other readers.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ _UNUSABLE = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def item_names(blobs: Iterable[str], nodes: Collection[str] = ()) -> dict[str, str]:
-    """The item that each blob is saved as: its own name, or one that is allowed and made of it."""
+    """The name of the item of each blob: the blob's name, or an allowed name that is derived from it."""
     folders = {paths.folder_name(node) for node in nodes}  # items cannot have these names
     return {blob: _item_name(blob, folders) for blob in blobs}
 
@@ -100,9 +101,10 @@ def argument(target: Any, rename: Rename | None) -> ocp.args.CheckpointArgs:
 def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str, Any] | None) -> Any:
     """A blob that was restored without a target, in the containers that it was saved in.
 
-    They are those that the epoch records: `recorded` is what `containers.to_json` gave, by blob, and by `node/blob`
-    where nodes differ; None if no runner saved the epoch. Where the program cannot make them (static fields, a class
-    inside a function), they are those that init makes. A blob that fits neither stays as it is, which is logged.
+    `recorded` has the containers that the epoch records, as results of `containers.to_json`: by blob, or by `node/blob`
+    if nodes differ; None if no runner saved the epoch. If the program cannot make these containers (static fields, a
+    class inside a function), the containers of init's blob are used. A blob that fits neither stays unchanged, with a
+    log line.
     """
     types = (recorded or {}).get(f"{workspace.node}/{name}", (recorded or {}).get(name))
     if types is None or target_of(workspace, name) is not None:
@@ -117,7 +119,8 @@ def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str,
             return containers.rebuild(value, made)
     except InvalidArgumentError as error:
         problem = f"{problem}; {error}"
-    where, answer = f"node {workspace.node}, blob {name!r}", f"say how, in @job.setup: ws.target({name!r}, …)"
+    where = f"node {workspace.node}, blob {name!r}"
+    answer = f"say how, in @job.setup: ws.target({name!r}, …)"
     logging.warning("%s comes back as dicts, lists and arrays, not as it was saved: %s; %s", where, problem, answer)
     return value
 
@@ -161,9 +164,11 @@ def kind_of(node: str, name: str, value: Any) -> str:
         pairs, _ = tree_lib.flatten(state_of(value))
     except (ValueError, TypeError) as error:
         raise InvalidArgumentError(f"{where} is not a pytree that can be saved: {error}") from error
-    spread, stateful = holds_global(value), is_stateful(value)
+    spread = holds_global(value)
+    stateful = is_stateful(value)
     for path, leaf in pairs:
-        leaf_name, kind = f"{where}, leaf {tree_lib.leaf_name(path)!r}" if path else where, tree_lib.leaf_kind(leaf)
+        leaf_name = f"{where}, leaf {tree_lib.leaf_name(path)!r}" if path else where
+        kind = tree_lib.leaf_kind(leaf)
         if kind is None:
             raise InvalidArgumentError(
                 f"{leaf_name}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be checkpointed. Expected "
@@ -215,12 +220,13 @@ def refuse_global(node: str, values: Mapping[str, Any]) -> None:
 
 
 def split(tree: Any) -> tuple[Any, dict[str, Any]]:
-    """Splits a blob that holds global arrays into what is saved once and what is saved per node.
+    """Splits a blob with global arrays in two: a tree that is saved once, and leaves that are saved per node.
 
     Returns the tree, in which the other arrays are NumPy arrays, and its leaves that are not global, by leaf name.
     """
     pairs, treedef = tree_lib.flatten(tree)
-    own, leaves = dict[str, Any](), []
+    own = dict[str, Any]()
+    leaves = []
     for path, leaf in pairs:
         if not _is_global(leaf) and leaf is not None and not (isinstance(leaf, dict | list | tuple) and not leaf):
             own[tree_lib.leaf_name(path)] = leaf
@@ -245,7 +251,8 @@ def join(tree: Any, own: Mapping[str, Any], new_name: Callable[[str], str] | Non
 
 def _alike(a: Any, b: Any) -> bool:
     try:
-        a, b = np.asarray(a), np.asarray(b)
+        a = np.asarray(a)
+        b = np.asarray(b)
         return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
     except (TypeError, ValueError, RuntimeError):
         return False

@@ -1,8 +1,8 @@
 """The containers of a pytree, such as tuples, named tuples and dataclasses: recorded, and made again.
 
-A restore without a target gives dicts and lists. What is recorded here (as JSON) says which of them were something
-else. No class is imported by a name that was read: a class is found only in a module that the program has imported
-already, and is used only if JAX knows it as a container with the same fields.
+A restore without a target gives dicts and lists. The record (JSON) names the original containers.
+Classes are looked up only in modules that the program has imported already: a recorded name imports nothing. A class is
+used only if JAX knows it as a container with the same fields.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def rebuild(plain: Any, container: Container, where: tree_lib.KeyPath = ()) -> A
     with contextlib.suppress(Exception):  # static fields may be anything, and so may their comparison raise anything
         if not where and of(plain) == container:  # as a user's `reshard` gave it
             return plain
-    found, made = _children(plain, container, where), {}
+    found = _children(plain, container, where)
+    made = {}
     for number, (kind, key) in enumerate(container.keys):
         name = str(key) if key not in found and str(key) in found else key  # stock Orbax turns keys into strings
         inner = container.inner.get(number)
@@ -125,7 +126,7 @@ def _unflatten(container: Container, children: list[Any], where: tree_lib.KeyPat
         made = definition.unflatten(children)
         keys, _, _ = _flatten_one(made)
     except Exception as error:  # the class may have changed since, and may raise anything
-        problem = f"{container.name} cannot be made of what was saved: {say(error)}"
+        problem = f"{container.name} cannot be made of the saved values: {say(error)}"
         raise InvalidArgumentError(f"{_at(where)}: {problem}") from error
     if keys != container.keys:
         now, then = (_shown(key for _, key in path) for path in (keys, container.keys))
@@ -185,7 +186,7 @@ def to_json(container: Container) -> dict[str, Any]:
 def from_json(data: Any) -> Container:
     """The inverse of `to_json`."""
     try:
-        types = [_type(*row) for row in data["types"]]
+        types = [_type(row) for row in data["types"]]
         made = [dataclasses.replace(types[number], inner={}) for number, _, _ in data["nodes"]]
         for me, (_, parent, place) in enumerate(data["nodes"][1:], start=1):
             if not (0 <= parent < me and isinstance(place, int)):
@@ -198,7 +199,8 @@ def from_json(data: Any) -> Container:
         raise InvalidArgumentError(f"{_FORM}: {say(error)}") from error
 
 
-def _type(module: str, name: str, keys: Any, static: Any, hollow: Any, lost: Any) -> Container:
+def _type(row: Any) -> Container:
+    module, name, keys, static, hollow, lost = row
     if lost:
         raise InvalidArgumentError(str(lost))
     keys = tuple(tree_lib.path_from_json(_FORM, [key])[0] for key in keys)

@@ -84,7 +84,8 @@ class TaskOutput:
     """What a task gave when it last ran: what its function returned, or a blob."""
 
     def __init__(self, task: Task, blob: str | None):
-        self.task, self.blob = task, blob
+        self.task = task
+        self.blob = blob
         self.by_node: dict[str, Any] = {}  # the values of the last run, on the nodes of this process
 
     def fetch(self, node: str | None = None) -> Any:
@@ -224,11 +225,14 @@ class ComputedCondition(stop.Condition):
     """A stop condition on values that the tasks of the epoch compute: true if a value is true on any node.
 
     `values` gives the booleans on the nodes of this process, from the session's workspace; a process without one has no
-    vote. `missing` says what is wrong if no process has one. `blob` is the blob that it looks at, if it is one.
+    vote. `missing` says what is wrong if no process has one. `blob` is the blob that the condition reads, or empty.
     """
 
     def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str, blob: str = ""):
-        self._repr, self.values, self.missing, self.blob = name, values, missing, blob
+        self._repr = name
+        self.values = values
+        self.missing = missing
+        self.blob = blob
 
     def __call__(self, ctx: stop.Context) -> bool:
         """Whether one is true after this epoch."""
@@ -305,7 +309,8 @@ class Job(_Scope):
         init_group: runs once, only from scratch.
         epoch_group: runs once per epoch.
         download_group: runs once, after the last epoch.
-        exit_group: runs once, at the very end. A run that is preempted there runs both again when it is started again.
+        exit_group: runs once, at the very end. If the run is preempted in this group or the download group, a restart
+            runs both again.
         stop_conditions: see `add_stop_condition`.
         nodes_to_checkpoint: by default those that `init_group` uses.
         unit: what the job counts: `"epoch"`, or `"step"` for training that has no epochs.
@@ -331,7 +336,8 @@ class Job(_Scope):
             raise InvalidArgumentError(f"unit must be 'epoch' or 'step', got {unit!r}")
         if (unit == STEP) != (steps_per_epoch is not None):
             raise InvalidArgumentError("a job that counts steps says how many: Job(unit='step', steps_per_epoch=1000)")
-        self.unit, self.stride = unit, 1 if steps_per_epoch is None else _positive(steps_per_epoch)
+        self.unit = unit
+        self.stride = 1 if steps_per_epoch is None else _positive(steps_per_epoch)
         self.setup_group = TaskGroup("setup")
         self.init_group = _group(init_group, "init")
         self.epoch_group = _group(epoch_group, "epoch")
@@ -368,14 +374,14 @@ class Job(_Scope):
             self._conditions[:] = list(conditions)
 
     def nodes_to_checkpoint(self) -> list[str]:
-        """The nodes that are checkpointed: those given, or those that `init_group` uses; empty: all of the session."""
+        """The checkpointed nodes: the given ones, or the nodes that `init_group` uses. Empty: all of the session."""
         return list(self._nodes) if self._nodes is not None else self.init_group.used_nodes()
 
     def nodes(self) -> list[str]:
         """All nodes that the job names, in order: in a `DistributedSession` they are the processes 0, 1, ….
 
-        The order is that in which tasks use them; the tasks of `init_group` come first. If `nodes_to_checkpoint` lists
-        all nodes, its order counts instead.
+        The nodes stand in the order of their first use by tasks; the tasks of `init_group` come first. If
+        `nodes_to_checkpoint` lists all nodes, its order counts instead.
         """
         used = [*self.init_group.used_nodes(), *(task.node for task in self._tasks() if task.node is not None)]
         kept = self.nodes_to_checkpoint()
@@ -412,7 +418,7 @@ class Job(_Scope):
         """The stop condition that something stands for, see `add_stop_condition`."""
         if isinstance(output, Task):
             if len(output.outputs()) != 1:
-                raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass the one that is meant")
+                raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass one of them")
             (output,) = output.outputs()
         if isinstance(output, str):
             condition = _blob_condition(output, Node.current())

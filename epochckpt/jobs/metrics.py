@@ -1,4 +1,4 @@
-"""What the tasks of an epoch return: its metrics, and what looks like a metric and is none."""
+"""The metrics that the tasks of an epoch return, and warnings of values that were probably meant as metrics."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def merge(returned: Iterable[Any]) -> dict[str, bool | int | float]:
 
 
 def check(metrics: Mapping[str, Any], returned: Mapping[str, Sequence[Any]], group: TaskGroup, primary: str) -> None:
-    """Names the metrics that are not kept, and what looks like a metric and is none; `returned`: by node."""
+    """Warns of metrics that are not kept, and of values probably meant as metrics; `returned`: by node."""
     numbers: dict[Task, str] = {}
     for node, values in returned.items():
         tasks = (task for task in group if task.node in (None, node))

@@ -65,8 +65,10 @@ class Stopper:
     """
 
     def __init__(self, notice: Notice, calls: RunCalls, resumable: bool, deadline_secs: float | None):
-        self._notice, self._calls = notice, calls
-        self._resumable, self._deadline_secs = resumable, deadline_secs
+        self._notice = notice
+        self._calls = calls
+        self._resumable = resumable
+        self._deadline_secs = deadline_secs
         self._noticed: float | None = None
         self._refusals = 0
         self.stopped = False  # the answer was True
@@ -74,7 +76,7 @@ class Stopper:
     def of_one_node(self) -> Callable[[], bool]:
         """Answers the questions of one node of this process; every node asks equally often.
 
-        Nodes of one process run one after the other. The n-th question of every node has the answer that the first
+        Nodes of one process run in turn. The n-th question of every node has the answer that the first
         node got: else some nodes would leave an epoch that other nodes have finished.
         """
         questions = itertools.count()

@@ -13,7 +13,8 @@ from epochckpt.jobs import stop
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: start it again
 UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
-_FAILURES, _METRICS = 5, 4  # as many are shown
+_FAILURES = 5  # failed saves that are named
+_METRICS = 4  # metrics that are shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class RunResult:
         stop_reason: the stop conditions that were true, `preempted`, or `was finished already`.
         epoch: the last epoch.
         partial: the last epoch was left in the middle; it is saved as it is, and will be entered again.
-        last_committed_epoch: the newest epoch that is on storage; None if there is none, or no manager.
+        last_committed_epoch: the newest epoch on storage; None without such an epoch, or without a manager.
         unsaved: why the last epoch is not on storage; empty if it is, and without a manager.
         failed_saves: (epoch, reason) of the saves of this run that failed.
         preempted: the run stopped because it was preempted, or it was preempted while it ended.
@@ -82,7 +83,8 @@ class RunResult:
             shown = "; ".join(f"{unit} {epoch}: {reason}" for epoch, reason in self.failed_saves[-_FAILURES:])
             parts.append(f"{several(len(self.failed_saves), 'save', 'saves')} failed ({shown})")
         if self.slowest_node is not None:
-            parts.append("slowest node {} ({:.2f} s)".format(*self.slowest_node))
+            node, secs = self.slowest_node
+            parts.append(f"slowest node {node} ({secs:.2f} s)")
         return "; ".join(parts)
 
 

@@ -19,7 +19,7 @@ from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgum
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
-from epochckpt.jobs.backends.base import BESIDE, WENT_BACK_TO, CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import OUT_OF_BAND, WENT_BACK_TO, CheckpointBackend, Names, Restored
 from epochckpt.jobs.job import EPOCH, ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
@@ -89,7 +89,8 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.names: Names = {}  # the blobs that are checkpointed; empty before that is known
         self._result = RunResult(unit=self.job.unit)  # so far
-        self._began, self._earlier_secs = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self._earlier_secs = 0.0
         self._saved = self._began  # when the last save began
         self._begun = 0  # of a job that counts steps: what had been done when the epoch under way began
         self._in_epoch: int | None = 0  # None when the loop is over
@@ -137,7 +138,8 @@ class TrainingRun:
         elif self.backend is not None:
             self.backend.drain()  # the result tells why its saves failed: closing the manager does not raise it again
         self.handler.run_ended(self._result.epoch, self._result.stop_reason)
-        elapsed, secs = time.monotonic() - self._began, self._secs_by_node.most_common()
+        elapsed = time.monotonic() - self._began
+        secs = self._secs_by_node.most_common()
         slowest = secs[0] if len(secs) > 1 else None
         self._set(elapsed_secs=elapsed, total_secs=self._earlier_secs + elapsed, slowest_node=slowest)
         return self._result
@@ -153,7 +155,9 @@ class TrainingRun:
         spaces = self.session.workspaces()
 
         def restore() -> float:
-            began, named, resume = time.monotonic(), self.resume_from_epoch, self.settings.resume
+            began = time.monotonic()
+            named = self.resume_from_epoch
+            resume = self.settings.resume
             found.append(restored := backend.resume(named, resume, self.handler))
             if restored is not None:
                 self._check_unit(restored, backend.directory)
@@ -164,9 +168,11 @@ class TrainingRun:
         (restored,) = found
         if restored is None:
             return None
-        epoch, notes = restored.epoch, restored.notes
+        epoch = restored.epoch
+        notes = restored.notes
         self._set(epoch=epoch, resumed_from=epoch, last_committed_epoch=epoch, partial=bool(notes.get("partial")))
-        self._in_epoch, earlier = epoch, notes.get("total_secs")
+        self._in_epoch = epoch
+        earlier = notes.get("total_secs")
         self._earlier_secs = float(earlier) if isinstance(earlier, int | float) else 0.0
         self._begun = begun if isinstance(begun := notes.get("begun"), int) else epoch
         self._stop_states = notes.get("stop") or {}
@@ -239,7 +245,8 @@ class TrainingRun:
 
     def _check_unit(self, restored: Restored, directory: str) -> None:
         """Refuses an epoch of a job that counted something else, unless the user has named it."""
-        counted, unit = str(restored.notes.get("unit", EPOCH)), self.job.unit
+        counted = str(restored.notes.get("unit", EPOCH))
+        unit = self.job.unit
         if "version" in restored.notes and counted != unit and self.resume_from_epoch is None:
             raise InvalidArgumentError(
                 f"{directory}: {counted} {restored.epoch} is of a job that counts {counted}s, and this one counts "
@@ -248,12 +255,13 @@ class TrainingRun:
             )
 
     def _check_targets(self, restored: Restored, directory: str) -> None:
-        """Refuses an epoch of another job: one that has none of the blobs for which setup declared a target.
+        """Refuses an epoch of another job, in which all blobs are missing for which setup declared a target.
 
-        An epoch that has some of those may be older than the rest of the job: that is logged.
+        If only some are missing, the epoch may be older than the rest of the job: that is logged.
         """
         for node, workspace in self.session.workspaces().items():
-            wanted, held = self._chosen(sorted(workspace.targets)), restored.names.get(node)
+            wanted = self._chosen(sorted(workspace.targets))
+            held = restored.names.get(node)
             missing = [name for name in wanted if name not in workspace]
             if not missing or not held:
                 continue
@@ -279,7 +287,10 @@ class TrainingRun:
                     "node %s, blob %r: %s. A resume runs init once more, without computing (jax.eval_shape), to get "
                     "it; where init cannot be traced the blob comes back as dicts and lists. Better say how, in "
                     "@job.setup: ws.target(%r, jax.eval_shape(…what makes it…))",
-                    *(node, name, lost, name),
+                    node,
+                    name,
+                    lost,
+                    name,
                 )
 
     def _agree_on_names(self, names: Names) -> None:
@@ -315,7 +326,8 @@ class TrainingRun:
                 logging.warning(
                     "node %s: include= and exclude= leave out %s. A resumed run does not run init, and has no such "
                     "blobs: make them in @job.setup, which runs at every start, or in the epoch's tasks",
-                    *(node, ", ".join(map(repr, lost))),
+                    node,
+                    ", ".join(map(repr, lost)),
                 )
 
     def _why_missing(self, blob: str) -> str:
@@ -326,13 +338,14 @@ class TrainingRun:
     def _is_finished(self, restored: Restored) -> bool:
         """Whether nothing is left to train: asked only when the run resumes by itself.
 
-        The stop conditions decide, as they are now, from what was recorded. A condition that only training can answer
-        does not end the run: a task's output, a blob, a callable that fails here. A callable may count its calls: it is
+        The stop conditions of today decide, by the recorded values. A condition that only training can answer does not
+        end the run: a task's output, a blob, a callable that fails here. A callable may count its calls: it is
         asked only if the run had ended.
         """
         if restored.named or self._result.partial:
             return False
-        notes, conditions = restored.notes, self.job.stop_conditions
+        notes = restored.notes
+        conditions = self.job.stop_conditions
         ctx = self._context(restored.epoch, notes.get("metrics") or {}, 0.0)
 
         def holds(condition: stop.Condition) -> bool:
@@ -354,12 +367,14 @@ class TrainingRun:
     # -- one epoch -----------------------------------------------------------------------------------------------
 
     def _train_epoch(self, number: int) -> None:
-        epoch, self._in_epoch = _TrainedEpoch(number), number
+        epoch = _TrainedEpoch(number)
+        self._in_epoch = number
         self._begun = self._begun if self._result.partial else self._result.epoch
         steps = range(0) if self.job.unit == EPOCH else range(self._begun, number)
         stopper = Stopper(self.notice, self.calls, self.job.resumable, self.settings.deadline_secs)
         for workspace in self.session.workspaces().values():
-            workspace.epoch, workspace.steps = number, steps
+            workspace.epoch = number
+            workspace.steps = steps
             workspace.set_stopper(stopper.of_one_node())
 
         def train() -> list[str | None]:
@@ -368,7 +383,8 @@ class TrainingRun:
             epoch.metrics = self.calls.broadcast(
                 f"metrics of {self._named(number)}", lambda: metric_lib.merge(returned.get(self.session.nodes[0], []))
             )
-            epoch.preempted, epoch.interrupted = self.notice.ask(number), stopper.stopped
+            epoch.preempted = self.notice.ask(number)
+            epoch.interrupted = stopper.stopped
             if epoch.interrupted:
                 return []
 
@@ -401,8 +417,9 @@ class TrainingRun:
         reason = "; ".join([PREEMPTED] * epoch.preempted + list(stops.values()))
         self._set(finished=bool(stops), preempted=epoch.preempted, stop_reason=reason)
         if verdict.interrupted and not self.job.resumable:
-            names = self._named(number), self._named(self._result.epoch)
-            logging.warning("%s was left in the middle and is dropped; %s is the last", *names)
+            left = self._named(number)
+            last = self._named(self._result.epoch)
+            logging.warning("%s was left in the middle and is dropped; %s is the last", left, last)
             return
 
         self._set(epoch=number, partial=verdict.interrupted)
@@ -414,10 +431,13 @@ class TrainingRun:
 
         `train` gives for each stop condition why it is true here, "" if it is false, None if it has no vote here.
         """
-        conditions, backend = self.job.stop_conditions, self.backend
+        conditions = self.job.stop_conditions
+        backend = self.backend
 
         def report() -> dict[str, Any]:
-            looked_back, reasons, problem = self._looked_back, train(), ""
+            looked_back = self._looked_back
+            reasons = train()
+            problem = ""
             first = self._looked_back and not looked_back  # the first epoch has been trained to its end
             blobs = self._blobs_here() if first or None in reasons else []
             if backend is not None and (self.job.resumable or not epoch.interrupted):
@@ -464,7 +484,8 @@ class TrainingRun:
 
         verdict = _Verdict(**self.calls.collective(f"end of {self._named(epoch.number)}", report, decide))
         self._enter(verdict.results)
-        limit, failures = self.settings.max_consecutive_save_failures, self._failures_in_a_row
+        limit = self.settings.max_consecutive_save_failures
+        failures = self._failures_in_a_row
         if limit is not None and failures > limit and not verdict.fenced_off:
             failed, reason = self._result.failed_saves[-1]
             many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
@@ -494,9 +515,9 @@ class TrainingRun:
             return
         message = (
             f"blobs that are not checkpointed are in the workspace after {self._named(epoch)}: {'; '.join(listed)}. "
-            "They were not there when init had run, or the epoch that was resumed lacks them. A resumed run that reads "
-            "them before it makes them computes something else: make them in init, put them into ws.live, or leave "
-            "them out with JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
+            "Init had not made them, or the resumed epoch lacks them. If a resumed run reads such a blob before it has "
+            "made it, its results differ: make the blobs in init, put them into ws.live, or leave them out with "
+            "JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
         )
         if self.settings.unsaved_blobs == ERROR:
             raise InvalidArgumentError(message)
@@ -506,7 +527,9 @@ class TrainingRun:
 
     def _save(self, epoch: _TrainedEpoch, verdict: _Verdict, force: bool) -> None:
         """Begins to save an epoch. The last one of a run (`force`) may be tried once more."""
-        backend, number, metrics = self.backend, epoch.number, dict(epoch.metrics)
+        backend = self.backend
+        number = epoch.number
+        metrics = dict(epoch.metrics)
         if backend is None:
             return
         more = {"finished": list(verdict.stop) or None, "metrics": metrics}
@@ -532,7 +555,8 @@ class TrainingRun:
 
     def _take_results(self) -> list[dict[str, Any]]:
         """On the primary: how saves ended since the last call, as JSON; notifies the metadata handler."""
-        results, self._ended = [*self._ended, *(self.backend.outcomes() if self.backend is not None else ())], []
+        results = [*self._ended, *(self.backend.outcomes() if self.backend is not None else ())]
+        self._ended = []
         results.sort(key=lambda one: one.epoch)
         for one in results:
             self.handler.saved(one)
@@ -552,7 +576,8 @@ class TrainingRun:
 
     def _drain(self) -> None:
         """Waits for the saves in flight. The last epoch, if it could not be saved, is tried once more."""
-        backend, epoch = self.backend, self._result.epoch
+        backend = self.backend
+        epoch = self._result.epoch
         if backend is None:
             return
 
@@ -561,7 +586,8 @@ class TrainingRun:
             return backend.fenced_off()
 
         def decide(fenced_off: list[str]) -> dict[str, Any]:
-            results, why = self._take_results(), next(filter(None, fenced_off), "")
+            results = self._take_results()
+            why = next(filter(None, fenced_off), "")
             saved = self._result.last_committed_epoch == epoch or backend.discarded == epoch
             saved = saved or any(one["committed"] and one["epoch"] == epoch for one in results)
             retry = self._retry is not None and not saved and not why
@@ -576,7 +602,8 @@ class TrainingRun:
             if answer["fenced_off"]:
                 self._end_fenced_off(epoch, answer["fenced_off"])
                 return
-            retry, self._retry = self._retry, None
+            retry = self._retry
+            self._retry = None
             if retry is None or not answer["retry"]:
                 break
             retry()
@@ -598,19 +625,20 @@ class TrainingRun:
             **({"unit": self.job.unit, "begun": self._begun} if self.job.unit != EPOCH else {}),
         }
 
-    def notes_beside(self, epoch: int, session: Session) -> dict[str, Any]:
+    def out_of_band_notes(self, epoch: int, session: Session) -> dict[str, Any]:
         """The notes for an epoch that `JobRunner.save_checkpoints` is about to save, during this run or after it.
 
         Waits for the run's own saves first, and enters their results: what the backend tells later is not the run's.
         """
-        backend, own = self.backend, session is self.session
+        backend = self.backend
+        own = session is self.session
         if backend is not None:
             backend.drain()
             self._ended += backend.outcomes()
         current = self._in_epoch  # the run may have gone on meanwhile
         notes = self._notes(current == epoch and self.job.resumable) if own else {}
         if current is not None and (epoch > current or not own):
-            notes[BESIDE] = True
+            notes[OUT_OF_BAND] = True
         if current is not None and epoch > current:
             resume = "a resumed run goes on from it only if it is named: resume_from_epoch=…"
             if backend is not None and backend.per_node:
@@ -623,7 +651,8 @@ class TrainingRun:
 
     def _conclude(self) -> None:
         """Upload, download, exit. A run that is preempted here does all of it again when it is started again."""
-        epoch, upload = self._result.epoch, None
+        epoch = self._result.epoch
+        upload = None
         if self._result.last_committed_epoch == epoch:
             upload = self.calls.together("upload", lambda: self.upload(epoch))
         for group in (upload, self.job.download_group, self.job.exit_group):
@@ -655,7 +684,8 @@ class TrainingRun:
 
     def _chosen(self, names: Iterable[str]) -> list[str]:
         """The blobs to checkpoint, by the patterns of the user."""
-        include, exclude = self.settings.include, self.settings.exclude or ()
+        include = self.settings.include
+        exclude = self.settings.exclude or ()
         wanted = [n for n in names if include is None or any(_matching(pattern, [n]) for pattern in include)]
         return [n for n in wanted if not any(_matching(pattern, [n]) for pattern in exclude)]
 
@@ -663,7 +693,8 @@ class TrainingRun:
         return self.job.nodes_to_checkpoint() or self.session.nodes
 
     def _context(self, epoch: int, metrics: Mapping[str, Any], secs: float, preempted: bool = False) -> stop.Context:
-        root, total = self.session.root, self._earlier_secs + secs
+        root = self.session.root
+        total = self._earlier_secs + secs
         times = {"elapsed_secs": secs, "total_secs": total}
         return stop.Context(
             epoch=epoch, metrics=metrics, workspace=root, **times, preempted=preempted, unit=self.job.unit

@@ -71,7 +71,7 @@ class RunCalls:
         return broadcast(self._coordinator, key, decide, self._patience(what))
 
     def together(self, what: str, fn: Callable[[], T]) -> T:
-        """Calls `fn` on every process, and returns what it returned on this one; an error of one is raised on all."""
+        """Calls `fn` on every process, and returns this process's result; an error on one process is raised on all."""
         returned: list[T] = []
         self.collective(what, lambda: returned.append(fn()), lambda _: None)
         return returned[0]

@@ -28,7 +28,8 @@ from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handl
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 
-_RESUME, _UNSAVED = (AUTO, NEVER, MUST), (WARN, ERROR, IGNORE)
+_RESUME = (AUTO, NEVER, MUST)
+_UNSAVED = (WARN, ERROR, IGNORE)
 _ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
 
 
@@ -76,8 +77,8 @@ class JobRunner:
         resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens. A run that
             has gone back to it and is started again, with the same argument, goes on from its own newest epoch.
         upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
-        resume: `auto`: from the newest epoch, else from scratch; `never` is refused if there are epochs, `must` if
-            there are none.
+        resume: `auto`: from the newest epoch, else from scratch; `never`: from scratch, refused if there are epochs;
+            `must`: from the newest epoch, refused if there are no epochs.
         metadata_handler: hears what is saved; may be given to the manager instead.
         include: shell patterns of the blobs to checkpoint, each of which must match one when init has run; None: all.
         exclude: shell patterns of blobs not to checkpoint; a warning says what no node has after the first epoch.
@@ -125,13 +126,16 @@ class JobRunner:
         for name, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
-        self.job, self.checkpoint_manager = job, checkpoint_manager
-        self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
+        self.job = job
+        self.checkpoint_manager = checkpoint_manager
+        self.resume_from_epoch = resume_from_epoch
+        self.upload_task_group_builder = upload_task_group_builder
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
         self._settings = RunSettings(resume, include, exclude, deadline, limit, unsaved_blobs, save_every)
         self._timeout = seconds("exchange_timeout_secs", exchange_timeout_secs)
-        self._progress, self._must_save = progress, raise_if_not_saved
+        self._progress = progress
+        self._must_save = raise_if_not_saved
         self._result: RunResult | None = None
         self._run: TrainingRun | None = None
         self._session: Session | None = None  # of the last run
@@ -145,7 +149,8 @@ class JobRunner:
 
     def _check(self) -> CheckpointBackend | None:
         """Checks the attributes, which may have been set since the construction; returns a backend of the manager."""
-        manager, builder = self.checkpoint_manager, self.upload_task_group_builder
+        manager = self.checkpoint_manager
+        builder = self.upload_task_group_builder
         if not isinstance(self.job, Job):
             raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(self.job).__name__}")
         if self.resume_from_epoch is not None:
@@ -250,7 +255,7 @@ class JobRunner:
             InvalidArgumentError: there is no checkpoint manager.
         """
         backend, calls, handler = self._open_saved(session, "load_blobs_from_checkpoints")
-        backend.open(session, calls, beside=True)
+        backend.open(session, calls, out_of_band=True)
         names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
         began = time.monotonic()
         loaded = backend.load_blobs(names, epoch_number(epoch))
@@ -266,15 +271,16 @@ class JobRunner:
         Saved are the blobs that this runner's run in this session checkpoints, if there is or was one; else all blobs
         (with Caffe2's managers those that `init` has found, as in Caffe2). An epoch of this number is replaced.
 
-        In the middle of a run, the run goes on with its own numbers and replaces what was saved here under one of them.
-        If it dies before that, what was saved here as the current epoch counts as that epoch (of a resumable job: as a
-        part of it). A later number, or an epoch of another session, is resumed from only if it is named.
+        In the middle of a run, the run goes on with its own numbers and replaces this save when it reaches its number.
+        If the run dies before that, a save with the number of the current epoch counts as that epoch (for a resumable
+        job: as a part of it). A later number, or an epoch of another session, is resumed from only if it is named.
 
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
         backend, calls, handler = self._open_saved(session, "save_checkpoints")
-        run, notes = self._run, dict[str, Any]()
+        run = self._run
+        notes = dict[str, Any]()
 
         def look() -> list[bool]:
             self._introduce(handler, backend)
@@ -284,11 +290,12 @@ class JobRunner:
             # A run that goes on in this session has its backend and its blobs; any other save has its own.
             epoch = epoch_number(epoch)
             if run is not None:
-                notes = run.notes_beside(epoch, session)
+                notes = run.out_of_band_notes(epoch, session)
             if run is not None and run.backend is not None and run.names and run.session is session:
-                backend, names = run.backend, run.names
+                backend = run.backend
+                names = run.names
             else:
-                backend.open(session, calls, beside=run is not None and bool(run.names))
+                backend.open(session, calls, out_of_band=run is not None and bool(run.names))
                 kept = self.job.nodes_to_checkpoint() or session.nodes
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
                 backend.agree_on_names(names)
@@ -335,14 +342,16 @@ class JobRunner:
     def _open(self, session: Session) -> tuple[CheckpointBackend | None, RunCalls, HandlerNotifier]:
         """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
-        found, expected = type(session).__name__, self.job.session_class
+        found = type(session).__name__
+        expected = self.job.session_class
         if not isinstance(session, Session):
             raise InvalidArgumentError(f"expected a session (LocalSession() or DistributedSession()), got {found}")
         if expected is not None and not isinstance(session, expected):
             raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {found}")
 
         # In a distributed job every process has its part in a save, if only to say that it has nothing.
-        everywhere, nodes = self.job.nodes(), session.nodes
+        everywhere = self.job.nodes()
+        nodes = session.nodes
         if backend is not None:
             distributed = isinstance(session, DistributedSession) and not backend.per_node
             wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
@@ -386,8 +395,8 @@ def run(
         job: what to run.
         directory: of the checkpoints: a path or a URL; None: nothing is saved.
         session: where it runs, see `JobRunner.train`.
-        exit: end the program, with the result's `exit_code`: a scheduler then knows whether to start it again. That
-            the last epoch could not be saved is told by the exit code then, too, and not raised.
+        exit: end the program, with the result's `exit_code`: a scheduler then knows whether to start it again. If the
+            last epoch could not be saved, the exit code says so, and no error is raised.
         options: of the manager: when to save, what to keep.
         storage: how bytes get to storage.
         arguments: others of `JobRunner`.

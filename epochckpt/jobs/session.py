@@ -66,7 +66,7 @@ class Session(abc.ABC):
         Returns what the tasks returned, by node.
 
         Raises:
-            TaskError: a task raised; names the task and its node. What it raised is the cause.
+            TaskError: a task raised; names the task and its node. The task's error is the cause.
         """
         if not isinstance(runnable, Task | TaskGroup):
             raise InvalidArgumentError(f"a session runs tasks and task groups, got {type(runnable).__name__}")
@@ -157,7 +157,9 @@ def default_session(kind: type | None) -> Session:
 
 
 def _run(task: Task, workspace: Workspace, unit: str) -> Any:
-    group, node, epoch = task.group.name if task.group else "-", workspace.node, workspace.epoch
+    group = task.group.name if task.group else "-"
+    node = workspace.node
+    epoch = workspace.epoch
     try:
         return task.run(workspace)
     except EpochCheckpointError as error:  # its message is clear, and callers know its type

@@ -140,7 +140,8 @@ class _Both(Condition):
     """Two conditions, joined by `|` or `&`. Only its operands have a state."""
 
     def __init__(self, sign: str, *operands: Condition):
-        self.sign, self.operands = sign, operands
+        self.sign = sign
+        self.operands = operands
 
     def __call__(self, ctx: Context) -> bool:
         return self._joined([look(operand, ctx) for operand in self.operands])  # a list: every operand is called
@@ -240,7 +241,8 @@ class max_time(Condition):
             number = _units.parse_secs(secs) if isinstance(secs, str) else secs
         except ValueError as error:
             raise InvalidArgumentError(f"max_time(secs) is {_shown(secs)}: {error}") from None
-        self._secs, self._total = _number("max_time(secs)", number), total
+        self._secs = _number("max_time(secs)", number)
+        self._total = total
         _check(self._secs > 0, "max_time(secs)", "more than 0", secs)
         _check(isinstance(total, bool), "max_time(total)", "True or False", total)
         self._repr = f"max_time({self._secs}, total={total})"
@@ -256,7 +258,8 @@ class OfMetric(Condition):
         name = type(self).__name__
         _check(isinstance(metric, str) and metric != "", f"{name}(metric)", "the name of a metric", metric)
         _check(isinstance(mode, str) and mode in ("max", "min"), f"{name}(mode)", '"max" or "min"', mode)
-        self._metric, self._sign = metric, 1 if mode == "max" else -1
+        self._metric = metric
+        self._sign = 1 if mode == "max" else -1
 
     def __call__(self, ctx: Context) -> bool:
         where = _where(self, ctx)
@@ -305,7 +308,7 @@ class target(OfMetric):
 
 @registered
 class metric_above(OfMetric):
-    """True after an epoch whose metric is above a limit: for what must not grow, such as a loss that diverges.
+    """True after an epoch whose metric is above a limit, such as the loss of a run that diverges.
 
     Args:
         metric: its name.
@@ -375,11 +378,14 @@ class no_improvement(OfMetric):
 
     def set_state(self, state: Any) -> None:
         if state is None:
-            self._best, self._count = -self._sign * math.inf, 0
+            self._best = -self._sign * math.inf
+            self._count = 0
             return
-        best, count = float(state["best"]), _count("count", state["count"], least=0)
+        best = float(state["best"])
+        count = _count("count", state["count"], least=0)
         _check(not math.isnan(best), "best", "a number", best)
-        self._best, self._count = best, count
+        self._best = best
+        self._count = count
 
 
 class _Preempted(Condition):
@@ -622,7 +628,7 @@ def _parts(conditions: Sequence[Condition]) -> Iterator[Condition]:
 def as_scalar(value: Any) -> bool | int | float | None:
     """A bool or real number of Python, or one of NumPy or jax without dimensions, as Python's; None for all else.
 
-    An integer that is too large for a float is none.
+    None also for an integer that is too large for a float.
     """
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.shape == ():
         if not (value.dtype == bool or jnp.issubdtype(value.dtype, np.number)):  # a key of jax, an object

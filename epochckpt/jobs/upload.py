@@ -45,8 +45,8 @@ class CopyUpload(UploadTaskGroupBuilder):
     the destination does that.
 
     A second upload of the same epoch only looks whether the copy is whole, and makes it anew if a file is missing or
-    short. An upload that has something to copy writes to the destination as a run does: it takes over from the run that
-    wrote there before, and removes what a killed upload left.
+    short. A real upload writes to the destination as a run does: it takes over from the earlier writer, and removes the
+    leftovers of a killed upload.
 
     Memory is bounded by blocks; on stores without rename, which take a file whole, by the largest file of a node (see
     `StorageOptions.part_bytes`).
@@ -83,16 +83,19 @@ class CopyUpload(UploadTaskGroupBuilder):
         except (TypeError, ValueError) as error:
             shown = plain(destination) if isinstance(destination, str) else destination
             raise InvalidArgumentError(f"destination {shown!r}: {error}") from error
-        self.destination, self.address = target.root, target.address
+        self.destination = target.root
+        self.address = target.address
         self.replace = bool(replace)
 
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
         """The task group that uploads an epoch of a manager; call it on every process.
 
-        When the group runs it raises, on every process alike: EpochExistsError (the destination has another epoch of
-        this number, or something that cannot be read), UploadError (the destination refused, is out of reach of a node,
-        or was claimed by another run meanwhile), DamagedError (bytes differ from what was saved) or
-        CoordinationTimeoutError (a node did not finish in time).
+        When the group runs, every process raises the same error:
+
+        - EpochExistsError: the destination has another epoch of this number, or one that cannot be read.
+        - UploadError: the destination refused, is out of reach of a node, or was claimed by another run meanwhile.
+        - DamagedError: bytes have changed since they were saved.
+        - CoordinationTimeoutError: a node did not finish in time.
 
         Raises:
             InvalidArgumentError: no epoch of this manager can be copied, or the destination lies in its directory.
@@ -135,7 +138,9 @@ def upload_task(manager: Any, epoch: int, requested: CopyUpload) -> Callable[[Wo
 @upload_task.register(CheckpointManager)
 def _epoch_upload(manager: CheckpointManager, epoch: int, requested: CopyUpload) -> Callable[[Workspace], None]:
     """A task that copies an epoch of our manager, once for all nodes of this process."""
-    coordinator, nodes, ran = coordination.connect(False), manager.node_names, set[str]()
+    coordinator = coordination.connect(False)
+    nodes = manager.node_names
+    ran = set[str]()
     here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
     option = "CopyUpload(timeout_secs=…)"
     calls = RunCalls(coordinator, nodes, requested.timeout_secs, option=option, signs=False)

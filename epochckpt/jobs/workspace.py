@@ -31,8 +31,8 @@ class Workspace(MutableMapping[str, Any]):
     The blobs that exist when a job's `init_group` has run are checkpointed, later ones are temporary. What is not to
     be checkpointed at all (a mesh, a compiled function) goes into `live`; other attributes cannot be set.
 
-    A session with several nodes has a workspace for each, and a parent of them: there `ws["trainer_0/total"]` is a blob
-    of one node, and `ws["total"]` works if only one node has it.
+    A session with several nodes has a workspace for each node, and a parent workspace. In the parent,
+    `ws["trainer_0/total"]` is a blob of one node, and `ws["total"]` works if only one node has such a blob.
 
     Examples:
         >>> ws = ec.Workspace()
@@ -65,8 +65,8 @@ class Workspace(MutableMapping[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _ATTRIBUTES and not name.startswith("_"):
             raise WorkspaceAttributeError(
-                f"ws.{name} = … would not be saved: write ws[{name!r}] = … for a blob, which is checkpointed if it is "
-                f"there after init, or ws.live.{name} = … for what is not to be saved"
+                f"ws.{name} = … would not be saved: write ws[{name!r}] = … for a blob, which is checkpointed if init "
+                f"makes it, or ws.live.{name} = … for an object that is not to be saved"
             )
         super().__setattr__(name, value)
 
@@ -84,7 +84,7 @@ class Workspace(MutableMapping[str, Any]):
                 needs `abstract`. It may stay for ever: an entry that matches nothing in an epoch means nothing there.
 
         Raises:
-            InvalidArgumentError: `rename` is none, or comes without `abstract`.
+            InvalidArgumentError: `rename` is invalid, or comes without `abstract`.
         """
         if rename is not None and abstract is None:
             raise InvalidArgumentError(f"ws.target({name!r}, rename=…) needs abstract=, what it is restored as")
@@ -122,13 +122,15 @@ class Workspace(MutableMapping[str, Any]):
     def scratch(self) -> Workspace:
         """A copy for trying something: blobs and live objects may be set there without changing this workspace."""
         out = Workspace(self.node)
-        out.live, out.epoch, out.steps = types.SimpleNamespace(**vars(self.live)), self.epoch, self.steps
+        out.live = types.SimpleNamespace(**vars(self.live))
+        out.epoch = self.epoch
+        out.steps = self.steps
         out._blobs = {name: jax.tree.map(lambda leaf: leaf, value) for name, value in self._blobs.items()}
         out._targets = dict(self._targets)
         return out
 
     def child(self, node: str) -> Workspace:
-        """The workspace of a node of this session; it is made if there is none."""
+        """The workspace of a node of this session; created on the first call."""
         return self._children.setdefault(node, Workspace(node))
 
     def make_child_of(self, node: str) -> None:
@@ -136,10 +138,16 @@ class Workspace(MutableMapping[str, Any]):
         if self._children:
             return
         child = self.child(node)
-        child.live, child.epoch, child.steps = self.live, self.epoch, self.steps
-        child._blobs, child._targets = self._blobs, self._targets
-        child._stopper, child._init_tracer = self._stopper, self._init_tracer
-        self.live, self._blobs, self._targets = types.SimpleNamespace(), {}, {}
+        child.live = self.live
+        child.epoch = self.epoch
+        child.steps = self.steps
+        child._blobs = self._blobs
+        child._targets = self._targets
+        child._stopper = self._stopper
+        child._init_tracer = self._init_tracer
+        self.live = types.SimpleNamespace()
+        self._blobs = {}
+        self._targets = {}
 
     @property
     def children(self) -> Mapping[str, Workspace]:

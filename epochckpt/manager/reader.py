@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, items
-from epochckpt.arrays.items import Nothing, RestoreContext
+from epochckpt.arrays.items import MISSING, RestoreContext
 from epochckpt.arrays.reader import once
 from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
 from epochckpt.directory import Commits, attached_metrics
@@ -86,7 +86,7 @@ class CheckpointReader(abc.ABC):
         names = self.item_kinds()
         wanted, single = items.asked_for(args, names, self.record.default_item)
         found = {name: self.restore_item(items.found_as(name, names), arg) for name, arg in wanted.items()}
-        values = {name: value for name, value in found.items() if not isinstance(value, Nothing)}
+        values = {name: value for name, value in found.items() if value is not MISSING}
         return values.get(paths.DEFAULT_ITEM) if single else ocp.args.Composite(**values)
 
     def restore_leaves(self, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:

@@ -169,22 +169,24 @@ class Readers:
         )
 
     def _native(self, folder: str, record: EpochRecord) -> EpochReader:
-        """A reader of an epoch of ours: of what this host has of it where each has a disk of its own."""
+        """A reader of an epoch of ours; with a disk per host, of this host's part of it."""
         store = self.commits.store
-        here: frozenset[int] | None = None
+        local_nodes: frozenset[int] | None = None
         if store.renames and not record.per_node and self._is_partial():
             try:
                 found = {entry.name for entry in store.list(folder)}
             except FileNotFoundError as error:
                 raise EpochDeletedError(record.epoch, store.root, str(error)) from error
-            here = frozenset(number for number in range(len(record.nodes)) if record.node_folder(number) in found)
+            local_nodes = frozenset(
+                number for number in range(len(record.nodes)) if record.node_folder(number) in found
+            )
         return EpochReader(
             store=store,
             folder=folder,
             record=record,
             pool=self._pool,
             verify=self._verify,
-            here=here,
+            local_nodes=local_nodes,
             copy=functools.partial(self._copy, record),
         )
 

@@ -44,7 +44,9 @@ class SaveEvents:
     def __init__(self, root: str, policy: Any, primary: bool, asynchronous: bool):
         policies = policy.policies if isinstance(policy, decide.AnySavePolicy) else [policy]
         self._continuous = int(any(isinstance(each, decide.ContinuousCheckpointingPolicy) for each in policies))
-        self._root, self._primary, self._asynchronous = root, primary, asynchronous
+        self._root = root
+        self._primary = primary
+        self._asynchronous = asynchronous
         self._write = "/jax/orbax/write/async" if asynchronous else "/jax/orbax/write"
         self._tags = {"storage_type": _storage(root)}
         _monitoring.event("/jax/orbax/checkpoint_manager/init")
@@ -55,12 +57,13 @@ class SaveEvents:
     def begun(self, moments: Sequence[float], nbytes: int, between: float | None) -> None:
         """A save is handed to the background now, by a call with steps that began at these monotonic moments.
 
-        The steps: the call, the plan, the wait for older saves, the copy, handing over. `nbytes` is the size of what is
-        saved, and `between` the seconds since the save before was asked for.
+        The steps: the call, the plan, the wait for older saves, the copy, handing over. `nbytes` is the size of the
+        saved arrays, `between` the seconds since the previous save was requested.
         """
         began, planned, ready, room, copied = moments
         if between is not None:
-            name, continuous = "/jax/orbax/checkpoint_manager/time_between_consecutive_saves_secs", self._continuous
+            name = "/jax/orbax/checkpoint_manager/time_between_consecutive_saves_secs"
+            continuous = self._continuous
             _monitoring.secs(between, name, continuous_checkpointing_enabled=continuous)
         if self._primary:
             _monitoring.event(f"{self._write}/start")
@@ -72,8 +75,8 @@ class SaveEvents:
         _monitoring.secs(copied - room, "/jax/orbax/write/blocking_d2h_duration_secs")
         if self._primary:
             rate = _rate(nbytes, ready - planned + copied - room)
-            names = "/jax/orbax/write/blocking_gbytes_per_sec", "/jax/checkpoint/write/blocking_gbytes_per_sec"
-            _monitoring.number(rate, *names)
+            older_name = "/jax/checkpoint/write/blocking_gbytes_per_sec"
+            _monitoring.number(rate, "/jax/orbax/write/blocking_gbytes_per_sec", older_name)
         blocked = time.monotonic() - began
         _monitoring.secs(blocked, "/epochckpt/write/blocked_secs")
         if self._asynchronous:
@@ -102,8 +105,8 @@ class SaveEvents:
             return
         # The older names are those of Orbax 0.11.
         _monitoring.number(nbytes / _GIB, "/jax/orbax/write/gbytes", "/jax/checkpoint/write/gbytes")
-        rates = "/jax/orbax/write/gbytes_per_sec", "/jax/checkpoint/write/gbytes_per_sec"
-        _monitoring.number(_rate(nbytes, secs), *rates)
+        rate = _rate(nbytes, secs)
+        _monitoring.number(rate, "/jax/orbax/write/gbytes_per_sec", "/jax/checkpoint/write/gbytes_per_sec")
         _monitoring.secs(began - _last_committed, "/jax/checkpoint/write/duration_since_last_checkpoint_secs")
         _last_committed = began
         for node, wrote_secs in nodes.items():

@@ -47,7 +47,8 @@ class HandlerSave:
     """A handler that writes an item of this node into a folder of its own; its blocking part runs when this is made."""
 
     def __init__(self, handler: Any, item: str, args: Any):
-        self.item, self._handler = item, handler
+        self.item = item
+        self._handler = handler
         self._futures: list[Any] = []  # of what may still write; `collect` takes out what has ended
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="epochckpt-"))
         try:

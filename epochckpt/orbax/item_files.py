@@ -47,12 +47,14 @@ class TensorFiles:
     """The folder of an item, for TensorStore; a copy of it goes with this object."""
 
     def __init__(self, store: Store, at: str):
-        self._store, self._at = store, at
+        self._store = store
+        self._at = at
         self._copy = ""
 
     def resources(self, reads: int) -> dict[str, Any]:
         """What its context bounds: so many reads at once, and the settings of the bucket."""
-        asked, retries = self._store.settings, dict[str, Any](_RETRIES)
+        asked = self._store.settings
+        retries = dict[str, Any](_RETRIES)
         retries |= {"max_retries": asked["retries"]} if "retries" in asked else {}
         for name, setting in (("initial_delay", "first_retry_secs"), ("max_delay", "longest_retry_secs")):
             retries |= {name: f"{asked[setting]:g}s"} if setting in asked else {}
@@ -68,7 +70,8 @@ class TensorFiles:
         place = os.path.join(self._store.root, self._at)
         if self._store.renames:
             return {"driver": "file", "path": f"{place}/"}
-        driver, advice = scheme_of(self._store.root).tensorstore, ""
+        driver = scheme_of(self._store.root).tensorstore
+        advice = ""
         if driver is not None:
             asked = os.environ.get(driver.server_variable, "").rstrip("/") or driver.server
             if (self._store.endpoint or driver.server) == asked:

@@ -35,7 +35,8 @@ UNKNOWN = "unknown"  # kind of a leaf that cannot be looked into: it is damaged,
 
 _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}  # as Orbax restores them
 _PLACEHOLDER = "PLACEHOLDER://"
-_BARE_PATH, _BARE_HANDLER = (("k", "checkpoint"),), "ArrayCheckpointHandler"  # what that handler calls its only leaf
+_BARE_HANDLER = "ArrayCheckpointHandler"
+_BARE_PATH = (("k", "checkpoint"),)  # that handler's name for its only leaf
 _TOLERATED = (ValueError, IndexError, RecursionError, OSError, NotImplementedError)  # what tensorstore raises
 
 _READS = 128  # under way at the same time, as many as Orbax has
@@ -57,7 +58,7 @@ class ZarrArray:
 
     shape: tuple[int, ...] = ()
     dtype: np.dtype[Any] | None = None
-    chunks: tuple[int, ...] = ()  # the shape of what is decoded as a whole: inner chunks where chunks are sharded
+    chunks: tuple[int, ...] = ()  # the shape of the parts that are decoded: inner chunks if there are such
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     problem: str = ""  # why it cannot be used
 
@@ -70,7 +71,7 @@ class StoredLeaf:
     param: str  # Orbax's name for it; "" if it is the item by itself, except in an item of `_BARE_HANDLER`
     write_shape: tuple[int, ...] | None = None  # of the pieces that devices held, where Orbax says it
     value: Any = None  # of a leaf in the msgpack file; for a type that only a user's handler can read, its name
-    here: bool = False  # the leaf lies in the msgpack file
+    in_msgpack: bool = False  # the leaf lies in the msgpack file
     array: ZarrArray | None = None
     problem: str = ""  # why the leaf cannot be looked into
 
@@ -78,8 +79,8 @@ class StoredLeaf:
 class OrbaxItem:
     """One array item of a step; its metadata is read now, arrays later.
 
-    `bare`: it is known to be a single array. `present` raises if the step is gone: where Orbax left zeros out, what was
-    deleted reads as zeros, so it is asked after each such read.
+    `bare`: it is known to be a single array. `present` raises if the step is gone. Orbax leaves out
+    chunks of zeros, so deleted chunks read as zeros: `present` is called after each such read.
     """
 
     def __init__(
@@ -91,7 +92,10 @@ class OrbaxItem:
         bare: bool = False,
         present: Callable[[], None] = lambda: None,
     ):
-        self._store, self._at, self._epoch, self._present = store, at, epoch, present
+        self._store = store
+        self._at = at
+        self._epoch = epoch
+        self._present = present
         self.custom_metadata: Any = None
         self._fill = self._zarr3 = False
         self._files = TensorFiles(store, at)
@@ -179,7 +183,8 @@ class OrbaxItem:
         impls = steps.prng_impls(self._store, self._at)
         rows = []
         for param, (path, written, write_shape) in zip(params, entries, strict=True):
-            array, impl = arrays.get(param), impls.get(param)
+            array = arrays.get(param)
+            impl = impls.get(param)
             shape, dtype = (array.shape, array.dtype) if array is not None else ((), None)
             if written in _EMPTY:
                 kind = tree_lib.leaf_kind(_EMPTY[written]) or UNKNOWN
@@ -189,7 +194,8 @@ class OrbaxItem:
                 kind = UNKNOWN
             elif written == "scalar":
                 kind = {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(dtype.kind, "float")
-                shape, dtype = (), None
+                shape = ()
+                dtype = None
             else:
                 kind = "prng" if impl is not None else "numpy" if written == "np.ndarray" else "jax"
             leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=len(rows), impl=impl)
@@ -238,21 +244,22 @@ class OrbaxItem:
                 rows.append(StoredLeaf(leaf, away[path], array=array, problem=array.problem))
             else:
                 kind = tree_lib.leaf_kind(value) or UNKNOWN
-                dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+                dtype = getattr(value, "dtype", None)
+                shape = getattr(value, "shape", ())
                 leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=number)
-                rows.append(StoredLeaf(leaf, "", value=value, here=True))
+                rows.append(StoredLeaf(leaf, "", value=value, in_msgpack=True))
         return rows
 
     def value(self, row: StoredLeaf) -> Any:
         """A leaf that is no array, as a Python value."""
         self._check(row)
-        if row.here:
+        if row.in_msgpack:
             return row.value
         if row.leaf.kind in tree_lib.EMPTY_KINDS:
             return tree_lib.empty_value(row.leaf.kind)
         if row.leaf.kind == "str":
             return self._text(row)
-        # Whoever asks for one number asks for the next ones, too: many are read at the same time.
+        # After one number, callers ask for the next ones: many are read at the same time.
         with self._ahead:
             if row.leaf.sharding not in self._numbers:
                 ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _NUMBERS))}
@@ -288,7 +295,9 @@ class OrbaxItem:
                     problem = error
                 yield done, problem
             if part is not None:
-                under_way.append((part, nbytes, self._begin(*part, kept=0 if one_by_one else _READ_BYTES)))
+                row, box, out = part
+                future = self._begin(row, box, out, kept=0 if one_by_one else _READ_BYTES)
+                under_way.append((part, nbytes, future))
                 busy += nbytes
         if not one_by_one:
             self._cached = "", None
@@ -302,7 +311,7 @@ class OrbaxItem:
             self._check(row)
             if out is None:
                 return self._open(row, box, kept).read()
-            if not row.here:
+            if not row.in_msgpack:
                 return ts.array(out, context=self._context).write(self._open(row, box, kept)[grid.slices(box)])
             out[...] = np.asarray(row.value)[grid.slices(box)]
             promise.set_result(None)
@@ -389,7 +398,8 @@ class _Values(Mapping[int, Any]):
     """The JSON forms of an item's Python leaves by leaf number, each read when it is asked for."""
 
     def __init__(self, item: OrbaxItem, reading: _Reading):
-        self._item, self._reading = item, reading
+        self._item = item
+        self._reading = reading
 
     def __getitem__(self, number: int) -> Any:
         with self._reading():
@@ -411,7 +421,8 @@ def in_bands(row: StoredLeaf, pairs: Sequence[tuple[Box, np.ndarray]]) -> Iterat
     rows = row.array.chunks[0] * max(1, _BAND_BYTES // _row_bytes(row))
     for start in range(0, row.leaf.shape[0], rows):
         for box, out in pairs:
-            low, high = max(box[0][0], start), min(box[0][1], start + rows)
+            low = max(box[0][0], start)
+            high = min(box[0][1], start + rows)
             if low < high:
                 yield row, ((low, high), *box[1:]), out[low - box[0][0] : high - box[0][0]]
 
@@ -467,10 +478,12 @@ def _zarr_array(row: Mapping[str, Any]) -> ZarrArray:
     if len(shape) > 32:
         raise ValueError(f"shape {shape}")
     if row["zarr_format"] == 2:
-        dtype, chunks = _dtype(row["dtype"]), row["chunks"]
+        dtype = _dtype(row["dtype"])
+        chunks = row["chunks"]
     else:
         inner = [c["configuration"]["chunk_shape"] for c in row["codecs"] if c["name"] == "sharding_indexed"]
-        dtype, chunks = _dtype(row["data_type"]), [*inner, row["chunk_grid"]["configuration"]["chunk_shape"]][0]
+        dtype = _dtype(row["data_type"])
+        chunks = [*inner, row["chunk_grid"]["configuration"]["chunk_shape"]][0]
     if not tree_lib.fits(shape, dtype):
         raise ValueError(f"shape {shape} is beyond what NumPy can have")
     if len(_shape(chunks)) != len(shape) or 0 in chunks:

@@ -24,8 +24,8 @@ _warned: set[str] = set()  # directories; once per process
 def link_node(store: Store, folder: str, node: str, record: bool, bases: Iterable[str]) -> None:
     """Makes a node's links in the folder of an epoch, see `orbax.view`; by the node itself.
 
-    They show its `record` as an item of JSON, and its folder in those of the databases (`bases`). Where many nodes each
-    make one link, the primary need not make many between the last report and the commit.
+    One link shows the node's `record` as an item of JSON. One link in each folder of a database (`bases`) leads to the
+    node's folder. Nodes make their own links so that the primary need not make all of them before the commit.
     """
     with contextlib.suppress(io.UnsupportedOperation):  # `write` leaves the whole view out then
         if record:
@@ -126,7 +126,7 @@ def compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: byte
 
 
 def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], path: str, target: str, view: View) -> str:
-    """What is wrong with a link, or with the copy of what it led to that lies in its place; `nodes` by folder."""
+    """The damage of a link, or of a copy in its place, in words; empty if it is whole. `nodes` by folder."""
     place = os.path.join(store.root, folder, path)
     itself = os.path.normpath(os.path.join(os.path.dirname(path), target))
     if os.path.realpath(place) == os.path.realpath(os.path.join(store.root, folder, itself)):
@@ -134,7 +134,8 @@ def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], pat
     if not os.path.lexists(place):
         return "is missing"
     # A link to a node stands for the node's data files of the item, an alias for an item, any other one for a file.
-    files, item = [""], path.split("/")[0]
+    files = [""]
+    item = path.split("/")[0]
     if itself in nodes:
         files = _data_files(nodes[itself], item)
     elif path in view.aliases:
@@ -166,7 +167,8 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
     epoch's, so that a view never comes to an epoch that has taken this one's place meanwhile.
     """
     where = f"{store.root}/{folder}"
-    damage, view = check(store, folder, record), _expected(record)
+    damage = check(store, folder, record)
+    view = _expected(record)
     links = view.links | view.node_links | view.aliases
     wrong = {*(record.orbax_view or ()), *links} if damage is None else damage.keys()
     by_node = view.node_links.keys()  # in a node's folder, of which nothing else is exchanged
@@ -218,14 +220,14 @@ def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> No
     def of(found: Iterable[str]) -> list[str]:
         return [path for path in found if not part or path == part or path.startswith(f"{part}/")]
 
-    there = set[str]()
+    existing = set[str]()
     for path in of(view.folders):
         try:
             store.make_folder(place(path))
         except FileExistsError:  # the nodes have made it, see `link_node`
-            there |= {layout.join(path, entry.name) for entry in store.list(place(path))}
+            existing |= {layout.join(path, entry.name) for entry in store.list(place(path))}
     links = view.links | view.aliases | (view.node_links if part else {})
-    made = [functools.partial(store.link, place(path), links[path]) for path in of(links) if path not in there]
+    made = [functools.partial(store.link, place(path), links[path]) for path in of(links) if path not in existing]
     run(made + [functools.partial(store.create, place(path), view.files[path]) for path in of(view.files)])
     run([functools.partial(store.sync_folder, place(path)) for path in reversed(of(view.folders))])
 

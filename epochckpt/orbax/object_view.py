@@ -3,8 +3,8 @@
 - `commit_success.txt`, without which stock Orbax takes no item and no step there for finished, is written last and goes
   first. A kill in between leaves an epoch that epochckpt reads and stock Orbax does not see; the next claim of the
   directory, or `repair_view`, completes it.
-- A file is put if there is none of its name. One that is there gives way only to the attempt that still is the epoch: a
-  run that was paused here, and superseded, changes nothing that a newer one has written.
+- A new file is created with a conditional write. An existing file is replaced only while this attempt is the epoch: a
+  run that was paused here and superseded does not change the files of a newer run.
 
 For an epoch of one item and one node that is nine small objects, and a look at whether the epoch is still the same; its
 writer looks once more when the view is whole.
@@ -116,11 +116,13 @@ def remove(store: Store, folder: str, record: EpochRecord | None) -> None:
 def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedError] | None:
     """Compares the view of a committed epoch with its record; one that was never made has no damage.
 
-    Returns an error per file that is not as it was written, by path in the epoch's folder; None if there is none of it.
+    Returns an error per damaged file, by path in the epoch's folder; None if no file of the view exists.
     """
     if record.orbax_view is None:
         return {}
-    view, damage, there = Views().build(record), dict[str, DamagedError](), list[str]()
+    view = Views().build(record)
+    damage = dict[str, DamagedError]()
+    existing = list[str]()
 
     def look(path: str) -> None:
         at = layout.join(folder, path)
@@ -131,14 +133,14 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
                 )
             else:
                 problem = compare_file(store, at, (record.orbax_view or {})[path], view.files.get(path))
-            there.append(path)
+            existing.append(path)
         except OSError as error:
             problem = damage_of(at, error)
         if problem:
             damage[path] = DamagedError(at, problem)
 
     store.each(look, sorted({*record.orbax_view, *view.copies}))
-    return dict(sorted(damage.items())) if there else None
+    return dict(sorted(damage.items())) if existing else None
 
 
 def repair(store: Store, folder: str, record: EpochRecord, still: Callable[[], bool]) -> list[str]:

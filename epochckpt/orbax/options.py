@@ -17,7 +17,7 @@ HONOURED = {
     *("best_fn", "best_mode", "prevent_write_metrics", "save_root_metadata"),
     *("step_prefix", "step_format_fixed_length", "step_name_format"),
     *("create", "read_only", "todelete_subdir", "file_options.path_permission_mode"),
-    *("single_host_load_and_broadcast",),  # of what is listed always, and here also of what is restored
+    "single_host_load_and_broadcast",  # the primary alone lists in any case; this makes restores share reads, too
     *("enable_async_checkpointing", "enable_should_save_is_saving_in_progress_check"),
     *("async_options.timeout_secs", "async_options.post_finalization_callback"),
     *("multiprocessing_options.primary_host", "multiprocessing_options.active_processes"),
@@ -67,8 +67,8 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
     folder = options.todelete_subdir
     if folder is not None and (not paths.is_free_folder(folder) or StepNames.of(options).parse(folder) is not None):
         raise InvalidArgumentError(
-            f"todelete_subdir {folder!r} is not usable: expected the name of one folder in the directory, such as "
-            "'ttl=1h', that is named neither like an epoch nor like the folders that epochckpt makes itself"
+            f"todelete_subdir {folder!r} is not usable: expected the name of a folder in the directory, such as "
+            "'ttl=1h', but no name of an epoch and no name that epochckpt uses itself"
         )
     longest = StepNames.of(options).longest()
     if not (options.read_only or paths.is_movable(longest, folder or "")):
@@ -85,8 +85,9 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
 
 
 def _changed(options: Any, prefix: str = "") -> list[str]:
-    """Names of the fields that are not at their defaults; those of the options in it as `file_options.…`."""
-    default, found = type(options)(), list[str]()
+    """Names of the fields that are not at their defaults; fields of inner options as `file_options.…`."""
+    default = type(options)()
+    found = list[str]()
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if field.name in _NESTED:
@@ -102,7 +103,8 @@ def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptio
     With local disks there is no Orbax view: stock Orbax cannot read the part of an epoch that one disk has.
     InvalidArgumentError: both ask for a bound, and not for the same.
     """
-    found, default = storage or StorageOptions(), StorageOptions().save_timeout_secs
+    found = storage or StorageOptions()
+    default = StorageOptions().save_timeout_secs
     asked = options.async_options
     if asked is not None and asked.timeout_secs not in (type(asked)().timeout_secs, found.save_timeout_secs):
         if found.save_timeout_secs != default:

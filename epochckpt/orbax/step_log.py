@@ -22,7 +22,7 @@ from epochckpt.orbax.events import SaveEvents
 
 
 class StepLog:
-    """The logger of one manager, an object with `log_entry`. What it raises is logged and harms nothing.
+    """The logger of one manager, an object with `log_entry`. Its errors are logged and harm nothing.
 
     None: Orbax's own, which writes the entries to the log at INFO.
     """
@@ -50,10 +50,11 @@ class StepLog:
         """The entry of a save that is handed to the background now; moments are on the monotonic clock.
 
         `save` began, went on to plan, was ready to wait for older saves, and had room. `waits`: it goes on to wait for
-        the commit. `nbytes` is the size of what is saved.
+        the commit. `nbytes` is the size of the saved arrays.
         """
         now = time.monotonic()
-        between, self._last = None if self._last is None else ready - self._last, ready
+        between = None if self._last is None else ready - self._last
+        self._last = ready
         self._events.begun((began, planned, ready, room, now), nbytes, between)
         return dataclasses.asdict(step_statistics.SaveStepStatistics()) | {
             "step": step,
@@ -96,7 +97,7 @@ class StepLog:
         `notes` are those of its `_progress.Work`.
         """
         now = time.monotonic()
-        nbytes = _threads.logged("the size of what was restored is not known", lambda: _nbytes(value))
+        nbytes = _threads.logged("the size of the restored values is not known", lambda: _nbytes(value))
         say_restored(step, directory, now - began, nbytes or 0, notes)
         self._events.restored(now - began, nbytes)
         self._log(

@@ -221,7 +221,7 @@ def few(names: list[str]) -> str:
 
 
 def _advice(names: list[str]) -> str:
-    """What to pass so that they are seen."""
+    """The arguments with which these names count as epochs."""
     parsed = [match for name in names if (match := _NAME.match(name))]
     prefixes = {match["prefix"] or "" for match in parsed}
     if len(parsed) < len(names) or len(prefixes) != 1:

@@ -1,4 +1,4 @@
-"""Steps that stock Orbax wrote: which folders are steps, what their small files say, and what is missing.
+"""Steps that stock Orbax wrote: finds them among folders, reads their small files, and reports missing files.
 
 Reads JSON and lists folders, on POSIX and on `gs://`; `orbax.leaves` reads the arrays. Retention deletes steps, so a
 name alone proves nothing: a sweep has `<seed>/<step>`, TensorFlow writes `checkpoint`, zarr `.zarray`. A folder that is
@@ -108,7 +108,7 @@ def is_other(store: Store, folder: str, attempt: str) -> bool:
 
 
 def is_finished(store: Store, folder: str) -> bool:
-    """Whether a step's record says when it was committed; that of one that Orbax is writing does not."""
+    """Whether a step's record has a time of commit. While Orbax writes a step, its record has none."""
     return _nanoseconds((step_record(store, folder) or {}).get("commit_timestamp_nsecs")) is not None
 
 
@@ -130,7 +130,7 @@ def lost_records(store: Store, folder: str) -> bool:
 
 
 def step_record(store: Store, folder: str) -> dict[str, Any] | None:
-    """A step's `_CHECKPOINT_METADATA`; None if there is none with Orbax's fields."""
+    """A step's `_CHECKPOINT_METADATA`; None if the file is missing or lacks Orbax's fields."""
     info, _ = read_object(store, paths.join(folder, STEP_RECORD))
     return info if info is not None and has_orbax_fields(info) else None
 
@@ -142,7 +142,7 @@ def has_orbax_fields(info: Mapping[str, Any]) -> bool:
 
 
 def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
-    """A JSON object, or None and what is wrong with the file; nothing is wrong where there is none.
+    """A JSON object; or None and what is wrong with the file, which is empty if the file is missing.
 
     An OSError says that the file cannot be read now, or not by this user, and nothing about its content.
     """
@@ -163,7 +163,9 @@ def _json(store: Store, path: str, problems: dict[str, str], unread: dict[str, S
     try:
         found, problem = read_object(store, path)
     except StorageError as error:
-        found, problem, unread[path] = None, f"cannot be read: {error}", kept(error)
+        found = None
+        problem = f"cannot be read: {error}"
+        unread[path] = kept(error)
     if problem:
         problems[path] = problem
     return found or {}
@@ -195,14 +197,16 @@ def check_files(store: Store, at: str) -> None:
     if not store.renames:
         return
     root = os.path.realpath(store.root)
-    waiting, seen = [(at, os.path.realpath(_full(store, at)))], set[str]()
+    waiting = [(at, os.path.realpath(_full(store, at)))]
+    seen = set[str]()
     while waiting:
         folder, place = waiting.pop()
         if place in seen:  # links may lead in a circle
             continue
         seen.add(place)
         for name, kind in look(store, place).items():
-            path, target = paths.join(folder, name), os.path.join(place, name)
+            path = paths.join(folder, name)
+            target = os.path.join(place, name)
             if kind == "link":
                 target = os.path.realpath(target)
                 if os.path.commonpath([root, target]) != root:
@@ -290,7 +294,7 @@ def _links_to_node(store: Store, at: str, entries: Mapping[str, str]) -> bool:
 
 
 def _start(store: Store, path: str) -> bytes:
-    """The first bytes of a file; empty if it is none that can be read."""
+    """The first bytes of a file; empty if it cannot be read."""
     try:
         with store.open_reader(path) as reader:
             data = bytearray(min(reader.size, 256))
@@ -357,7 +361,8 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
         attempt = f"orbax-folder-{committed}"
     elif committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
         found = patiently(folder, lambda: os.stat(os.path.join(store.root, folder)))
-        committed, attempt = found.st_mtime_ns, f"orbax-folder-{found.st_ino}"
+        committed = found.st_mtime_ns
+        attempt = f"orbax-folder-{found.st_ino}"
     started = _nanoseconds(info.get("init_timestamp_nsecs"))
     custom = info.get("custom_metadata")
     return OrbaxRecord(
@@ -490,10 +495,11 @@ def unexpected(path: str, error: Exception) -> FormatError:
 
 
 def nbytes(store: Store, folder: str) -> int:
-    """Bytes of all files of a step; folders behind symlinks, and what is no file, are none of it."""
+    """Bytes of all files of a step. Symlinks to folders, and special files, are left out."""
     if not store.renames:
         return sum(file.size for file in store.files(folder))
-    total, waiting = 0, [folder]
+    total = 0
+    waiting = [folder]
     while waiting:
         at = waiting.pop()
         for name, kind in look(store, at).items():

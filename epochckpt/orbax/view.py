@@ -4,14 +4,16 @@ Built from an epoch's record without I/O. An uncompressed zarr chunk *is* the ra
 OCDBT database points into the nodes' data files, through a symlink per node: it accepts only paths below its folder.
 
     <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
-    <item>/<node> -> ../<node>                for items of arrays; in a job of several processes by the node itself
-    <item>/<file> -> ../<node>/<item>/<file>  for what handlers wrote, JSON among it
-    state, pytree -> default                  the one unnamed item, by the names that Orbax's v1 looks for
-    <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
+    <item>/<node> -> ../<node>                (1) for items of arrays.
+    <item>/<file> -> ../<node>/<item>/<file>  for files of handlers, JSON included.
+    state, pytree -> default                  for the unnamed item: Orbax's v1 looks for these names.
+    <node>/metadata -> node.json              (1) lets Orbax take a node's folder for an item.
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
-`linked_view` writes it. In an object store (`object_view`) copies stand in place of links, where one is needed at all:
-data files lie below their item there.
+(1) In a job of several processes, each node makes these links itself.
+
+`linked_view` writes the view. In an object store, `object_view` writes copies in place of the links that are needed
+there; data files need none, because they lie below their item.
 
 What Orbax cannot express is left out, never wrong, and named in `View.unsupported`; in a sequence a None replaces it.
 """
@@ -114,7 +116,7 @@ class Views:
 
     def __init__(self, max_entries: int | None = None) -> None:
         self._known: dict[str, _ItemView] = {}
-        self._said: set[tuple[str, str]] = set()  # items, and what was logged of them
+        self._said: set[tuple[str, str]] = set()  # items, and the messages already logged for them
         self._max_entries = max_entries
 
     def note(self, record: EpochRecord) -> tuple[View | None, EpochRecord]:
@@ -159,7 +161,8 @@ class Views:
                 handlers[node.folder] = _json_handler()
                 view.node_links[at] = layout.NODE_RECORD
         for name, item in record.items.items():
-            handler, lost = item.handler, ""
+            handler = item.handler
+            lost = ""
             if item.kind == "files":
                 _add_files(view, record, name)
             elif item.arrays is None:
@@ -283,7 +286,8 @@ def copies(record: EpochRecord) -> dict[str, str]:
     found = {}
     for number, node in enumerate(record.nodes):
         for file in node.files:
-            item, original = record.items[file.item], record.path(number, file)
+            item = record.items[file.item]
+            original = record.path(number, file)
             if item.kind == "files":
                 found[file.path] = original
             elif item.kind == "arrays" and item.handler in _key_handlers():
@@ -317,7 +321,8 @@ def _inexpressible(item: ItemRecord, arrays: ArrayItem, max_entries: int) -> str
         return f"its index would have {entries:,} entries, more than {max_entries:,}; {instead}"
     if not arrays.is_bare:
         return None
-    kind, known = arrays.leaves[0].kind, _TYPES.keys() | {"bool", "int", "float"}
+    kind = arrays.leaves[0].kind
+    known = _TYPES.keys() | {"bool", "int", "float"}
     if not _is_array_item(item):
         known |= {"str"}
     return None if kind in known else f"Orbax has no form for a {kind} alone"
@@ -341,7 +346,8 @@ class _ItemView:
     def __init__(
         self, key: Any, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem, scalars: _Scalars
     ):
-        self.key, self.arrays = key, arrays
+        self.key = key
+        self.arrays = arrays
         self.typed = item.handler not in _key_handlers()  # PRNG keys come back as such, else as their data
         self.unsupported: dict[str, str] = {}
         self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
@@ -414,7 +420,8 @@ class _ItemView:
         elif leaf.kind in ("jax", "prng") and leaf.path and not name:
             self.unsupported[leaf.name] = "Orbax 0.11.33 finds no sharding for an array with an empty name"
         else:
-            chunk, dtype = self.arrays.cell_shape(number), leaf.dtype
+            chunk = self.arrays.cell_shape(number)
+            dtype = leaf.dtype
             zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
             self.entries[_key(name, ".zarray")] = _zarray(leaf.shape, chunk, zarr_dtype)
             is_jax = leaf.kind in ("jax", "prng")

@@ -12,7 +12,7 @@ from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
 from epochckpt.directory import Commits
 from epochckpt.format import DataFile, NodeEntry, NodeRecord, Nodes, checksums, paths
-from epochckpt.format.records import AlsoFile, tree_digest
+from epochckpt.format.records import ReplicaFile, tree_digest
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
 from epochckpt.orbax.view import bases
@@ -20,7 +20,7 @@ from epochckpt.saving.reports import LocalReport, NodeReport, ProcessReport
 from epochckpt.saving.save import Save
 
 # Bytes of small contents that travel in the commit record: of the primary, and of all other processes together.
-_CARRIED_BYTES, _CARRIED_BY_OTHERS = 2**20, 16 * 2**20
+_INLINED_BYTES, _INLINED_BY_OTHERS = 2**20, 16 * 2**20
 
 
 def write_nodes(
@@ -29,15 +29,15 @@ def write_nodes(
     """Writes and seals the folders of this process's nodes, durably; `save_id` is the save's id."""
     try:
         writers = [_NodeWriter(commits, nodes, number, save, save_id, options) for number in nodes.hosted]
-        began, trees, also = time.monotonic(), save.snapshot.trees, save.snapshot.also
+        began, trees, replicas = time.monotonic(), save.snapshot.trees, save.snapshot.replicas
         for each in writers:
             each.write_arrays(pool)
-        sizes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *also]), sum(each.nbytes for each in writers)
+        sizes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *replicas]), sum(each.nbytes for each in writers)
         events.wrote(commits.store.root, time.monotonic() - began, *sizes)
         if nodes.process == 0:
             for tree in trees:
                 _monitoring.numbers(tree.plan.figures)
-        save.snapshot.trees, save.snapshot.also = [], []  # their memory need not wait for handlers
+        save.snapshot.trees, save.snapshot.replicas = [], []  # their memory need not wait for handlers
         writers[0].write_files()
         return ProcessReport(save.plan, tuple(each.seal() for each in writers))
     except FileNotFoundError as missing:
@@ -54,19 +54,19 @@ class _NodeWriter:
         (self._name, self._process), self._processes = nodes.rows[number], nodes.processes
         self._folder = commits.make_node_folder(save.epoch, save_id, self._name)
         self._files: list[DataFile] = []
-        self._also: list[AlsoFile] = []
+        self._replicas: list[ReplicaFile] = []
         self._folders: list[str] = []
         self._secs = 0.0
         # Where each host has a disk of its own, see `LocalReport`.
         self._local = options.local_disks and nodes.processes > 1
-        self._carried: dict[str, dict[str, bytes]] = {}
-        self._room = min(_CARRIED_BYTES, _CARRIED_BY_OTHERS // nodes.processes) if number else _CARRIED_BYTES
+        self._inlined: dict[str, dict[str, bytes]] = {}
+        self._room = min(_INLINED_BYTES, _INLINED_BY_OTHERS // nodes.processes) if number else _INLINED_BYTES
         self._alike: dict[str, str] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the files that it has written."""
-        return sum(file.size for file in [*self._files, *self._also])
+        return sum(file.size for file in [*self._files, *self._replicas])
 
     def write_arrays(self, pool: Pool) -> None:
         began, epoch, size = time.monotonic(), self._save.epoch, self._options.block_bytes
@@ -74,26 +74,30 @@ class _NodeWriter:
             if node == self._number:
                 folder = self._commits.data_folder(epoch, self._save_id, self._name, plan.item.name)
                 self._files += writer.write_arrays(self._store, folder, epoch, plan, buffers, size, pool)
-                if plan.also is not None:
+                if plan.replicas is not None:
                     self._note_values(plan, buffers)
-        for plan, _, buffers in self._save.snapshot.also:  # of the only node that this process hosts
+        for plan, _, buffers in self._save.snapshot.replicas:  # of the only node that this process hosts
             if plan.sources and not self._folders:
-                self._folders.append(paths.ALSO_FOLDER)
-                self._store.make_folder(paths.join(self._folder, paths.ALSO_FOLDER))
-            self._also += writer.write_arrays(self._store, self._folder, epoch, plan, buffers, size, pool, AlsoFile)
+                self._folders.append(paths.REPLICA_FOLDER)
+                self._store.make_folder(paths.join(self._folder, paths.REPLICA_FOLDER))
+            self._replicas += writer.write_arrays(
+                self._store, self._folder, epoch, plan, buffers, size, pool, ReplicaFile
+            )
             self._note_values(plan, buffers)
         self._secs += time.monotonic() - began
 
     def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
         """Keeps what the other hosts need, or compare, of leaves of which each process has a value of its own."""
         item, sizes = plan.item, plan.owned[2].tolist()
-        for run, buffer in zip(plan.runs, buffers, strict=True):
+        for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
             end = 0
-            for source, size in zip(plan.sources[run.first : run.last], sizes[run.first : run.last], strict=True):
+            for source, size in zip(
+                plan.sources[cells.first : cells.last], sizes[cells.first : cells.last], strict=True
+            ):
                 start, end = end, end + size
                 leaf = item.leaves[source.leaf]
-                if source.leaf in item.carried:
-                    self._carried.setdefault(item.name, {})[str(source.leaf)] = bytes(buffer.data(start, end))
+                if source.leaf in item.inlined:
+                    self._inlined.setdefault(item.name, {})[str(source.leaf)] = bytes(buffer.data(start, end))
                 elif not leaf.is_global and leaf.nbytes:
                     digest = checksums.digest(buffer.data(start, end))
                     self._alike[f"item {item.name!r}, leaf {leaf.name!r}"] = digest
@@ -112,7 +116,7 @@ class _NodeWriter:
             if self._local and file.size <= self._room:
                 self._room -= file.size
                 data = source if isinstance(source, bytes) else source.read_bytes()
-                self._carried.setdefault(item, {})[path] = data
+                self._inlined.setdefault(item, {})[path] = data
         self._secs += time.monotonic() - began
 
     @_monitoring.timed(*events.SEALED)
@@ -130,7 +134,7 @@ class _NodeWriter:
             files=files,
             timings=timings,
             items=own,
-            also=tuple(self._also),
+            replicas=tuple(self._replicas),
         )
         data = record.to_bytes()
         view: list[str] | None = [] if self._options.orbax_view else None
@@ -140,4 +144,4 @@ class _NodeWriter:
         secs = self._secs + time.monotonic() - began
         entry = NodeEntry(self._name, self._process, len(data), checksums.digest(data), files, secs)
         digests = {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()}
-        return NodeReport(entry, digests, LocalReport(self._carried, self._alike) if self._local else None)
+        return NodeReport(entry, digests, LocalReport(self._inlined, self._alike) if self._local else None)

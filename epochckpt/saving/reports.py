@@ -23,15 +23,15 @@ class LocalReport:
     Of files of handlers, and of leaves that are no jax arrays, the values of the process that writes them count.
     """
 
-    carried: Mapping[str, Mapping[str, bytes]]  # small contents, as in `EpochRecord`
+    inlined: Mapping[str, Mapping[str, bytes]]  # small contents, as in `EpochRecord`
     alike: Mapping[str, str]  # by leaf, for messages: the digest of what every process wrote by itself
 
     def to_wire(self) -> dict[str, Any]:
-        return {"carried": pack_contents(self.carried), "alike": dict(self.alike)}
+        return {"inlined": pack_contents(self.inlined), "alike": dict(self.alike)}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> LocalReport:
-        return cls(unpack_contents(wire["carried"]), wire["alike"])
+        return cls(unpack_contents(wire["inlined"]), wire["alike"])
 
 
 @dataclasses.dataclass(frozen=True)

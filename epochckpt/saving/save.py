@@ -257,10 +257,10 @@ class Save:
         """
         nodes = self.node_reports
         self._check_file_names()
-        carried: dict[str, dict[str, bytes]] = {}
+        inlined: dict[str, dict[str, bytes]] = {}
         for node in nodes:
-            for item, contents in (node.local.carried if node.local is not None else {}).items():
-                carried[item] = {**carried.get(item, {}), **contents}
+            for item, contents in (node.local.inlined if node.local is not None else {}).items():
+                inlined[item] = {**inlined.get(item, {}), **contents}
         self._check_alike()
         items = dict(self.snapshot.items)
         for name, item in items.items():
@@ -282,7 +282,7 @@ class Save:
             committed_ns=time.time_ns(),
             timings={"blocked_secs": round(request.blocked_secs, 6), "secs": round(self.elapsed_secs, 6)},
             per_node=per_node,
-            carried=carried,
+            inlined=inlined,
         )
 
     def _check_alike(self) -> None:

@@ -114,7 +114,9 @@ def with_settings(directory: str | os.PathLike[str], settings: Mapping[str, Any]
 
 def open_file(path: str | os.PathLike[str], name: str = "the path") -> tuple[Store, str]:
     """The store of the folder of a file, and the file's name in it. Raises what `open_store` raises."""
-    text, mark, query = expanded(path_text(path, name)), "", ""
+    text = expanded(path_text(path, name))
+    mark = ""
+    query = ""
     if _URL.match(text):
         text, mark, query = text.partition("?")
     else:

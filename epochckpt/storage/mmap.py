@@ -74,7 +74,9 @@ class Assembled:
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype[Any], pieces: Sequence[tuple[Slices, np.ndarray]]):
-        self.shape, self.dtype, self.pieces = tuple(shape), dtype, pieces
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.pieces = pieces
 
     @property
     def size(self) -> int:
@@ -132,7 +134,8 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Slices]:
         yield ()
         return
     row = math.prod(shape[1:])
-    (first, skip), (last, rest) = divmod(start, row), divmod(stop, row)
+    first, skip = divmod(start, row)
+    last, rest = divmod(stop, row)
     if skip:  # the end of a row, or a part of it
         inner = _boxes(shape[1:], skip, rest if first == last else row)
         yield from ((slice(first, first + 1), *box) for box in inner)

@@ -1,4 +1,6 @@
-"""Requests to a bucket, over the `obstore` package: each ends, and says what it met. See `schemes` for their kinds.
+"""Requests to a bucket, over the `obstore` package. Each request ends, with a result or a clear error.
+
+For the kinds of buckets see `schemes`.
 
 - A request that the store refuses for the moment (429, 5xx, no connection, silence, an answer that is cut) is repeated
   with growing pauses; after a few seconds a warning says so, and at the end a StorageError. A failed connection that no
@@ -93,7 +95,8 @@ def _open(
     environment: tuple[tuple[str, str], ...],
 ) -> tuple[Any, str]:
     """A client and its endpoint. All stores of this process share its connections, as long as the environment stays."""
-    first, longest = _span(retries[0] if retries else 1), _span(retries[-1] if retries else 1)
+    first = _span(retries[0] if retries else 1)
+    longest = _span(retries[-1] if retries else 1)
     times = {"connect_timeout": _span(_CONNECT_SECS), "read_timeout": _span(silent_secs), "timeout": _span(_LARGE_SECS)}
     repeating = {
         "max_retries": len(retries),
@@ -189,7 +192,9 @@ class Client:
                 "?endpoint=https://host:port"
             )
         name, bucket, prefix, query = found.groups(default="")
-        self.scheme, self.root, self.endpoint = schemes.SCHEMES[name], plain(url).rstrip("/"), ""
+        self.scheme = schemes.SCHEMES[name]
+        self.root = plain(url).rstrip("/")
+        self.endpoint = ""
         if prefix and (not _PREFIX.fullmatch(prefix) or _UNNAMEABLE.search(prefix)):
             raise InvalidArgumentError(
                 f"{self.root!r}: an empty part, '.', '..' or a control character is in no object's name"
@@ -205,7 +210,8 @@ class Client:
             return
         environment = self.scheme.environment()
         try:
-            server, account = self.scheme.server(self.settings), self.scheme.account(self.settings)
+            server = self.scheme.server(self.settings)
+            account = self.scheme.account(self.settings)
             client = functools.partial(_open, self.scheme, bucket, account, self.settings, server)
             self.kv, self.endpoint = client(_SILENT_SECS, (), environment)
             self._large, _ = client(_LARGE_SECS, (), environment)
@@ -218,7 +224,8 @@ class Client:
     def _pauses(self) -> tuple[float, ...]:
         """Before a request is repeated, once, twice, …; seconds."""
         asked = self.settings
-        first, longest = asked.first_retry_secs, asked.longest_retry_secs
+        first = asked.first_retry_secs
+        longest = asked.longest_retry_secs
         if (asked.retries, first, longest) == (None, None, None):
             return _PAUSES_SECS
         first = first or min(_PAUSES_SECS[0], longest or _PAUSES_SECS[0])
@@ -265,7 +272,8 @@ class Client:
         def get() -> tuple[memoryview, int]:
             try:
                 found = obstore.get(self.kv, key, options={"range": (start, start + length)})
-                data, size = memoryview(found.bytes()), found.meta["size"]
+                data = memoryview(found.bytes())
+                size = found.meta["size"]
                 _check_whole(data.nbytes, min(length, size - start))
                 return data, size
             except obstore.exceptions.GenericError as error:
@@ -295,10 +303,10 @@ class Client:
         patient: bool = True,
         cached: bool = True,
     ) -> dict[str, str]:
-        """Writes an object if there is none, or none but this version; else FileExistsError. Returns its version.
+        """Creates an object, or replaces this `version` of it; else FileExistsError. Returns the new version.
 
-        What a repeated request meets is looked at, unless `look` says no: it may be the work of the first one. Unless
-        it is `patient`, no request is repeated. `cached` says whether readers may be given it from a cache, as Google
+        If a repeated request finds an object, `look` compares its content: the first request may have written it.
+        Requests are repeated only if `patient`. `cached` says whether readers may be given it from a cache, as Google
         Cloud Storage does for an hour with objects that are public.
         """
         import obstore
@@ -321,10 +329,12 @@ class Client:
         return self.ask(path, "writing", write, confirm, silent_secs, patient=patient)
 
     def copy(self, path: str, to: str, *, replace: bool) -> None:
-        """Copies an object at the server; one that is there is replaced, or FileExistsError."""
+        """Copies an object at the server. An existing target is replaced, or raises FileExistsError."""
         import obstore
 
-        key, other, name = self.key(path), self.key(to), self.name(to)
+        key = self.key(path)
+        other = self.key(to)
+        name = self.name(to)
 
         def met() -> None:
             raise existing(name)
@@ -339,7 +349,8 @@ class Client:
         """
         import obstore
 
-        key, taken = self.key(path), False
+        key = self.key(path)
+        taken = False
 
         def note(chunk: Any) -> Any:
             nonlocal taken
@@ -380,7 +391,10 @@ class Client:
 
         self._check_process()
         alone = threading.current_thread() is threading.main_thread()
-        name, began, said, pauses = self.name(path), time.monotonic(), False, self._pauses() if patient else ()
+        name = self.name(path)
+        began = time.monotonic()
+        said = False
+        pauses = self._pauses() if patient else ()
         give_up_secs = sum(pauses) + 2 * (silent_secs or _SILENT_SECS)
         for number, pause in enumerate((*pauses, None)):
             try:
@@ -390,7 +404,8 @@ class Client:
                     raise self._no_bucket() from error
                 raise missing(name) from error
             except exceptions.BaseError as error:
-                why, cause = reason(error), _cause(error)
+                why = reason(error)
+                cause = _cause(error)
                 status = _status(why)
                 if self.scheme.policy.search(why) and status in _POLICY:
                     raise AccessError(

@@ -34,7 +34,8 @@ PART_BYTES = 64 << 20
 _CONCURRENCY = 16  # small requests at once
 _PAGE = 1000  # names in the answer to one request
 _REMOVE_ROUNDS = 16
-_KEPT, _KEPT_BYTES = 4, 16 << 20  # files whose versions are kept, and the largest of them
+_KEPT = 4  # files whose content and version are kept
+_KEPT_BYTES = 16 << 20  # the largest of them
 _NO_VERSION = '"00000000000000000000000000000000"'
 _enforcing: set[tuple[str, str]] = set()  # directories, with their servers, that were seen to check conditions
 _EARLY_BYTES = 4 * CHUNK_BYTES  # kept of pieces that come before their turn
@@ -58,7 +59,9 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, settings: Mapping[str, Any] | None = None):
         self._client = Client(url, settings)
-        self.root, self.endpoint, self.settings = self._client.root, self._client.endpoint, self._client.settings
+        self.root = self._client.root
+        self.endpoint = self._client.endpoint
+        self.settings = self._client.settings
         self.concurrency = self.settings.concurrency or _CONCURRENCY
         self._uploads = _Uploads(self.concurrency if self._client.sends else math.inf)
         self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}  # of contents, by path
@@ -70,7 +73,7 @@ class ObjectStore(Store):
         return f"{self.root}?{query}" if query else self.root
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a key, or one below it."""
+        """Whether the key exists, or another key below it."""
         return bool(path and self._client.head(path)) or bool(self.files(path, 1))
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
@@ -85,8 +88,8 @@ class ObjectStore(Store):
             found = self._client.head(path)
             if found is None:
                 raise missing(self._client.name(path))
-            return _Reader(self._client, path, found["size"])
-        return _Reader(self._client, path, size)
+            return _ObjectReader(self._client, path, found["size"])
+        return _ObjectReader(self._client, path, size)
 
     def create(self, path: str, data: bytes) -> None:
         """One conditional write."""
@@ -94,7 +97,8 @@ class ObjectStore(Store):
 
     def open_writer(self, path: str, size: int) -> Writer:
         """No request; `write` or `finish` refuses a file that exists."""
-        name, _ = self._client.name(path), self._client.key(path)
+        name = self._client.name(path)
+        self._client.key(path)  # refuses a malformed path
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
         return _Writer(self._client, self._uploads, self.concurrency, path, size, self.written)
@@ -206,7 +210,8 @@ class ObjectStore(Store):
         The empty objects that consoles make for a folder, with a final slash in their names, stay: no path names them.
         """
         self.remove(path)
-        before, rounds = set[str](), 0
+        before = set[str]()
+        rounds = 0
         while names := {file.path for file in self.files(path)}:
             if names == before:
                 return
@@ -226,7 +231,8 @@ class ObjectStore(Store):
         """One request for many files, where the store has such."""
         left = list(paths)
         while left:
-            some, left = left[:_PAGE], left[_PAGE:]
+            some = left[:_PAGE]
+            left = left[_PAGE:]
             try:
                 self._delete(some[0], [self._client.key(path) for path in some])
             except FileNotFoundError:  # on Google Cloud Storage the client stops at the first that is missing
@@ -251,11 +257,13 @@ class ObjectStore(Store):
         return self._client.ask(path, "listing", pages)
 
 
-class _Reader(Reader):
+class _ObjectReader(Reader):
     """One object, read by ranges."""
 
     def __init__(self, client: Client, path: str, size: int):
-        self._client, self._path, self._size = client, path, size
+        self._client = client
+        self._path = path
+        self._size = size
         self._closed = False
 
     @property
@@ -298,16 +306,17 @@ class _Uploads:
     def __init__(self, chunks: float):
         self.chunks = self.free = chunks
         self._spare: list[np.ndarray] = []  # memory for chunks, while there are uploads
-        self.sent, self.said = 0, -1  # chunks that have left memory; how many had when uploads were said to stand still
+        self.sent = 0  # chunks that have left memory
+        self.said = -1  # how many had left when a warning said that uploads stand still
         self.moved = time.monotonic()  # when the last one left
         self.changed = threading.Condition()
 
     def take(self, size: int) -> tuple[np.ndarray, weakref.finalize[Any, Any]]:
-        """Memory for one chunk of this many bytes, and what notes that it is freed."""
+        """Memory for one chunk of this many bytes, and the finalizer that notes its release."""
         with self.changed:
             memory = self._spare.pop() if self._spare else None
             if memory is None or len(memory) < size:
-                # Not from the heap, of which each thread that frees such an amount would keep some.
+                # Not from the heap: every thread that frees so much memory would keep some of it.
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 memory = np.frombuffer(mmap.mmap(-1, max(size, CHUNK_BYTES), flags=flags), np.uint8)
             chunk = memory[:size]
@@ -345,12 +354,18 @@ class _Writer(Writer):
     """
 
     def __init__(self, client: Client, uploads: _Uploads, concurrency: int, path: str, size: int, tally: Tally):
-        self._client, self._uploads, self._concurrency, self._tally = client, uploads, concurrency, tally
-        self._path, self._size, self._name = path, size, client.name(path)
+        self._client = client
+        self._uploads = uploads
+        self._concurrency = concurrency
+        self._tally = tally
+        self._path = path
+        self._size = size
+        self._name = client.name(path)
         self._lock = threading.Condition()
         self._early: dict[int, bytes] = {}
         self._ready: deque[np.ndarray] = deque()  # chunks that are full
-        self._chunk, self._room = np.empty(0, np.uint8), 0  # the last one, and how much of it is to be filled
+        self._chunk = np.empty(0, np.uint8)  # the last one
+        self._room = 0  # bytes of it that are still to be filled
         self._held: list[weakref.finalize[Any, Any]] = []  # one for each chunk: alive while that is in memory
         self._written = self._next = self._early_bytes = self._taken = 0
         self._begun = self._closed = self._ended = self._asked = self._said = False
@@ -406,10 +421,12 @@ class _Writer(Writer):
         while done < len(piece):
             if not self._room:
                 self._take_chunk(self._next + done)
-            chunk, length = self._chunk, min(self._room, len(piece) - done)
+            chunk = self._chunk
+            length = min(self._room, len(piece) - done)
             start = len(chunk) - self._room
             chunk[start : start + length] = np.frombuffer(piece[done : done + length], np.uint8)
-            done, self._room = done + length, self._room - length
+            done += length
+            self._room -= length
             with self._lock:
                 if not self._room and not self._ended:
                     self._chunk = np.empty(0, np.uint8)
@@ -423,7 +440,8 @@ class _Writer(Writer):
             with self._lock:
                 self._wait(self._lock, lambda: self._asked)
         self._check_open()
-        shared, began = self._uploads, time.monotonic()
+        shared = self._uploads
+        began = time.monotonic()
 
         def is_free() -> bool:
             if shared.free > 0 or (self._begun and self._upload is None):
@@ -452,7 +470,8 @@ class _Writer(Writer):
         """How far this upload is, and all; says it, once for all, if they were as far at the last look."""
         now = self._progress()
         if seen == now and not self._said and self._uploads.said != now[1]:
-            self._said, self._uploads.said = True, now[1]
+            self._said = True
+            self._uploads.said = now[1]
             text = (
                 "%s: writing: the upload stands still after %d of %d bytes; the client repeats what fails and tries on"
             )

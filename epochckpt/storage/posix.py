@@ -3,8 +3,8 @@
 Every system call releases the interpreter lock, and the cost is per call, so callers pass pieces of megabytes. Large
 pieces that are aligned in memory and in the file go from there to the disk (`O_DIRECT`): the page cache would cost more
 processor time than anything else in a save, and training needs that. Of other large pieces the write-back begins early.
-Errors are the operating system's, with its errno and the full path. A descriptor that one thread closes while another
-uses it stays open until that use ends: a number that is closed too early may already belong to another file.
+Errors are the operating system's, with its errno and the full path. If one thread closes a
+descriptor during a call of another thread, it stays open until that call ends: the system may reuse a closed number.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class Handle:
     """A file descriptor that threads share. It is closed when its last use has ended."""
 
     def __init__(self, fd: int, name: str):
-        self.name, self._fd = name, fd
+        self.name = name
+        self._fd = fd
         self._lock = threading.Lock()
-        self._uses, self._closed = 0, False
+        self._uses = 0
+        self._closed = False
 
     @contextmanager
     def use(self) -> Generator[int]:
@@ -80,7 +82,8 @@ def _function(name: str, *arguments: type) -> Callable[..., int] | None:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes, found.restype = arguments, ctypes.c_int
+    found.argtypes = arguments
+    found.restype = ctypes.c_int
     return found
 
 
@@ -95,7 +98,9 @@ class PosixStore(Store):
     preferred_part_bytes = None
 
     def __init__(self, directory: str | os.PathLike[str], *, folder_mode: int | None = None, direct_io: bool = True):
-        self.root, self._folder_mode, self._direct = os.path.abspath(directory), folder_mode, direct_io
+        self.root = os.path.abspath(directory)
+        self._folder_mode = folder_mode
+        self._direct = direct_io
         self._prefix = os.path.join(self.root, "")
 
     def exists(self, path: str) -> bool:
@@ -124,7 +129,8 @@ class PosixStore(Store):
 
     def _leads_somewhere(self, path: str, place: Callable[[str], str], folder: int | None = None) -> bool:
         try:
-            name, target = self._name(path), place(path)
+            name = self._name(path)
+            target = place(path)
             patiently(name, lambda: os.stat(target, dir_fd=folder))
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -190,7 +196,8 @@ class PosixStore(Store):
         return sorted(patiently(self._name(path), look), key=lambda entry: entry.name)
 
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
-        found, places = list[str](), [] if folder is None else [folder]
+        found = list[str]()
+        places = [] if folder is None else [folder]
         with suppress(FileNotFoundError, NotADirectoryError):
             places = places or [e.name for e in self.list("") if e.is_folder]
         for place in places:
@@ -215,7 +222,7 @@ class PosixStore(Store):
             missing.append(folder)
             folder = os.path.dirname(folder)
         for folder in reversed(missing):
-            with suppress(FileExistsError):  # another process made it, or it is no folder
+            with suppress(FileExistsError):  # another process made it, or a file has this name
                 if folder == self.root:
                     self._make(folder)
                 else:
@@ -249,7 +256,8 @@ class PosixStore(Store):
 
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
         """One renameat2(2), or a hard link for files, so that an existing name is refused atomically."""
-        source, target = self._place(src), self._place(dst)
+        source = self._place(src)
+        target = self._place(dst)
         try:
             if replace:
                 os.rename(source, target)
@@ -265,13 +273,14 @@ class PosixStore(Store):
         with _named(self._name(src)), os.scandir(self._target(src)) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         for entry in found:
-            here, there = f"{src}/{entry.name}", f"{dst}/{entry.name}"
+            source = f"{src}/{entry.name}"
+            target = f"{dst}/{entry.name}"
             if entry.is_symlink():
-                self.link(there, os.readlink(entry.path))
+                self.link(target, os.readlink(entry.path))
             elif entry.is_dir(follow_symlinks=False):
-                self.copy_tree(here, there)
+                self.copy_tree(source, target)
             else:
-                with self.open_reader(here) as reader, writing(self, there, reader.size) as writer:
+                with self.open_reader(source) as reader, writing(self, target, reader.size) as writer:
                     start = 0
                     for piece in reader.pieces():
                         writer.write(start, piece)
@@ -370,7 +379,8 @@ class PosixReader(Reader):
                 rest = whole[done : done + _CALL_BYTES]
                 count = patiently(self.handle.name, functools.partial(os.preadv, fd, [rest], offset + done))
                 if not count:
-                    asked, end = f"bytes [{offset}, {offset + len(whole)})", os.fstat(fd).st_size
+                    asked = f"bytes [{offset}, {offset + len(whole)})"
+                    end = os.fstat(fd).st_size
                     raise EOFError(f"{self.handle.name}: {asked} requested; the file ends at {end}")
                 done += count
 
@@ -388,7 +398,9 @@ class PosixWriter(Writer):
         if direct and _DIRECT and size >= WRITE_BACK_BYTES:
             with suppress(OSError):  # the file system cannot
                 self._direct = Handle(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | _DIRECT), name)
-        self._size, self._written, self._tally = size, 0, tally
+        self._size = size
+        self._written = 0
+        self._tally = tally
         self._lock = threading.Lock()
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
@@ -413,7 +425,8 @@ class PosixWriter(Writer):
 
         No page gets bytes both ways, but for the one where a direct write ended early.
         """
-        whole, done = len(view) // ALIGNMENT * ALIGNMENT, 0
+        whole = len(view) // ALIGNMENT * ALIGNMENT
+        done = 0
         handle = self._direct
         if handle is None or self._refused or whole < WRITE_BACK_BYTES or offset % ALIGNMENT:
             return 0

@@ -177,7 +177,8 @@ class Scheme:
 def _google(opening: Opening) -> tuple[Any, str]:
     from obstore.store import GCSStore
 
-    settings, endpoint = opening.settings, opening.endpoint
+    settings = opening.settings
+    endpoint = opening.endpoint
     config = {"base_url": endpoint, "skip_signature": settings.anonymous}
     if settings.anonymous or (endpoint and not settings.endpoint):  # an emulator knows no accounts
         config["google_bearer_token"] = "none"  # writes send it in any case
@@ -210,7 +211,9 @@ def _google_auth(kind: str) -> Any:
 def _s3(opening: Opening) -> tuple[Any, str]:
     from obstore.store import S3Store
 
-    settings, endpoint, provider = opening.settings, opening.endpoint, None
+    settings = opening.settings
+    endpoint = opening.endpoint
+    provider = None
     profile = settings.profile or (None if settings.anonymous else opening.environment.get("AWS_PROFILE"))
     if profile:
         provider, found = _profile(profile)

@@ -106,7 +106,8 @@ class Tally:
     """Bytes, to which any thread adds."""
 
     def __init__(self) -> None:
-        self.nbytes, self._lock = 0, threading.Lock()
+        self.nbytes = 0
+        self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
         """So many more."""
@@ -121,9 +122,9 @@ class Writer(ABC):
     def write(self, offset: int, data: memoryview | bytes) -> None:
         """Writes all of `data`, which is C-contiguous with items of any format, at a byte `offset`.
 
-        May be called by any thread; pieces must not overlap. They may come in any order; a store that takes them in
-        their order may have one that is far ahead wait for others. A piece that reaches beyond the declared size, and
-        a closed writer, raise ValueError.
+        May be called by any thread. Pieces must not overlap and may come in any order. A store that needs them in order
+        may block the call for a piece far ahead, until the earlier ones have come. ValueError if a piece reaches beyond
+        the declared size, or if the writer is closed.
         """
 
     @abstractmethod
@@ -185,16 +186,16 @@ class Store(ABC):
         """Whether there is a file or folder of this name."""
 
     def existing(self, paths: Iterable[str]) -> set[str]:
-        """Those of many names of which there is a file or folder; an error is that of the first which has one."""
+        """The paths at which a file or folder exists. If looks fail, the error of the first failed path is raised."""
         return {path for path in paths if self.exists(path)}
 
     def size(self, path: str) -> int:
-        """Length of a file in bytes; FileNotFoundError if there is none."""
+        """Length of a file in bytes; FileNotFoundError if it does not exist."""
         with self.open_reader(path) as reader:
             return reader.size
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
-        """Reads a whole small file; FileNotFoundError if there is none, ValueError if it is larger than the limit."""
+        """Reads a whole small file; FileNotFoundError if it does not exist, ValueError if it is too large."""
         with self.open_reader(path) as reader:
             size = reader.size
             if size > limit_bytes:
@@ -217,11 +218,11 @@ class Store(ABC):
 
     @abstractmethod
     def create(self, path: str, data: bytes) -> None:
-        """Creates a small file, durable on return, if there is none of that name.
+        """Creates a small file, durable on return.
 
         On POSIX a reader may see the file while it is being written, and a crash may leave it short; `put` avoids both.
-        FileNotFoundError if the folder is missing (POSIX). FileExistsError if there is such a file; on an object store
-        it may be the caller's own, if the answer to a first request was lost: compare the content where that matters.
+        FileNotFoundError if the folder is missing (POSIX). FileExistsError if the file exists; on an object store it
+        may be the caller's own, if the answer to a first request was lost: compare the content where that matters.
         """
 
     @abstractmethod
@@ -383,7 +384,7 @@ class Store(ABC):
         raise seen.error(f"{self.root.rstrip('/')}/{path}")
 
     def append_line(self, path: str, line: bytes, *, limit_bytes: int) -> bool:
-        """Appends a line to a file, which it makes if there is none; what a crash has torn stays a line of its own.
+        """Appends a line to a file, or creates the file. A line that a crash has torn stays a line of its own.
 
         It is not flushed: a power cut may lose it. Nothing is written, and False returned, where the file has so many
         bytes already. io.UnsupportedOperation if the store cannot append (object stores).
@@ -457,7 +458,9 @@ class Conflicts:
     """Counts failed conditional writes of a file, and compares what was read before each."""
 
     def __init__(self) -> None:
-        self._began, self._tries, self._same = time.monotonic(), 0, 0
+        self._began = time.monotonic()
+        self._tries = 0
+        self._same = 0
         self._seen: bytes | None = None
 
     def note(self, seen: bytes) -> None:
@@ -468,7 +471,8 @@ class Conflicts:
 
     def error(self, name: str) -> StorageError:
         """The error when no further try is made."""
-        tries, secs = f"{self._tries} conditional writes", time.monotonic() - self._began
+        tries = f"{self._tries} conditional writes"
+        secs = time.monotonic() - self._began
         if self._same > max(2, self._tries // 2):
             problem = (
                 f"the last {self._same} of {tries} in {secs:.0f} s were refused because it has changed, yet it reads "

@@ -154,7 +154,7 @@ class EpochCopy:
         if store.renames or object_view.is_of_use(store):  # where it was saved perhaps none could be made
             unsupported = {} if record.objects else record.orbax_unsupported
         origin = record.origin if self._attempt != record.origin else ""
-        changes = {"objects": not store.renames, "orbax_unsupported": unsupported, "orbax_view": None, "carried": {}}
+        changes = {"objects": not store.renames, "orbax_unsupported": unsupported, "orbax_view": None, "inlined": {}}
         return dataclasses.replace(record, attempt=self._attempt, copied_from=origin, **changes)
 
     def copy_nodes(self, names: Collection[str]) -> list[NodeEntry]:
@@ -186,9 +186,9 @@ class EpochCopy:
         """The copy of a node's record."""
         reader, path = self._reader, self._reader.path(number)
         recorded = reader.node_record(number)
-        if recorded.attempt == self._attempt and not recorded.also:
+        if recorded.attempt == self._attempt and not recorded.replicas:
             return reader.guard(path, lambda: reader.store.read(path, limit_bytes=self.nodes[number].record_size))
-        return dataclasses.replace(recorded, attempt=self._attempt, also=()).to_bytes()
+        return dataclasses.replace(recorded, attempt=self._attempt, replicas=()).to_bytes()
 
     def entry(self, number: int) -> NodeEntry:
         """The entry of a node in the record of the copy."""

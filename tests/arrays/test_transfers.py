@@ -165,12 +165,12 @@ def test_cells_are_the_parts_of_arrays_that_they_stand_for(mode: str) -> None:
     values = [np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape) for shape, dtype in SHAPES]
     arrays = [jax.device_put(value, device) for value in values]
     offloaded = jax.device_put(values[2], SingleDeviceSharding(device, memory_kind="pinned_host"))
-    cells = [transfers.Cell(x, None) for x in [*arrays, offloaded]]
+    cells = [transfers.StagedCell(x, None) for x in [*arrays, offloaded]]
     expected = [*values, values[2]]
     part, rows = (slice(1, 2), slice(3, 40)), [(slice(i, i + 1), slice(0, 50)) for i in range(3)]
-    cells += [transfers.Cell(arrays[2], part), transfers.Cell(offloaded, part)]
+    cells += [transfers.StagedCell(arrays[2], part), transfers.StagedCell(offloaded, part)]
     expected += [values[2][part]] * 2
-    cells += [transfers.Cell(x, cut, "all") for x in [arrays[2]] for cut in rows]
+    cells += [transfers.StagedCell(x, cut, "all") for x in [arrays[2]] for cut in rows]
     expected += [values[2][cut] for cut in rows]
     copies = transfers.Copies(staging(mode, host_memory_limit_bytes=1, block_bytes=4096), cells)
     with jax.set_mesh(mesh()):
@@ -203,7 +203,7 @@ def test_pieces_are_contiguous_small_and_all_there_is(shape: tuple[int, ...], dt
     value = np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
     if value.nbytes > 1000 * piece_bytes:
         value = value[..., :100]
-    parts = transfers._parts(transfers.Cell(jnp.asarray(value), None), piece_bytes)
+    parts = transfers._parts(transfers.StagedCell(jnp.asarray(value), None), piece_bytes)
     cut = [value if part is None else value[tuple(map(slice, *part))] for part in parts]
     assert b"".join(each.tobytes() for each in cut) == value.tobytes()
     assert max(each.nbytes for each in cut) <= max(piece_bytes, value.itemsize)
@@ -283,7 +283,7 @@ def buffers() -> set[int]:
 def window_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many bytes lay in host memory, after each change."""
     held = [0]
-    start, wrote = transfers._Window._start, transfers._Window.wrote
+    start, wrote = transfers._StagingWindow._start, transfers._StagingWindow.wrote
 
     def _start(self: Any, piece: Any) -> None:
         held.append(held[-1] + (0 if piece.started else piece.nbytes))
@@ -294,8 +294,8 @@ def window_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         held.append(held[-1] - (piece.nbytes if piece.data is None else 0))
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfers._Window, "_start", _start)
-        patch.setattr(transfers._Window, "wrote", _wrote)
+        patch.setattr(transfers._StagingWindow, "_start", _start)
+        patch.setattr(transfers._StagingWindow, "wrote", _wrote)
         yield held
 
 
@@ -339,7 +339,7 @@ def test_where_donation_may_not_wait_save_does(monkeypatch: pytest.MonkeyPatch) 
     array = jnp.arange(1000.0)
     for platforms, there in ((frozenset(), True), (frozenset({jax.default_backend()}), False)):
         monkeypatch.setattr(transfers, "_ORDERED_PLATFORMS", platforms)
-        (found,) = transfers.Copies(staging("pinned_host"), [transfers.Cell(array, None)]).start()
+        (found,) = transfers.Copies(staging("pinned_host"), [transfers.StagedCell(array, None)]).start()
         assert isinstance(found._pieces[0].data, np.ndarray) == there
 
 

@@ -14,12 +14,23 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, forms_of, key, plan_item
+from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, forms_of, leaf_keys, plan_item
 from epochckpt.errors import FormatError
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry, NodeRecord, grid
+from epochckpt.format import (
+    ArrayItem,
+    DataFile,
+    EpochRecord,
+    Grid,
+    ItemRecord,
+    Leaf,
+    NodeEntry,
+    NodeRecord,
+    checksums,
+    grid,
+)
 from epochckpt.format.grid import blocks
 from epochckpt.format.parsing import parse_epoch, parse_head, parse_node
-from epochckpt.format.records import AlsoFile
+from epochckpt.format.records import ReplicaFile
 from tests.support.processes import run_worker
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (8,), (16, 8), (8, 24), (0, 8), (8, 16, 8), (8, 1, 8, 2))
@@ -145,7 +156,7 @@ def plan_on(
     return plan_item(
         "default",
         [(("k", name),) for name, *_ in state],
-        forms_of(key(leaves, None)[1], leaves, lambda leaf: ("default", state[leaf][0])),
+        forms_of(leaf_keys(leaves), leaves, lambda leaf: ("default", state[leaf][0])),
         node=node,
         node_of_process={i: i for i in range(nodes)},
         replica_split_bytes=replica_split_bytes,
@@ -231,13 +242,13 @@ def test_with_local_disks_a_node_writes_all_that_its_devices_hold_once(
     state = [*small_state(mesh), ("wide", (100, 100), np.float64, None)]
     for node in range(nodes):
         plan, plain = (plan_on(node, nodes, state, replica_split_bytes, local) for local in (True, False))
-        assert plan.also is not None
-        assert plain.also is None
+        assert plan.replicas is not None
+        assert plain.replicas is None
         assert plan.digest == plain.digest
         item = plan.item
-        assert {item.leaves[i].name for i in item.carried} == {"host"}
+        assert {item.leaves[i].name for i in item.inlined} == {"host"}
         written = [np.zeros(leaf.shape, dtype=np.int64) for leaf in item.leaves]
-        for part in (plan, plan.also):
+        for part in (plan, plan.replicas):
             for leaf, cell, _, take in zip(*(a.tolist() for a in part.owned), part.sources, strict=True):
                 assert take.leaf == leaf
                 assert (item.owner(leaf, cell) == node) == (part is plan)
@@ -255,7 +266,7 @@ def test_with_local_disks_a_node_writes_all_that_its_devices_hold_once(
 
 def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
     """It is in the record of the node alone; small contents are in that of the epoch, and others are refused there."""
-    file = AlsoFile("default", 0, 5000, 4096, 3, 4096, ("0" * 16, "1" * 16))
+    file = ReplicaFile("default", 0, 5000, 4096, 3, 4096, checksums.BlockSums(checksums.WRITTEN, ("0" * 16, "1" * 16)))
     node = NodeRecord(
         epoch=7,
         attempt="0123456789abcdef-7-0",
@@ -265,13 +276,13 @@ def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
         plan="ab",
         files=(),
         timings={},
-        also=(file,),
+        replicas=(file,),
     )
     again = parse_node("7/a/node.json", node.to_bytes())
     assert again == node
-    assert again.also[0].path == "_also/default.safetensors"
-    assert b"also" not in dataclasses.replace(node, also=()).to_bytes()
-    named = dataclasses.replace(node, also=(dataclasses.replace(file, name="x"),))
+    assert again.replicas[0].path == "_also/default.safetensors"
+    assert b"also" not in dataclasses.replace(node, replicas=()).to_bytes()
+    named = dataclasses.replace(node, replicas=(dataclasses.replace(file, name="x"),))
     with pytest.raises(FormatError, match="also: expected data files"):
         parse_node("7/a/node.json", named.to_bytes())
 
@@ -279,12 +290,12 @@ def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
     arrays = ArrayItem("default", (leaf,), (Grid((), ((0,),)),))
     record = dataclasses.replace(record_of(4, 1), items={"default": ItemRecord("arrays", "", arrays)})
     assert b"carried" not in record.to_bytes()
-    carrying = dataclasses.replace(record, carried={"default": {"0": b"\0\1\2\3\4\5"}})
-    assert parse_epoch("7/epoch.json", carrying.to_bytes()).carried == carrying.carried
-    assert not parse_head("7/epoch.json", carrying.to_bytes()).carried
+    carrying = dataclasses.replace(record, inlined={"default": {"0": b"\0\1\2\3\4\5"}})
+    assert parse_epoch("7/epoch.json", carrying.to_bytes()).inlined == carrying.inlined
+    assert not parse_head("7/epoch.json", carrying.to_bytes()).inlined
     for wrong in ({"default": {"1": b"\0" * 6}}, {"default": {"0": b"\0"}}, {"other": {"0": b"\0" * 6}}):
         with pytest.raises(FormatError, match="carried"):
-            parse_epoch("7/epoch.json", dataclasses.replace(record, carried=wrong).to_bytes())
+            parse_epoch("7/epoch.json", dataclasses.replace(record, inlined=wrong).to_bytes())
 
 
 @pytest.mark.parametrize(

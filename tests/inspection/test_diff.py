@@ -29,7 +29,7 @@ from epochckpt.inspection import html as html_views
 from epochckpt.inspection import text as text_views
 from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow
-from epochckpt.inspection.stats import Change
+from epochckpt.inspection.stats import ArrayChange
 
 NODES = ("a", "b")
 LONG = "x" * 3000
@@ -371,8 +371,8 @@ def test_ours_against_stock_orbax(tmp_path: pathlib.Path) -> None:
         assert (changed["w"].norm, changed["w"].elements, changed["step"].detail) == (7.0, 1, "3 → 4")
 
 
-def change_of(before: np.ndarray, after: np.ndarray, size: int = 1000) -> Change:
-    found = Change()
+def change_of(before: np.ndarray, after: np.ndarray, size: int = 1000) -> ArrayChange:
+    found = ArrayChange()
     for start in range(0, before.size, size):
         found.add(before[start : start + size], after[start : start + size])
     return found

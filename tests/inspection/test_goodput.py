@@ -21,7 +21,7 @@ from epochckpt.cli import main as cli
 from epochckpt.errors import FormatError
 from epochckpt.format import RunEntry, checksums, parsing
 from epochckpt.inspection import plots, rows, text, views
-from epochckpt.inspection.rows import SPENT, Goodput, RunRow
+from epochckpt.inspection.rows import SPENT, Goodput, RunGoodput
 from epochckpt.saving.run_clock import BLOCKED, RunClock
 from tests.support.taps import Tap, fail_writes, is_record, no_space
 
@@ -169,7 +169,10 @@ def test_runs_that_cannot_be_are_refused(tmp_path: pathlib.Path, row: Any) -> No
 
 
 def example() -> Goodput:
-    runs = [RunRow("a", 0, 5, 4, 2, True, 60.0, 5.0, 5.0, 10.0, 15.0, 5.0), RunRow("b", 9, 9, 9, 1, None, *[1.0] * 6)]
+    runs = [
+        RunGoodput("a", 0, 5, 4, 2, True, 60.0, 5.0, 5.0, 10.0, 15.0, 5.0),
+        RunGoodput("b", 9, 9, 9, 1, None, *[1.0] * 6),
+    ]
     return Goodput("/data/run", tuple(runs))
 
 

@@ -488,7 +488,7 @@ def test_owners_are_listed_with_index_ranges() -> None:
     lines = [" ".join(line.split()) for line in lines_of(views.item(item(leaves), 1), 100, owners=True)]
     assert lines[lines.index("How its arrays are cut over nodes") + 1 :] == [
         "2×3 parts on 5 nodes · 2 leaves, such as w",
-        "which node wrote which part differs from leaf to leaf; listed: the first",
+        "the writers of the parts differ from leaf to leaf; shown are those of the first leaf",
         "node parts index ranges",
         "process_3 2 [0:2, 0:2] [2:4, 0:2]",
         "process_4 1 [0:2, 2:4]",

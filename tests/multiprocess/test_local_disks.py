@@ -68,8 +68,8 @@ def check_disk(disk: pathlib.Path, node: str, processes: int, capsys: pytest.Cap
     """What is said of a directory on the disk of one host, when its mirror is there."""
     assert [path.name for path in (disk / "2").iterdir() if path.is_dir()] == [node]
     record = parsing.parse_node("node.json", (disk / "2" / node / "node.json").read_bytes())
-    written = disk / "2" / node / record.also[0].path
-    assert written.stat().st_size == record.also[0].size
+    written = disk / "2" / node / record.replicas[0].path
+    assert written.stat().st_size == record.replicas[0].size
     run = ec.inspect(disk, mirror=disk.parent / "mirror")
     overview = run.overview()
     assert (overview.host, overview.mirror) == (node, str(disk.parent / "mirror"))
@@ -90,7 +90,7 @@ def check_disk(disk: pathlib.Path, node: str, processes: int, capsys: pytest.Cap
     written.write_bytes(saved[:-8] + bytes(8))
     assert main(["verify", str(disk), "2", "--json"]) == 1
     (damage,) = json.loads(capsys.readouterr().out)["epochs"][0]["damage"]
-    assert damage["path"] == f"2/{node}/{record.also[0].path}"
+    assert damage["path"] == f"2/{node}/{record.replicas[0].path}"
     written.write_bytes(saved[:-8])
     states = [(row.state, row.tier) for row in run.overview().epochs if row.epoch == 2]
     assert states == [("damaged", "mirror")]

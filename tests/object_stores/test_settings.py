@@ -149,7 +149,7 @@ def test_tensorstore_has_the_settings_of_the_bucket_and_asks_no_other_server(
         (["gs://bucket/run", "--store", "regoin=eu"], "regoin"),
         (["s3://bucket/run", "--store", f"endpoint={SECRET}"], "endpoint is wrong"),
         (["gs://bucket/run", "--store", "region=eu"], "region is no setting of gs://"),
-        (["/data/run", "--store", "retries=1"], "--store is about buckets, and /data/run is none"),
+        (["/data/run", "--store", "retries=1"], "--store applies to bucket URLs only; /data/run is a local path"),
     ],
 )
 def test_settings_of_the_command_are_checked(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

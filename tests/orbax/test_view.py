@@ -766,7 +766,7 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
     array = stock_states.place(np.ones((4, 4), np.float32), "x", "y")
 
     leaves = [array, jax.device_put(1.0, jax.devices()[2])]
-    forms = plan.forms_of(plan.key(leaves, None)[1], leaves, lambda leaf: ("default", str(leaf)))
+    forms = plan.forms_of(plan.leaf_keys(leaves), leaves, lambda leaf: ("default", str(leaf)))
     item = plan.plan_item(
         "default",
         [(("k", "a"),), (("k", "b"),)],

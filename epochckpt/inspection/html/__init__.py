@@ -37,7 +37,7 @@ def page(view: Sequence[Block]) -> Html:
 
 
 class _Renderer:
-    """Draws the blocks of one page, which share the room that there is."""
+    """Draws the blocks of one page, which share its room."""
 
     def __init__(self, view: Sequence[Block]):
         self._table_chars = _TABLE_CHARS
@@ -45,9 +45,9 @@ class _Renderer:
         self._chars_per_leaf = _TREE_CHARS / max(sum(block.root.count for block in kinds.trees(view)), 1)
 
     def block(self, block: Block) -> Html:
-        """One block, and those in it."""
+        """One block with its inner blocks."""
         match block:
-            case kinds.Line():
+            case kinds.TextLine():
                 return el("div", "title" if block.title else "", worded(block.words))
             case kinds.Summary():
                 return el("div", "summary", *(el("span", "", worded(words)) for words in block.statements))
@@ -96,9 +96,10 @@ class _Renderer:
             yield el(tag, "right" if column.right else "", *drawn, title=cell.tip or None)
 
     def _tree(self, block: kinds.Tree) -> Html:
-        """A tree of at most so many characters; each group shows one child at least, and counts what it leaves out."""
+        """A tree of at most so many characters. A group shows at least one child, and the number of hidden children."""
         # Rows, which are cheap to count, come first; names may be long, so that characters decide.
-        most, room = _CHILDREN, self._chars_per_leaf * block.root.count
+        most = _CHILDREN
+        room = self._chars_per_leaf * block.root.count
         while most > 1 and tree.size(block.root, _folding(most)) > room // _BRANCH_CHARS:
             most = most * 9 // 10
         while len(body := self._branches(block, _folding(most))) > room and most > 1:
@@ -119,7 +120,7 @@ class _Renderer:
         return joined(map(drawn, block.root.listed(folding)))
 
     def _drawing(self, drawing: Bar | Strip | None) -> Html:
-        """The drawing of a cell; empty if there is none, or no room."""
+        """The drawing of a cell; empty without a drawing, or without room for it."""
         if isinstance(drawing, Bar):
             return el("span", "bar", el("i", drawing.tone.value, style=f"width:{drawing.share * 100:.3g}%"))
         return Html("") if drawing is None else self._strip(drawing)

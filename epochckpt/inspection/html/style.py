@@ -112,12 +112,14 @@ _RULES = """
 
 def css() -> str:
     """The style sheet, without its element."""
-    light, dark = _variables(LIGHT, "light"), _variables(DARK, "dark")
+    light = _variables(LIGHT, "light")
+    dark = _variables(DARK, "dark")
     themes = [f"{_ROOT}{{{light}}}", f"@media (prefers-color-scheme:dark){{{_ROOT}{{{dark}}}}}"]
     for theme, variables, pages in (("light", light, _IS_LIGHT), ("dark", dark, _IS_DARK)):
         marked = *pages, f'html[theme="{theme}"]', f'html[data-theme="{theme}"]'
         themes.append(f"{','.join(f'{page} {_ROOT}' for page in marked)}{{{variables}}}")
-    return "".join([*themes, *(_rule(*rule) for rule in re.findall(r"([^{}]+)\{([^{}]*)\}", _RULES))])
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", _RULES)
+    return "".join([*themes, *(_rule(selector, body) for selector, body in rules)])
 
 
 def _variables(theme: dict[str, str], scheme: str) -> str:

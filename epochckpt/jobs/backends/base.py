@@ -20,10 +20,11 @@ from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
-BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
+# In the notes of an epoch: `save_checkpoints` saved it during a run, which had not come to this epoch yet.
+OUT_OF_BAND = "beside"
 WENT_BACK_TO = "went_back_to"  # in the notes: the epoch that the user has named for the run to go back to
 
-AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
+AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from an epoch on storage
 
 BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
 BYTES = "base64"  # with stock Orbax: key of bytes in JSON
@@ -45,8 +46,8 @@ class Restored:
 class CheckpointBackend(abc.ABC):
     """A checkpoint manager, as one run or one call of the runner uses it. Every process makes the same calls.
 
-    The session is the backend's, not the manager's: a run has one backend; what is loaded or saved beside the run in
-    another session has another.
+    The session is the backend's, not the manager's: a run has one backend, and an out-of-band load or save in
+    another session has its own.
     """
 
     asks_jax = False  # the manager itself asks JAX for its preemption notice, with its steps
@@ -58,7 +59,8 @@ class CheckpointBackend(abc.ABC):
     discarded: int | None = None  # the epoch that was saved and deleted at once, because the manager's options say so
 
     def __init__(self, manager: Any, directory: str):
-        self._manager, self.directory = manager, directory
+        self._manager = manager
+        self.directory = directory
         self.address = directory  # what opens it again
         self._ended: list[SaveResult] = []
 
@@ -66,13 +68,15 @@ class CheckpointBackend(abc.ABC):
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         """All nodes of the job. `wanted` are those that the job names; refused if the manager has other nodes."""
 
-    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, out_of_band: bool = False) -> None:
         """Called once, before anything but `nodes`.
 
-        With `beside`, a run uses the manager in another session, or has used it: the manager keeps that run's nodes.
+        `out_of_band`: a run uses the manager in another session, or has used it. The manager keeps that run's nodes.
         """
-        del beside
-        self._session, self._calls, self.handler_nodes = session, calls, session.nodes
+        del out_of_band
+        self._session = session
+        self._calls = calls
+        self.handler_nodes = session.nodes
 
     def epochs(self) -> list[int]:
         """The committed epochs, ascending; empty where each node has its own."""
@@ -106,7 +110,8 @@ class CheckpointBackend(abc.ABC):
 
     def outcomes(self) -> list[SaveResult]:
         """The saves that have ended since the last call, as this process knows."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def drain(self) -> None:
@@ -146,7 +151,7 @@ class ItemBackend(CheckpointBackend):
         return sorted(self._manager.all_steps())
 
     def _require(self, epoch: int) -> list[int]:
-        """The committed epochs; raises EpochNotFoundError, which lists them, unless the epoch is one of them."""
+        """The committed epochs; EpochNotFoundError, with this list, unless the epoch is among them."""
         epochs = self.epochs()
         if epoch not in epochs:
             raise EpochNotFoundError(epoch, self.directory, epochs)
@@ -175,13 +180,14 @@ class ItemBackend(CheckpointBackend):
             latest = self._require(named)[-1]
             if latest != named:
                 self._roll_back(named)
-            return dataclasses.replace(self._put_back(named, *self._read(named)), named=True)
+            notes, values = self._read(named)
+            return dataclasses.replace(self._put_back(named, notes, values), named=True)
         self.drain()
         epochs = self._calls.broadcast("the epochs to go on from", lambda: self._candidates(resume, handler))
         if not epochs:
             return None
-        newest, found = self._read_newest(epochs)
-        return self._put_back(newest, *found)
+        newest, (notes, values) = self._read_newest(epochs)
+        return self._put_back(newest, notes, values)
 
     @staticmethod
     def _tell_named(named: int, handler: HandlerNotifier) -> None:
@@ -193,7 +199,8 @@ class ItemBackend(CheckpointBackend):
 
     def _candidates(self, resume: str, handler: HandlerNotifier) -> list[int]:
         """On the primary: the epochs that a run may go on from by itself, ascending; none: from scratch."""
-        directory, epochs = self.directory, self.epochs()
+        directory = self.directory
+        epochs = self.epochs()
         if not epochs:
             self._check_free()
         if resume == NEVER and epochs:
@@ -212,13 +219,13 @@ class ItemBackend(CheckpointBackend):
             shown = ", ".join(map(str, epochs[-20:]))
             logging.warning("the metadata handler says that checkpoint %d was saved last; on storage: %s", known, shown)
 
-        # What `save_checkpoints` saved beside a run is resumed from only if it is named.
-        beside = list[int]()
-        while epochs and self._is_beside(epochs[-1]):
-            beside.append(epochs.pop())
-        if beside:
+        # What `save_checkpoints` saved out of band is resumed from only if it is named.
+        out_of_band = list[int]()
+        while epochs and self._is_out_of_band(epochs[-1]):
+            out_of_band.append(epochs.pop())
+        if out_of_band:
             left = f"which goes on from checkpoint {epochs[-1]}" if epochs else "of which nothing is left to go on from"
-            said = f"{directory}: save_checkpoints() saved {beside} in the middle of a run, {left}"
+            said = f"{directory}: save_checkpoints() saved {out_of_band} in the middle of a run, {left}"
             said += "; to go on from one of them, name it: resume_from_epoch=…"
             if not epochs:
                 raise InvalidArgumentError(f"{said}, or delete them to start from scratch")
@@ -229,7 +236,7 @@ class ItemBackend(CheckpointBackend):
         """On the primary: whether the newest epoch is of a run that has gone back to this one."""
         for epoch in reversed(self.epochs()):
             notes = self._readable_notes(epoch)
-            if notes and not notes.get(BESIDE):
+            if notes and not notes.get(OUT_OF_BAND):
                 gone_back = epoch > named and notes.get(WENT_BACK_TO) == named
                 if gone_back:
                     logging.warning(
@@ -244,8 +251,8 @@ class ItemBackend(CheckpointBackend):
                 return gone_back
         return False
 
-    def _is_beside(self, epoch: int) -> bool:
-        return bool(self._readable_notes(epoch).get(BESIDE))
+    def _is_out_of_band(self, epoch: int) -> bool:
+        return bool(self._readable_notes(epoch).get(OUT_OF_BAND))
 
     def _readable_notes(self, epoch: int) -> Mapping[str, Any]:
         try:
@@ -281,7 +288,7 @@ class ItemBackend(CheckpointBackend):
     def _blobs_of(
         items: Iterable[str], notes: Mapping[str, Any], only: Collection[str] | None = None
     ) -> dict[str, str]:
-        """The blob that each item of an epoch holds, or of those that hold one of `only`, by item."""
+        """The blobs of an epoch by item; with `only`, just these blobs."""
         names = notes.get("blobs") or {}
         blobs = {item: names.get(item, item) for item in items}
         return {item: blob for item, blob in blobs.items() if only is None or blob in only}
@@ -296,7 +303,8 @@ class ItemBackend(CheckpointBackend):
         self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: Mapping[str, Any]
     ) -> dict[str, Any]:
         """A blob by node of this process, out of its `form` in an item, in the containers that it was saved in."""
-        spaces, made = self._spaces(), dict[str, Any]()
+        spaces = self._spaces()
+        made = dict[str, Any]()
         for node, value in by_node.items():
             if form == "json":
                 value = _of_this_node(blob, value, nodes, spaces[node])
@@ -306,7 +314,7 @@ class ItemBackend(CheckpointBackend):
         return made
 
     def _put_back(self, epoch: int, notes: Mapping[str, Any], values: Values) -> Restored:
-        """Puts what was read into the workspaces: only now that all of it is there."""
+        """Puts restored values into the workspaces, after all of them have been read."""
         spaces = self._spaces()
         for blob, by_node in values.items():
             for node, value in by_node.items():
@@ -322,7 +330,8 @@ class ItemBackend(CheckpointBackend):
         self._manager.reload()
         if epoch not in self.epochs():
             return False
-        nodes, wanted = self._spaces().keys(), dict[str, set[str]]()
+        nodes = self._spaces().keys()
+        wanted = dict[str, set[str]]()
         try:
             available = set(self._blobs_of(self._item_names(epoch), self.notes(epoch)).values())
             for name in names:  # of all nodes, or `node/blob`
@@ -344,7 +353,8 @@ class ItemBackend(CheckpointBackend):
     def agree_on_names(self, names: Names) -> None:
 
         def report() -> dict[str, Any]:
-            kinds, types = self._kinds_of(names), dict[str, Any]()
+            kinds = self._kinds_of(names)
+            types = dict[str, Any]()
             if not self._calls.primary:
                 per_node = {n: [b for b in blobs if kinds[b] != blob_lib.GLOBAL] for n, blobs in names.items()}
                 types = {key: one for key, one in self._recorded(self._states(per_node)).items() if one is not None}
@@ -384,10 +394,10 @@ class ItemBackend(CheckpointBackend):
         return {f"{n}/{blob}": self._recorder.record(f"{n}/{blob}", tree) for (n, blob), tree in states.items()}
 
     def _blob_notes(self, states: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-        """What is noted of the blobs with an epoch: their names, and their containers.
+        """The notes of an epoch about blobs: their names, and their containers.
 
-        Containers are noted by blob, and by `node/blob` where nodes differ. Those of other processes are as they were
-        after init.
+        Containers are noted by blob, and by `node/blob` where nodes differ. Containers of other processes are noted
+        as they were after init.
         """
         types: dict[str, Any] = {}
         for key, one in [*self._recorded(states).items(), *self._types_elsewhere.items()]:
@@ -398,7 +408,8 @@ class ItemBackend(CheckpointBackend):
 
     def _begin(self, epoch: int, items: Mapping[str, Any], metrics: Any, notes: Mapping[str, Any]) -> bool:
         """Begins a save of these items, by their arguments."""
-        args, metadata = ocp.args.Composite(**items), {NOTES: notes}
+        args = ocp.args.Composite(**items)
+        metadata = {NOTES: notes}
         return self._manager.save(epoch, args=args, metrics=metrics or None, force=True, custom_metadata=metadata)
 
 
@@ -411,7 +422,7 @@ def lacks_reshard(blob: str, saved_by: int, nodes: int) -> InvalidArgumentError:
 
 
 def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..., Any] | None) -> list[Any]:
-    """States of as many nodes as there are now, from those of another number of nodes."""
+    """The states of the job's present number of nodes, made from states of another number."""
     if reshard is None:
         raise lacks_reshard(name, len(states), count)
     try:
@@ -427,7 +438,8 @@ def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..
 def _of_this_node(name: str, by_node: Mapping[str, Any], nodes: Sequence[str], workspace: Workspace) -> Any:
     """A blob that was saved as JSON with stock Orbax, one value per node, as this node is to have it."""
     decoded = {n: base64.b64decode(data[BYTES]) if isinstance(data, dict) else data[0] for n, data in by_node.items()}
-    states, me = list(decoded.values()), nodes.index(workspace.node)
+    states = list(decoded.values())
+    me = nodes.index(workspace.node)
     if len(states) == len(nodes):
         return decoded.get(workspace.node, states[me])
     target = workspace.targets.get(name)

@@ -38,14 +38,16 @@ class NativeBackend(ItemBackend):
 
     def __init__(self, manager: CheckpointManager):
         super().__init__(manager)
-        self.handler, self.directory, self.address = manager.metadata_handler, manager.root, manager.address
+        self.handler = manager.metadata_handler
+        self.directory = manager.root
+        self.address = manager.address
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         if wanted:
             self._manager.set_nodes(wanted)
         return self._manager.node_names
 
-    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, out_of_band: bool = False) -> None:
         """See CheckpointBackend. UnsupportedError: other processes save with the manager than run the job."""
         processes = self._manager.processes
         if processes not in (None, session.coordinator.ids):
@@ -53,7 +55,7 @@ class NativeBackend(ItemBackend):
                 f"the manager of {self.directory} has multiprocessing_options of its own: processes {list(processes)} "
                 "save together; JobRunner needs all of the job's, with process 0 as the primary"
             )
-        super().open(session, calls, beside)
+        super().open(session, calls, out_of_band)
         self.handler_nodes = self.taken_names = self._manager.node_names
         self._manager.introduce_handler()
 
@@ -93,18 +95,24 @@ class NativeBackend(ItemBackend):
         return _blob_items(self._manager.item_kinds(epoch))
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
-        manager, spaces, everyone = self._manager, self._spaces(), self._manager.node_names
-        notes, kinds = self.notes(epoch), manager.item_kinds(epoch)
+        manager = self._manager
+        spaces = self._spaces()
+        everyone = self._manager.node_names
+        notes = self.notes(epoch)
+        kinds = manager.item_kinds(epoch)
         blobs = self._blobs_of(_blob_items(kinds), notes, only)
         forms = notes.get("forms") or {}  # of items that the runner saved with stock Orbax
-        hosted, first = list(spaces), next(iter(spaces.values()))
+        hosted = list(spaces)
+        first = next(iter(spaces.values()))
         count = max(len(manager.nodes(epoch)), 1)
 
         # What each item is restored as. A state that one node saved for all is resharded here, once it is read.
         requested = dict[str, Any]()
         to_reshard = dict[str, Any]()
         for item, blob in blobs.items():
-            target, own, form = first.targets.get(blob), item + blob_lib.OWN_SUFFIX, forms.get(item)
+            target = first.targets.get(blob)
+            own = item + blob_lib.OWN_SUFFIX
+            form = forms.get(item)
             reshard = target.reshard if target is not None and count != len(everyone) else None
             make = None if reshard is None else functools.partial(_made_by, reshard, blob)
             rename = blob_lib.rename_of(first, blob)
@@ -131,7 +139,7 @@ class NativeBackend(ItemBackend):
             error.add_note(f"the target of blob {blob!r} is ws.target({blob!r}, …), or else what @job.setup has made")
             raise
 
-        # What each node of this process gets of it.
+        # The values of each node of this process.
         values: dict[str, dict[str, Any]] = {}
         for item, blob in blobs.items():
             form = forms.get(item)
@@ -139,7 +147,8 @@ class NativeBackend(ItemBackend):
                 by_node = got[item]
             elif item in to_reshard:
                 state = got[item][BARE] if form == "bare" else got[item]
-                new, form = resharded(blob, [state], len(everyone), to_reshard[item]), None
+                new = resharded(blob, [state], len(everyone), to_reshard[item])
+                form = None
                 by_node = {node: new[everyone.index(node)] for node in hosted}
             else:
                 own = got.get(item + blob_lib.OWN_SUFFIX) or {}
@@ -167,7 +176,8 @@ class NativeBackend(ItemBackend):
                 logging.warning("%s; %s", problem, blob_lib.how_to_place(blobs[item]))
 
     def prepare(self, epoch: int, names: Names) -> Any:
-        states, several = self._states(names), len(self._manager.node_names) > 1
+        states = self._states(names)
+        several = len(self._manager.node_names) > 1
         items: dict[str, Any] = {}
         for blob, item in self._items.items():
             trees = {node: tree for (node, name), tree in states.items() if name == blob}
@@ -211,9 +221,9 @@ class NativeBackend(ItemBackend):
 
 
 def _blob_items(kinds: Mapping[str, str]) -> list[str]:
-    """The items that are blobs; beside one of arrays may be another, with what each node has of its own in the blob."""
-    beside = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind == "arrays"}
-    return [item for item, kind in kinds.items() if kind != "node" or item not in beside]
+    """The items that are blobs. The second item of a blob, with each node's own values, is left out."""
+    own = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind == "arrays"}
+    return [item for item, kind in kinds.items() if kind != "node" or item not in own]
 
 
 def _made_by(reshard: Reshard, blob: str, states: Sequence[Any], saved_by: int, nodes: int) -> list[Any]:

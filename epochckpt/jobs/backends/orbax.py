@@ -43,10 +43,10 @@ class OrbaxBackend(ItemBackend):
             _refuse_several(wanted)
         return wanted or [f"process_{i}" for i in range(processes)]
 
-    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, out_of_band: bool = False) -> None:
         """See CheckpointBackend. UnsupportedError: there are more nodes here than those that are to be checkpointed."""
         _refuse_several(session.hosted)
-        super().open(session, calls, beside)
+        super().open(session, calls, out_of_band)
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -67,7 +67,8 @@ class OrbaxBackend(ItemBackend):
                 "that. Stock Orbax reads its arrays, but not what differs per node"
             )
         notes = self.notes(epoch)
-        blobs, forms = self._blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
+        blobs = self._blobs_of(self._item_names(epoch), notes, only)
+        forms = notes.get("forms") or {}
         ((node, workspace),) = self._spaces().items()
         if renamed := [blob for blob in blobs.values() if blob_lib.rename_of(workspace, blob) is not None]:
             problem = f"ws.target({renamed[0]!r}, rename=…) needs an epochckpt.CheckpointManager"
@@ -78,7 +79,8 @@ class OrbaxBackend(ItemBackend):
             else self._argument(blob_lib.target_of(workspace, blob), forms.get(item))
             for item, blob in blobs.items()
         }
-        nodes, saved_by = self._session.nodes, notes.get("nodes") or self._session.nodes
+        nodes = self._session.nodes
+        saved_by = notes.get("nodes") or self._session.nodes
         try:
             got = self._manager.restore(epoch, args=ocp.args.Composite(**requested)) if requested else {}
         except Exception as error:  # Orbax raises many types where it has no devices for an array
@@ -164,7 +166,8 @@ class OrbaxBackend(ItemBackend):
         """Waits for the save in flight, if there is one, and looks at what became of it."""
         if self._requested is None:
             return
-        (epoch, began, held), self._requested = self._requested, None
+        epoch, began, held = self._requested
+        self._requested = None
         detail = ""
         try:
             self._manager.wait_until_finished()
@@ -180,7 +183,7 @@ class OrbaxBackend(ItemBackend):
             self.discarded = epoch
 
     def drain(self) -> None:
-        """See CheckpointBackend. Includes saves that another backend of it began: Orbax lists them already."""
+        """See CheckpointBackend. Also waits for saves of other backends: Orbax already lists their steps."""
         self._settle()
         _threads.logged("a save of stock Orbax failed", self._manager.wait_until_finished)
 
@@ -203,7 +206,7 @@ def _encode(node: str, blob: str, value: Any) -> Any:
         return {BYTES: base64.b64encode(value).decode()}
     try:
         copy = json.loads(json.dumps(value))  # the next epoch may change the value before Orbax has written it
-        made_of = containers.of(value)  # tuples are lists in JSON; the epoch records what they were
+        made_of = containers.of(value)  # JSON turns tuples into lists; the epoch records the containers
         if (copy if made_of is None else containers.rebuild(copy, made_of)) == value:
             return [copy]
     except (TypeError, ValueError, RecursionError):
