@@ -37,7 +37,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import app, flags, logging
-from epochckpt.saving.attempt import write_nodes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
@@ -50,7 +49,8 @@ from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing
 from epochckpt.format.grid import box_shape, cell_box
 from epochckpt.orbax import linked_view, view
-from epochckpt.saving import opening
+from epochckpt.saving import Save, opening
+from epochckpt.saving.node_writer import write_nodes
 from epochckpt.storage import PosixStore
 
 NODES = flags.DEFINE_list("nodes", ["1", "4", "16", "64", "256", "1000"], "Numbers of nodes.")
@@ -157,10 +157,10 @@ class Pod:
         self.reports = list[str]()
 
     def hear(self, key: str, text: str) -> None:
-        """Node 1 has put something. The crowd says hello at once."""
+        """Node 1 has put something. The crowd tells the same at once, as it opens the directory."""
         if "/report/" in key:
             self.reported.put(key)
-        elif "/hello/" in key:
+        elif "/told/" in key:
             for node in self.crowd:
                 self.client.key_value_set(f"{key[:-1]}{node}", text.replace("process_1", f"process_{node}"))
 
@@ -181,11 +181,11 @@ class Pod:
 
     def write_crowd(self, manager: ec.CheckpointManager) -> None:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
-        (attempt,) = manager.parts.saves.queue.pending()
-        item, commits = attempt.snapshot.items["default"].arrays, manager.parts.directory.commits
-        identity, pool = f"{commits.incarnation}-{attempt.name}", _threads.Pool(1)
-        report, again = attempt.reports[1], len(self.reports) == len(self.crowd)
-        bases = view.bases(attempt.snapshot.items, report.nodes[0].entry.files)
+        (save,) = manager.parts.saves.queue.pending()
+        item, commits = save.snapshot.items["default"].arrays, manager.parts.directory.commits
+        identity, pool = f"{commits.incarnation}-{save.name}", _threads.Pool(1)
+        report, again = save.reports[1], len(self.reports) == len(self.crowd)
+        bases = view.bases(save.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:
             unread = min(node, abs(node - self.nodes // 2)) > 24
             if unread or again:
@@ -199,12 +199,15 @@ class Pod:
                 cells, source = item.owned(node), plan_lib.CellSource(0, 0, None)
                 plan = plan_lib.ItemPlan(item, cells, (source,) * len(cells[0]), tuple(item.part_ends(cells, None)), 0)
                 buffers = [Buffer(np.full(span.nbytes // 4, 1.5, np.float32)) for span in plan.cell_ranges]
-                part = Snapshot([SavedTree(plan, node, buffers)], digest=attempt.snapshot.digest)
-                job, mine = (
-                    dataclasses.replace(manager.parts.saves.nodes, process=node),
-                    dataclasses.replace(attempt, snapshot=part),
+                part = Snapshot([SavedTree(plan, node, buffers)], digest=save.snapshot.digest)
+                report = write_nodes(
+                    commits=commits,
+                    nodes=dataclasses.replace(manager.parts.saves.nodes, process=node),
+                    save=Save(save.request, part, save.deadline),
+                    save_id=identity,
+                    options=ec.StorageOptions(),
+                    pool=pool,
                 )
-                report = write_nodes(commits, job, mine, identity, ec.StorageOptions(), pool)
             self.reports.append(json.dumps(report.to_wire()))
 
     def save(self, managers: dict[int, ec.CheckpointManager], epoch: int, busy: bool = False) -> dict[str, float]:
@@ -222,8 +225,8 @@ class Pod:
         if self.nodes > 1:
             key = self.reported.get()
             for other in (0, self.nodes - 1):
-                for attempt in managers[other].parts.saves.queue.pending():
-                    attempt.written.wait()
+                for save in managers[other].parts.saves.queue.pending():
+                    save.written.wait()
             self.write_crowd(managers[1])
             for node, report in zip(self.crowd, self.reports, strict=True):
                 self.client.key_value_set(f"{key[:-1]}{node}", report)
