@@ -42,7 +42,7 @@ class Administration:
         calls: CollectiveCalls,
     ):
         self._commits = directory.commits
-        self._job_directory = directory.directory
+        self._job_directory = directory.job_directory
         self._history = history
         self._saves = saves
         self._access = access
@@ -51,7 +51,7 @@ class Administration:
         self.ledger = ledger
         self._calls = calls
         self.directory_calls = DirectoryCalls(
-            directory=directory.directory,
+            directory=directory.job_directory,
             claim=saves.claim,
             history=history,
             wait_secs=storage.open_timeout_secs,

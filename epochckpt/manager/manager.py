@@ -170,7 +170,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             verify=self._storage.verify,
             context=items_lib.RestoreContext(self._handlers, opened.nodes, self._storage.restore_memory_limit_bytes),
             mirror=self._mirror,
-            is_partial=lambda: opened.directory.is_partial,
+            is_partial=lambda: opened.job_directory.is_partial,
         )
         history = History(
             load=readers.brief,

@@ -121,7 +121,7 @@ class Saves:
             mirror=mirror,
         )
         self.claim = Claim(
-            directory=directory.directory,
+            directory=directory.job_directory,
             refused=directory.refused,
             on_claim=self._claimed,
             root_files=root_files,
@@ -344,7 +344,7 @@ class Saves:
         """See `CheckpointManager.allow_overwrite`."""
         epoch = epoch_number(epoch)
         self._access.check_write("allow_overwrite")
-        self._directory.directory.check_replaceable(epoch)
+        self._directory.job_directory.check_replaceable(epoch)
         self.claim.check(epoch)
         self.queue.drain(epoch)
         if self.claim.known:
@@ -383,7 +383,7 @@ class Saves:
 
     def release(self) -> None:
         """Lets go of the directory, on the primary, and on every process that has a disk of its own; bounded."""
-        if not self._directory.directory.acts:
+        if not self._directory.job_directory.acts:
             return
         wait_secs = self._storage.open_timeout_secs
         _threads.logged(

@@ -35,27 +35,27 @@ _opens: collections.Counter[str] = collections.Counter()  # managers by group of
 class Opened:
     """An open directory."""
 
-    directory: JobDirectory
+    job_directory: JobDirectory
     nodes: Nodes
     survey: Survey
     refused: errors.AccessError | None  # on the primary: why this user may not write there, if that can be seen
 
     @property
     def coordinator(self) -> Coordinator:
-        return self.directory.coordinator
+        return self.job_directory.coordinator
 
     @property
     def commits(self) -> Commits:
-        return self.directory.commits
+        return self.job_directory.commits
 
     @property
     def store(self) -> Store:
-        return self.directory.commits.store
+        return self.job_directory.commits.store
 
     @property
     def prefix(self) -> str:
         """Of this manager's coordination keys, and of no other manager's of the job."""
-        return self.directory.prefix
+        return self.job_directory.prefix
 
 
 def open_directory(

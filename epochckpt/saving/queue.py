@@ -81,7 +81,7 @@ class SaveQueue:
             listener=listener,
         )
         context = SaveContext(
-            directory=opened.directory,
+            directory=opened.job_directory,
             prefix=f"{opened.prefix}/save",
             claim=claim,
             options=options,

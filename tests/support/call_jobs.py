@@ -35,7 +35,8 @@ def lone_calls(directory: str) -> dict[str, Any]:
 
     def wait(secs: float) -> None:
         """How long calls wait for the other process: a moment for one that does not come, else as long as it takes."""
-        m.parts.directory.directory._wait_secs = m.parts.administration.directory_calls._wait_secs = secs
+        m.parts.directory.job_directory._wait_secs = secs
+        m.parts.administration.directory_calls._wait_secs = secs
         object.__setattr__(storage, "restore_timeout_secs", secs)
 
     def alone(who: int, name: str, call: Callable[[], Any]) -> None:

@@ -70,12 +70,12 @@ def lone_reloads(root: str) -> Any:
         manager.wait_until_finished()
         for alone in (0, 1):
             if me == alone:
-                manager._directory._wait_secs = 0.5
+                manager.parts.directory.job_directory._wait_secs = 0.5
                 try:
                     manager.reload()
                 except ec.errors.CoordinationTimeoutError as error:
                     found.append(str(error))
-                manager._directory._wait_secs = 30.0
+                manager.parts.directory.job_directory._wait_secs = 30.0
             client.wait_at_barrier(f"after {alone}", 60_000)
             manager.reload()
             found.append(list(manager.all_steps()))
