@@ -6,8 +6,8 @@ A step that donates the state runs right after each `save()`. The script prints 
 - "next step" is the time of that step, and of those of a step without a save ("alone");
 - "drained" is the time from `save()` until `wait_until_finished` returned, and with it the rate.
 
-What was saved is compared with what there was, bit by bit. Without an accelerator it says so, and our modes run as they
-would there over the memory kinds of jax's CPU device: the times say nothing then.
+Every restored array is compared with the saved one, bit by bit. Without an accelerator the script says so, and our
+modes run over the memory kinds of jax's CPU device: then the times mean nothing.
 
     python benchmarks/accelerator.py --gb=20 --json=accelerator.json
 """
@@ -69,7 +69,7 @@ def step_of(work: int) -> Callable[[State], State]:
 
 
 def round_of(manager: Any, epoch: int, state: State, step: Callable[[State], State]) -> tuple[State, dict[str, float]]:
-    """Saves the state, runs a step that donates it, and compares what is then restored."""
+    """Saves the state, runs a step that donates it, restores, and compares."""
     alone, state = timed(lambda: jax.block_until_ready(step(state)))
     kept = {name: np.array(jax.device_put(value, may_alias=False)) for name, value in state.items()}
     begun = time.perf_counter()
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
         shutil.rmtree(root)
     medians = {name: {c: statistics.median(row[c] for row in rows[name]) for c in COLUMNS} for name in names}
     print(f"{nbytes / 1e9:g} GB in {LEAVES.value} arrays on {device.device_kind}, medians of {ROUNDS.value}")
-    print("What was restored is what was saved, bit by bit.")
+    print("All restored arrays equal the saved ones, bit by bit.")
     print(f"{'':12}{'blocked':>22}{'next step':>26}{'drained':>32}")
     for name, row in medians.items():
         blocked = f"{row['blocked'] * 1e3:.1f} ms ({medians[STOCK]['blocked'] / row['blocked']:.1f}×)"

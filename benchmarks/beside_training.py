@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from absl import app, flags
 
 CASE = flags.DEFINE_string("case", "adam401", "The state, as in save_restore.py.")
-STEPS = flags.DEFINE_integer("steps", 200, "Steps before the save, of which the median is taken.")
+STEPS = flags.DEFINE_integer("steps", 200, "Steps before the save; their median counts.")
 
 
 def python_step() -> None:

@@ -1,4 +1,4 @@
-"""A restore of replicated state by several processes: each reads all of it, or they share what they read.
+"""A restore of replicated state by several processes: each reads all of it, or they share the reading.
 
     python benchmarks/broadcast_restore.py --processes=4 --megabytes=200 --store_megabytes_per_sec=200
 
@@ -42,7 +42,7 @@ WAYS = {"each reads all": False, "shared": True}
 
 
 class Meter:
-    """Counts what this process reads of data files, and lets it wait for its part of what the store gives."""
+    """Counts the bytes of data files that this process reads, and slows it down to its share of the store's speed."""
 
     def __init__(self, bytes_per_sec: float):
         self.nbytes, self._rate, self._lock = 0, bytes_per_sec, threading.Lock()

@@ -1,6 +1,6 @@
 """Prints, in Markdown, the table of goals from what `all.py` has measured.
 
-A figure that misses its goal says so; a dash stands for what was not measured.
+A figure that misses its goal is marked; a dash stands for a missing figure.
 
     python benchmarks/goals.py measured
 """
@@ -19,12 +19,12 @@ def ms(case: str, *goals: tuple[str, float]) -> list[Figure]:
 
 
 def over(case: str, row: str, *goals: tuple[str, float]) -> list[Figure]:
-    """Ours over that of another row."""
+    """Our figure divided by the figure of another row."""
     return [(f"{name} × {row}", goal, f"{case}/epochckpt/{name}", f"{case}/{row}/{name}") for name, goal in goals]
 
 
 def ahead(case: str, *goals: tuple[str, float]) -> list[Figure]:
-    """Stock Orbax's over ours."""
+    """Stock Orbax's figure divided by ours."""
     return [(f"{name}: Orbax ×", -goal, f"{case}/orbax/{name}", f"{case}/epochckpt/{name}") for name, goal in goals]
 
 

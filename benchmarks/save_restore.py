@@ -5,7 +5,7 @@ arrays, so that a change of the machine's speed affects all of them. Medians and
 
 - "blocked" is how long `save()` kept the training thread, "save" the time until `wait_until_finished` returned (ours:
   everything is fsynced), for the first save and for the next one: a job saves the same tree again and again;
-- "cpu" is the processor time of that next save, in all threads, with that of the kernel on their behalf;
+- "cpu" is the processor time of that next save, in all threads, kernel time included;
 - "restore" is the time until every array is ready, of the second of two in a row. All files are in the page cache
   before, for each contestant; before "cold" none is;
 - "torch DCP" takes part where torch is installed: `async_save` of the same values in tensors, by two threads, without

@@ -10,8 +10,8 @@ restores here read them, and report. The table has one row per number of nodes, 
   counts; "stall": the most CPU time between two of its counts; "parse": CPU time of a reader for `epoch.json`;
 - messages, with the bytes of their values, of an opening and of a save at the last node, and of a save at the primary;
 - sizes of `epoch.json`, of the head of a bucket with this one epoch, and of the Orbax view;
-- files (and bytes) that one process reads to restore on the same mesh, and as one of half as many nodes, and the bytes
-  that all nodes together read from shared storage on the same mesh, the record included.
+- files (and bytes) that one process reads in a restore, on the same mesh and on one of half as many nodes; and the
+  bytes, with the record, that all nodes together read from shared storage on the same mesh.
 
     python benchmarks/simulate_pod.py                # up to 1,000 nodes
     python benchmarks/simulate_pod.py --full --json=pod.json
@@ -70,7 +70,7 @@ class Device:
 
 
 class Leaf(jax.Array):
-    """What a save asks of a jax array that lies on devices of many processes, as one of them sees it."""
+    """The interface of a jax array that a save uses: of an array on many processes' devices, as one of them sees it."""
 
     def __init__(self, process: int, shape: tuple[int, ...], sharding: NamedSharding):
         self._process, self._shape, self._sharding = process, shape, sharding
@@ -100,7 +100,7 @@ def state(process: int, mesh: Mesh, nodes: int) -> dict[str, Any]:
 
 
 class Client:
-    """One process's client of the coordination service, which notes what it asks for."""
+    """One process's client of the coordination service; notes all its requests."""
 
     def __init__(self, client: Any, heard: Callable[[str, str], None] = lambda key, text: None):
         self._client, self._heard, self.messages = client, heard, list[tuple[str, int]]()
@@ -121,7 +121,7 @@ class Client:
 
 
 class CountingStore(PosixStore):
-    """A directory that counts the files that are opened there, and their bytes that are read."""
+    """A directory that counts opened files and read bytes."""
 
     opened = nbytes = 0
 

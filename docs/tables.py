@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from epochckpt._settings import RULES, SETTINGS
+from epochckpt.format.checksums import BLOCK_CHECKSUMS
 from epochckpt.inspection import directory_views as views
 from epochckpt.inspection.rows import Overview
 from epochckpt.jobs.stop import CONDITIONS
@@ -76,10 +77,25 @@ def stop_conditions() -> str:
 
 
 def epoch_columns() -> str:
-    """The columns of epochs that say what they are about."""
+    """The columns in tables of epochs, with their explanations."""
     columns = [column for column, _ in views.epoch_columns(Overview("", ()))]
     rows = [[f"`{column.title.removeprefix('0 ')}`", column.tip] for column in columns if column.tip]
     return table(["column", "what it shows"], rows)
+
+
+def schemes() -> str:
+    """The schemes of buckets."""
+    rows = []
+    for row in SCHEMES.values():
+        variables = ", ".join(f"`{name}`" for name in row.server_variables)
+        rows.append([f"`{row.example}`", row.about, variables, "yes" if row.stock_orbax else "no"])
+    return table(["directory", "where it is", "variables that name another server", "stock Orbax reads it there"], rows)
+
+
+def block_checksums() -> str:
+    """The kinds of checksums that blocks may have."""
+    rows = [[f"`{row.name}`", row.about, str(row.digits)] for row in BLOCK_CHECKSUMS.values()]
+    return table(["field", "checksum", "hex digits"], rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -87,6 +103,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "bucket_settings": bucket_settings,
     "stop_conditions": stop_conditions,
     "epoch_columns": epoch_columns,
+    "schemes": schemes,
+    "block_checksums": block_checksums,
 }
 """What makes a part, by its name."""
 

@@ -1,26 +1,28 @@
 """epochckpt: an epoch-level checkpoint manager for JAX training, with Orbax's interface.
 
-    storage     where bytes lie: a small store interface, POSIX folders, object stores
-    format      what the bytes mean: names, records, grids, checksums
-    orbax       all we know of stock Orbax: options, handlers, steps, the view that lets it read our epochs
-    arrays      one epoch's arrays: plan, snapshot, write, read, restore
-    directory   the epochs of one directory: which there are, who may write, how they appear and go
-    agreement   how the processes of a job agree
-    saving      one save, from the snapshot to the verdict, with the claim before it and retention after it
-    tiers       an epoch in more than one place: copies, and the mirror of a directory
-    manager     what a user does to a directory: save, restore, delete, follow
-    convert     epochs as files of other programs, and back: safetensors, Hugging Face, flax, torch, plain Orbax
-    v1          the same in Orbax's v1 style
-    jobs        a whole run: job, stop conditions, resume, the runner
-    caffe2      Caffe2's managers and names, over jobs
-    inspection  look, compare, tidy
-    cli         the command `epochckpt`
+- `storage`: where bytes lie. A small store interface, POSIX folders, object stores.
+- `format`: what the bytes mean. Names, records, grids, checksums.
+- `orbax`: everything about stock Orbax. Options, handlers, its steps, and the view that lets it read our epochs.
+- `arrays`: the arrays of one epoch. Plan, snapshot, write, read, restore.
+- `directory`: the epochs of one directory. The list of them, who may write, how an epoch appears and goes.
+- `agreement`: how the processes of a job agree.
+- `saving`: one save, from the snapshot to the verdict, with the claim before it and retention after it.
+- `tiers`: an epoch in more than one place. Copies, and the mirror of a directory.
+- `manager`: the operations of a user on a directory. Save, restore, delete, follow.
+- `convert`: epochs as files of other programs, and back. safetensors, Hugging Face, flax, torch, plain Orbax.
+- `v1`: the same as `manager`, in Orbax's v1 style.
+- `jobs`: a whole run. Job, stop conditions, resume, the runner.
+- `caffe2`: Caffe2's managers and names, over `jobs`.
+- `inspection`: views and comparisons of a directory, and its cleaning.
+- `cli`: the command `epochckpt`.
 
-A package imports only packages above it in this list; `lint-imports` checks it. Beside them lie the
-modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`) and a few
-private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_lazy`, `_metrics`, `_renaming`,
-`_text`, `_units`, `_durations`, `_settings`). What takes long to import (jax, Orbax) is imported when it is used, see
-`_lazy`.
+A package imports only packages above it in this list; `lint-imports` checks it. `docs/architecture.md` follows a save
+and a restore through the packages, and `docs/glossary.md` explains the words that the code uses.
+
+Users also import the modules beside the packages: `errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`.
+All packages share a few private helpers: `_threads`, `_monitoring`, `_progress`, `_collector`, `_lazy`, `_metrics`,
+`_renaming`, `_text`, `_units`, `_durations`, `_kinds`, `_settings`. Modules that take long to import (jax, Orbax) are
+imported on first use, see `_lazy`.
 """
 
 from typing import TYPE_CHECKING, Any

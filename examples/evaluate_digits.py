@@ -4,10 +4,10 @@
     python examples/evaluate_digits.py --flagfile=configs/evaluator.flags
 
 in two terminals, or on two machines that share the directory (`--workdir`). This program waits for no process of the
-other one and needs none of its code but the network itself. It scores what training does not look at: held-out images
-that are moved by a pixel in every direction. An epoch that is deleted under it is passed over, one that is trained anew
-after a rollback is scored anew. The trainer keeps an epoch until it has a score, and then the best ones. Started again,
-it goes on with the epochs that have none.
+other one, and needs only the network from its code. It scores epochs on images that training does not see: held-out
+images, moved by a pixel in every direction. If an epoch is deleted meanwhile, the evaluator passes over it. If an epoch
+is trained again after a rollback, the evaluator scores it again. The trainer keeps an epoch until it has a score, and
+then the best ones. Started again, the evaluator goes on with the epochs that have no score.
 """
 
 import pathlib

@@ -48,7 +48,7 @@ def main(train, refusal=lambda: None):
 
 def run_child(train, process_id, coordinator, launcher_pid):
     """What each of the started processes does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the launcher says what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the launcher acts on it
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux's PR_SET_PDEATHSIG: we die when the launcher does
     if os.getppid() != int(launcher_pid):
         sys.exit("the launcher is gone")  # it died before the line above
@@ -67,7 +67,7 @@ def run_child(train, process_id, coordinator, launcher_pid):
 
 
 def launch():
-    """Starts the processes, passes on what it is asked, and waits. Returns the exit status."""
+    """Starts the processes, passes on signals, and waits. Returns the exit status."""
     with socket.create_server(("localhost", 0)) as sock:  # any free port
         coordinator = f"localhost:{sock.getsockname()[1]}"
     devices = f"--xla_force_host_platform_device_count={FLAGS.devices_per_process}"
@@ -101,7 +101,7 @@ def launch():
         return ec.PREEMPTED_EXIT_CODE
     if asked:
         return 128 + asked[0]
-    for i, code in sorted(enumerate(codes), key=lambda item: item[1] or 0):  # one that was killed makes others fail
+    for i, code in sorted(enumerate(codes), key=lambda item: item[1] or 0):  # a killed process makes others fail
         if code:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             return f"process {i} failed ({how}), the others were ended; start again to go on"

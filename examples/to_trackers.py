@@ -2,10 +2,11 @@
 
     python examples/to_trackers.py --directory=/runs/my_run --folder=/runs/trackers/my_run
 
-sends to all whose libraries are installed (`--to=tensorboard,wandb,mlflow`) a point per epoch and metric: what the run
-saved, also with epochs that were deleted since, and what an evaluator attached later. It only reads the directory. A
-note in `--folder` says what has been sent: started again, the program goes on from there. (Killed between a point and
-the note, it sends the point again: the same value at the same place.)
+sends a point per epoch and metric to each tracker whose library is installed (`--to=tensorboard,wandb,mlflow`). It
+sends the metrics that the run saved, also those of epochs that were deleted since, and the metrics that an evaluator
+attached later. It only reads the directory. A note in `--folder` lists the points that were sent. Started again, the
+program goes on from there. (If it was killed between a point and the note, it sends the point again: the same value at
+the same place.)
 
 Everything stays on this machine, unless the trackers' own variables say otherwise. To look at it:
 
@@ -74,7 +75,7 @@ class WeightsAndBiases:
         self.run.define_metric("*", step_metric="epoch")
 
     def go_back_to(self, epoch):
-        """W&B keeps what it has: it shows both branches."""
+        """Does nothing: W&B deletes no points, and shows both branches."""
 
     def send(self, epoch, secs, metrics):
         self.run.log({**metrics, "epoch": epoch})
@@ -102,7 +103,7 @@ class MLflow:
         client.update_run(self.run, status="RUNNING")
 
     def go_back_to(self, epoch):
-        """MLflow keeps what it has: of several values of one epoch the last counts."""
+        """Does nothing: MLflow keeps all values, and shows the last one of an epoch."""
 
     def send(self, epoch, secs, metrics):
         from mlflow.entities import Metric
@@ -132,7 +133,7 @@ def numbers(metrics, prefix=""):
 
 
 class Forwarder:
-    """A tracker, and the note of what it has been sent: of each epoch when it was committed, and the names."""
+    """A tracker, and the note of the points that it was sent: by epoch the time of the commit, and the names."""
 
     def __init__(self, name, folder, directory):
         self.name, self.note = name, folder / f"sent-to-{name}.json"

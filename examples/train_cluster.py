@@ -4,9 +4,9 @@
     kubectl apply -f examples/kubernetes.yaml
     python examples/train_cluster.py --ckpt_directory=my_run
 
-SIGTERM, by which schedulers give notice, stops the job within a step: it saves what it has, also in the middle of an
-epoch, and ends with exit code 75, for which the scheduler starts it again. docs/jobs.md has the other exit codes.
-Started again, on as many processes or on others, it goes on with the next step.
+Schedulers give notice by SIGTERM. The job then stops within a step, saves its state, also in the middle of an epoch,
+and ends with exit code 75, on which the scheduler starts it again. docs/jobs.md has the other exit codes. Started
+again, on the same or another number of processes, the job goes on with the next step.
 """
 
 import os
@@ -37,7 +37,7 @@ OPTIMIZER = optax.adam(1e-3)
 
 
 def connect():
-    """Joins the job that the scheduler has started, if it has; returns whether there are other processes."""
+    """Joins the job that the scheduler has started, if it has; returns whether the job has several processes."""
     if "JOB_COMPLETION_INDEX" in os.environ:  # an indexed job of Kubernetes, see kubernetes.yaml
         processes = int(os.environ["NUM_PROCESSES"])
         if processes > 1:

@@ -82,7 +82,7 @@ def train_epoch(state, images, labels):
 
 
 def make_job():
-    """What is trained, and when it is over. Nothing here is about files, or about being interrupted."""
+    """The job: how to train, and when to stop. Nothing here is about files, or about being interrupted."""
     job = ec.Job()
 
     @job.setup

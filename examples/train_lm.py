@@ -4,9 +4,9 @@
 
 A byte-level transformer learns the reference manual that comes with Python. The data come from a Grain pipeline, one
 per process; its position is checkpointed with everything else, so a resumed run reads on where it was, also inside an
-epoch: the epoch is declared resumable, and asks before each step whether to stop. Kill it whenever you like, or ask it
-to stop (Ctrl-C, SIGTERM: it saves the epoch as far as it is and exits with status 75), and start it again: the loss
-curve in `loss.jsonl`, one line per step, is the one of an undisturbed run, bit for bit.
+epoch: the epoch is declared resumable, and asks before each step whether to stop. You may kill the program at any time,
+or ask it to stop with Ctrl-C or SIGTERM: it then saves the unfinished epoch and exits with status 75. Start it again,
+and it goes on. The loss curve in `loss.jsonl`, one line per step, equals the curve of an undisturbed run, bit for bit.
 
 With other numbers of processes or devices it sees the same batches, and the curve is the same but for rounding.
 """
@@ -61,7 +61,7 @@ def unigram_entropy(text):
 
 def batches(text):
     """This process's part of every batch, without end: an iterator whose position can be saved."""
-    span = FLAGS.context + 1  # what is predicted is the input, one byte later
+    span = FLAGS.context + 1  # the model predicts the input, one byte later
     windows = grain.MapDataset.range(len(text) // span).shuffle(seed=FLAGS.seed).repeat()
     # Batch k is windows k*n … (k+1)*n of the whole job, however many processes there are. So all of them are always at
     # the same position, and it means the same to any number of processes.
@@ -123,7 +123,7 @@ def train_step(state, batch):
 
 
 def make_job():
-    """What is trained, and when it is over. Of being interrupted it knows one question, of files nothing."""
+    """The job: how to train, and when to stop. Of being interrupted it knows one question, of files nothing."""
     job = ec.Job()
 
     @job.setup

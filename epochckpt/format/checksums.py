@@ -46,11 +46,13 @@ class BlockChecksum:
 
     Attributes:
         name: the field of a file in `node.json` that holds the checksums of its blocks.
+        about: which function it is, for docs/.
         digits: how many hex digits a checksum has.
         compute: the checksum of a contiguous buffer.
     """
 
     name: str
+    about: str
     digits: int
     compute: Callable[[Buffer], int]
 
@@ -63,7 +65,10 @@ class BlockChecksum:
         return BlockSums(self, tuple(map(self.of, blocks)))
 
 
-BLOCK_CHECKSUMS = {row.name: row for row in (BlockChecksum(name="xxh3", digits=16, compute=xxh3),)}
+BLOCK_CHECKSUMS = {
+    row.name: row
+    for row in (BlockChecksum(name="xxh3", about="the 64-bit XXH3 of the block", digits=16, compute=xxh3),)
+}
 """The kinds of checksums that blocks may have, by name. To add a kind, add a row.
 
 Versions before that cannot read it: as long as it is `WRITTEN`, records need a feature in `requires`.

@@ -123,12 +123,12 @@ def uploading(epoch: int, destination: str) -> Generator[None]:
 
 
 @functools.singledispatch
-def upload_task(manager: Any, epoch: int, asked: CopyUpload) -> Callable[[Workspace], None]:
+def upload_task(manager: Any, epoch: int, requested: CopyUpload) -> Callable[[Workspace], None]:
     """The task that copies an epoch of a manager; InvalidArgumentError: its epochs cannot be copied.
 
     A package with managers of its own registers how their epochs are copied, as `caffe2` does.
     """
-    del epoch, asked
+    del epoch, requested
     raise InvalidArgumentError(
         "CopyUpload copies epochs of an epochckpt.CheckpointManager or of a manager of epochckpt.caffe2, got "
         f"{type(manager).__module__}.{type(manager).__name__}; for others write an UploadTaskGroupBuilder"
@@ -136,15 +136,15 @@ def upload_task(manager: Any, epoch: int, asked: CopyUpload) -> Callable[[Worksp
 
 
 @upload_task.register(CheckpointManager)
-def _epoch_upload(manager: CheckpointManager, epoch: int, asked: CopyUpload) -> Callable[[Workspace], None]:
+def _epoch_upload(manager: CheckpointManager, epoch: int, requested: CopyUpload) -> Callable[[Workspace], None]:
     """A task that copies an epoch of our manager, once for all nodes of this process."""
     coordinator = coordination.connect(False)
     nodes = manager.node_names
     ran = set[str]()
     here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
     option = "CopyUpload(timeout_secs=…)"
-    calls = RunCalls(coordinator, nodes, asked.timeout_secs, option=option, signs=False)
-    guarded = uploading(epoch, asked.destination)
+    calls = RunCalls(coordinator, nodes, requested.timeout_secs, option=option, signs=False)
+    guarded = uploading(epoch, requested.destination)
 
     @guarded
     def open_copy(progress: Callable[[int], None]) -> EpochCopy:
@@ -154,7 +154,7 @@ def _epoch_upload(manager: CheckpointManager, epoch: int, asked: CopyUpload) -> 
                 f"{manager.directory}: checkpoint {epoch} was written by stock Orbax, whose steps CopyUpload does not "
                 "copy; copy its folder, or save it with epochckpt.CheckpointManager"
             )
-        target = open_store(asked.address)
+        target = open_store(requested.address)
         check_place(reader.store, target)
         return EpochCopy(reader, commits_of(target, names), progress=progress)
 
@@ -171,7 +171,7 @@ def _epoch_upload(manager: CheckpointManager, epoch: int, asked: CopyUpload) -> 
 
         @guarded
         def begin() -> str | None:
-            return copy.commits.incarnation if copy.begin(asked.replace) else None
+            return copy.commits.incarnation if copy.begin(requested.replace) else None
 
         # The primary looks at the destination and makes room, every process copies, and the primary publishes.
         incarnation = calls.broadcast("beginning of the upload", begin)

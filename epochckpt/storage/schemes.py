@@ -93,7 +93,8 @@ class Scheme:
 
     Attributes:
         name: the text before `://`.
-        example: a URL, for errors.
+        about: what buckets of the scheme are, for docs/.
+        example: a URL, for errors and docs/.
         client: makes a client and returns it with its endpoint. None if the scheme has no server.
         settings: the settings of server and identity that the scheme takes. Every scheme takes the other settings.
         payer: the type of `requester_pays`: `bool`, or `str` for the name of a project.
@@ -113,6 +114,7 @@ class Scheme:
     """
 
     name: str
+    about: str
     example: str
     client: Callable[[Opening], tuple[Any, str]] | None = None
     settings: frozenset[str] = frozenset()
@@ -251,6 +253,7 @@ SCHEMES = {
     for row in (
         Scheme(
             name="gs",
+            about="Google Cloud Storage",
             generations=True,
             example="gs://bucket/run",
             client=_google,
@@ -269,6 +272,7 @@ SCHEMES = {
         ),
         Scheme(
             name="s3",
+            about="S3, and stores that speak it",
             example="s3://bucket/run",
             client=_s3,
             settings=frozenset({"endpoint", "region", "profile", "requester_pays", "anonymous"}),
@@ -280,6 +284,7 @@ SCHEMES = {
         ),
         Scheme(
             name="az",
+            about="Azure Blob Storage",
             example="az://container/run",
             client=_azure,
             settings=frozenset({"endpoint", "account", "anonymous"}),
@@ -291,12 +296,12 @@ SCHEMES = {
             no_bucket=re.compile("ContainerNotFound|container does not exist"),
             policy=re.compile("immutable ?due ?to|ImmutabilityPolic|legal ?hold", re.IGNORECASE),
         ),
-        Scheme(name="memory", example="memory://name"),
+        Scheme(name="memory", about="this process's memory, for tests", example="memory://name"),
     )
 }
 """Every scheme of a bucket, by its name."""
 
-_FILES = Scheme(name="file", example="file:///path", stock_orbax=True)
+_FILES = Scheme(name="file", about="file systems", example="file:///path", stock_orbax=True)
 EXAMPLES = ", ".join(row.example for row in SCHEMES.values()) + f" or {_FILES.example}"
 """URLs that name a store, for errors."""
 

@@ -13,7 +13,7 @@ import epochckpt as ec
 from epochckpt.errors import DamagedError, FormatError
 from epochckpt.format import checksums
 
-CRC32 = checksums.BlockChecksum(name="crc32", digits=8, compute=zlib.crc32)
+CRC32 = checksums.BlockChecksum(name="crc32", about="CRC-32", digits=8, compute=zlib.crc32)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from epochckpt.errors import AccessError, StorageError
 from epochckpt.storage import Store, object_client, open_store
 from epochckpt.testing import write_file
 from tests.support.gcs_server import Handler, Server
-from tests.support.object_servers import Bucket
+from tests.support.object_servers import EMULATORS, Bucket
 
 
 @pytest.fixture
@@ -30,14 +30,10 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def at(scheme: str, server: str) -> Store:
     """A bucket of a server for which no credentials are needed."""
-    return open_store(f"{scheme}://bucket/run?endpoint={server}&anonymous=true", settings=ACCOUNTS.get(scheme))
+    return open_store(f"{scheme}://bucket/run?endpoint={server}&anonymous=true", settings=EMULATORS[scheme].settings)
 
 
-ACCOUNTS = {"s3": {"region": "x"}, "az": {"account": "a"}}
-SCHEMES = ["gs", "s3", "az"]
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EMULATORS)
 def test_nobody_listens(scheme: str, pauses: list[float]) -> None:
     """A server may be starting: the request is repeated, and the error says that the connection is refused."""
     with socket.socket() as unused:
@@ -49,7 +45,7 @@ def test_nobody_listens(scheme: str, pauses: list[float]) -> None:
     assert len(pauses) == 8
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EMULATORS)
 def test_a_server_whose_name_is_unknown_is_asked_a_few_times(scheme: str, pauses: list[float]) -> None:
     """Few, unless the resolver says itself that the failure is temporary (as it does where there is no network)."""
     with pytest.raises(StorageError, match="name cannot be looked up") as caught:
@@ -92,7 +88,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
     server.close()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EMULATORS)
 def test_a_certificate_that_is_not_trusted_is_said_at_once(scheme: str, tls: TlsServer, pauses: list[float]) -> None:
     """No repetition mends it. The error says what does."""
     for call in (
@@ -107,7 +103,7 @@ def test_a_certificate_that_is_not_trusted_is_said_at_once(scheme: str, tls: Tls
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EMULATORS)
 def test_a_server_without_tls_is_said_at_once(scheme: str, cloud: Bucket, pauses: list[float]) -> None:
     with pytest.raises(StorageError, match=r"TLS cannot be agreed on.*https://"):
         at(scheme, cloud.proxy.url.replace("http:", "https:")).read("a", limit_bytes=1)
@@ -141,7 +137,7 @@ def test_a_key_that_may_not_be_deleted_among_many_is_an_answer(
     scheme: str, text: str, said: str, pauses: list[float]
 ) -> None:
     """The request itself has succeeded: what became of a key stands in the answer, and no repetition changes it."""
-    client = object_client.Client(f"{scheme}://bucket/run?anonymous=true", ACCOUNTS[scheme])
+    client = object_client.Client(f"{scheme}://bucket/run?anonymous=true", EMULATORS[scheme].settings)
     with pytest.raises(AccessError, match=said):
         client.ask("a", "deleting", refusing(PARTS[scheme].format(text)))
     assert not pauses

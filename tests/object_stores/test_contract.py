@@ -1,13 +1,19 @@
-"""The store contract on real servers of S3, Google Cloud Storage and Azure Blob Storage."""
+"""The store contract on a server of every scheme."""
 
 import pytest
 
 from epochckpt.storage import Store, open_store
+from epochckpt.storage.schemes import SCHEMES
 from epochckpt.testing import StoreContract
-from tests.support.object_servers import Bucket
+from tests.support.object_servers import EMULATORS, Bucket
 
 
-@pytest.mark.parametrize("server", ["gs", "s3", "az"], indirect=True)
+def test_every_scheme_of_a_server_is_tested() -> None:
+    """A row of `schemes.SCHEMES` that has a client has an emulator, on which the contract is tried."""
+    assert {name for name, row in SCHEMES.items() if row.client is not None} == EMULATORS.keys()
+
+
+@pytest.mark.parametrize("server", EMULATORS, indirect=True)
 class TestBucket(StoreContract):
     @pytest.fixture
     def url(self, cloud: Bucket) -> str:

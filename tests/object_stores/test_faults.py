@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from tests.support.faulty_runs import FaultyRun, run
-from tests.support.object_servers import Bucket
+from tests.support.object_servers import SCHEMES, Bucket
 
 PARTS, FAULTS = 6, 1000  # of the full form, on each server
 
@@ -22,7 +22,7 @@ def check(found: FaultyRun, faults: int) -> None:
     assert found.faults.total() >= faults
 
 
-@pytest.mark.parametrize("server", ["gs", "s3", pytest.param("az", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("server", SCHEMES, indirect=True)
 def test_faults_that_pass_lose_nothing(cloud: Bucket) -> None:
     """The short form."""
     check(run(cloud, seed=1, faults=80), 80)

@@ -29,7 +29,7 @@ from epochckpt.errors import (
 from epochckpt.storage import Store, object_client, open_store
 from tests.support.bucket_jobs import VALUES
 from tests.support.job_runs import reading_job
-from tests.support.object_servers import BUCKET, Bucket, Fault, Request
+from tests.support.object_servers import BUCKET, EMULATORS, Bucket, Fault, Request
 from tests.support.processes import run_worker
 
 Save, Restore, Options = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.CheckpointManagerOptions
@@ -210,17 +210,10 @@ def test_a_store_that_goes_away_fails_a_save_and_no_more(cloud: Bucket, quick: N
         np.testing.assert_array_equal(manager.restore(1)["w"], np.ones(3))
 
 
-POLICIES = {
-    "gs": Fault(status=403, code="RetentionPolicyNotMet"),
-    "s3": Fault(status=403, code="AccessDenied</Code><Message>object protected by object lock</Message><Code>"),
-    "az": Fault(status=409, code="BlobImmutableDueToPolicy"),
-}
-
-
-@pytest.mark.parametrize("server", ["gs", "s3", "az"], indirect=True)
+@pytest.mark.parametrize("server", EMULATORS, indirect=True)
 def test_a_policy_that_keeps_objects_fails_no_save(cloud: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     """What is deleted counts no more, and stays until the policy lets it go; the log says why, and so does `delete`."""
-    url, forbidden = cloud.new_url(), POLICIES[cloud.scheme]
+    url, forbidden = cloud.new_url(), EMULATORS[cloud.scheme].policy
     deletes = ("DELETE",) if cloud.scheme == "gs" else ("POST",)
     cloud.proxy.decide = lambda request: forbidden if request.kind in deletes else None
     with ec.CheckpointManager(url, options=Options(max_to_keep=1)) as manager:

@@ -21,7 +21,7 @@ from epochckpt import _monitoring
 from epochckpt.errors import AccessError, InvalidArgumentError, StorageError, UnsupportedError
 from epochckpt.storage import Entry, Store, object_client, object_store, open_store
 from epochckpt.testing import in_parallel, write_file
-from tests.support.object_servers import BUCKET, Bucket, Fault, Request
+from tests.support.object_servers import BUCKET, EMULATORS, Bucket, Fault, Request
 
 CHUNK = 5 << 20  # the least that S3 takes
 LARGE = 3 * CHUNK + 12345
@@ -70,7 +70,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("server", ["gs", "s3", "az"], indirect=True)
+@pytest.mark.parametrize("server", EMULATORS, indirect=True)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_call_survives_a_fault_that_passes(name: str, cloud: Bucket, store: Store, quick: None) -> None:
     """A lost answer is no conflict, even where a condition is met by the object of the request itself."""

@@ -8,12 +8,13 @@ import types
 
 import pytest
 
+import epochckpt as ec
 from epochckpt._settings import SETTINGS
 from epochckpt.options import BUCKET_SETTINGS
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent.parent / "docs"
-PACKAGES = "storage|format|orbax|arrays|commit|manager|v1|jobs|inspection|cli|_threads|_monitoring"
-NAME = re.compile(rf"`((?:{PACKAGES})\b[\w.]*)`")
+PACKAGES = sorted(path.parent.name for path in pathlib.Path(ec.__file__).parent.glob("*/__init__.py"))
+NAME = re.compile(rf"`((?:{'|'.join(PACKAGES)}|options|_threads|_monitoring|_progress)\b[\w.]*)`")
 PAGES = ("manager.md", "export.md", "jobs.md", "jobs-reference.md", "caffe2.md", "recipes.md")
 BLOCK = re.compile(r"^(<!-- not run -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -87,9 +88,10 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors, (page, target, anchor)
 
 
-def test_every_name_in_the_page_on_the_architecture_exists() -> None:
+@pytest.mark.parametrize("page", ["architecture.md", "glossary.md"])
+def test_every_name_in_the_pages_on_the_code_exists(page: str) -> None:
     """`saving.queue.SaveQueue.submit` is a module, and what is in it."""
-    names = sorted(set(NAME.findall((DOCS / "architecture.md").read_text(encoding="utf-8"))))
+    names = sorted(set(NAME.findall((DOCS / page).read_text(encoding="utf-8"))))
     assert len(names) > 30
     missing = []
     for name in names:

@@ -13,7 +13,7 @@ import epochckpt as ec
 PACKAGE = "epochckpt"
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / PACKAGE
-LISTED = re.compile(r"^ {4}(\w+) +\S", re.MULTILINE)
+LISTED = re.compile(r"^- `(\w+)`: \S", re.MULTILINE)
 
 Sources = Mapping[str, str]  # text by dotted name below the package; of a package: of its `__init__`
 

@@ -7,8 +7,8 @@ import socket
 import struct
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -269,22 +269,77 @@ def s3_server(*names: str) -> Iterator[int]:
         S3Response.put_object = put
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Emulator:
+    """What stands for the servers of a scheme in tests.
+
+    Attributes:
+        start: a server with a bucket of this name, on a port of this host until the block ends; a page of a listing
+            has so many names where the server can do that.
+        variable: the variable of the environment that names the server.
+        path: the path in the URL of the server.
+        environment: the other variables that a client needs.
+        settings: the settings without which a client cannot be made.
+        policy: how the server refuses to delete what a policy of the bucket keeps.
+        slow: whether long tests of it are left to CI.
+    """
+
+    start: Callable[[str, int], AbstractContextManager[int]]
+    variable: str
+    path: str = ""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    policy: Fault
+    slow: bool = False
+
+
+@contextmanager
+def _google(name: str, page: int) -> Iterator[int]:
+    with gcs_server(name, page=page) as (port, _):
+        yield port
+
+
+EMULATORS = {
+    "gs": Emulator(
+        start=_google,
+        variable="STORAGE_EMULATOR_HOST",
+        policy=Fault(status=403, code="RetentionPolicyNotMet"),
+    ),
+    "s3": Emulator(
+        start=lambda name, page: s3_server(name),
+        variable="AWS_ENDPOINT_URL",
+        environment={"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"},
+        settings={"region": "x"},
+        policy=Fault(status=403, code="AccessDenied</Code><Message>object protected by object lock</Message><Code>"),
+    ),
+    "az": Emulator(
+        start=lambda name, page: azurite.azurite_server(name),
+        variable="AZURE_STORAGE_ENDPOINT",
+        path=f"/{azurite.ACCOUNT}",
+        environment={"AZURE_STORAGE_ACCOUNT_NAME": azurite.ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": azurite.KEY},
+        settings={"account": "a"},
+        policy=Fault(status=409, code="BlobImmutableDueToPolicy"),
+        slow=True,
+    ),
+}
+"""The servers of tests, by scheme; every scheme that has a client has one."""
+
+SCHEMES = [
+    pytest.param(scheme, marks=pytest.mark.slow) if emulator.slow else scheme for scheme, emulator in EMULATORS.items()
+]
+"""The schemes, as parameters of tests that take long."""
+
+
 @contextmanager
 def bucket(scheme: str, page: int = 50) -> Iterator[Bucket]:
-    """A bucket of this kind (`gs`, `s3` or `az`), and the environment in which clients find it.
+    """A bucket of this scheme, and the environment in which clients find it.
 
     A `page` of a listing has so many names on `gs`; the real services have 1000.
     """
-    servers = {"s3": s3_server, "az": azurite.azurite_server}
-    with servers[scheme](BUCKET) if scheme in servers else gcs_server(BUCKET, page=page) as upstream:
-        proxy = Proxy(upstream if isinstance(upstream, int) else upstream[0])
-        settings = {"STORAGE_EMULATOR_HOST": proxy.url}
-        if scheme == "s3":
-            keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
-            settings = {"AWS_ENDPOINT_URL": proxy.url, **keys}
-        elif scheme == "az":
-            account = {"AZURE_STORAGE_ACCOUNT_NAME": azurite.ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": azurite.KEY}
-            settings = {"AZURE_STORAGE_ENDPOINT": f"{proxy.url}/{azurite.ACCOUNT}", **account}
+    emulator = EMULATORS[scheme]
+    with emulator.start(BUCKET, page) as port:
+        proxy = Proxy(port)
+        settings = {emulator.variable: proxy.url + emulator.path, **emulator.environment}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in settings.items():
                 patch.setenv(name, value)

@@ -107,7 +107,7 @@ class NativeBackend(ItemBackend):
         count = max(len(manager.nodes(epoch)), 1)
 
         # What each item is restored as. A state that one node saved for all is resharded here, once it is read.
-        asked = dict[str, Any]()
+        requested = dict[str, Any]()
         to_reshard = dict[str, Any]()
         for item, blob in blobs.items():
             target = first.targets.get(blob)
@@ -118,19 +118,19 @@ class NativeBackend(ItemBackend):
             rename = blob_lib.rename_of(first, blob)
             if kinds[item] == "node":
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
-                asked[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
+                requested[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
             elif reshard is not None and count == 1 and form != "json":
-                asked[item] = self._argument(None, None) if kinds[item] == "arrays" else None
+                requested[item] = self._argument(None, None) if kinds[item] == "arrays" else None
                 to_reshard[item] = reshard
             elif kinds[item] == "arrays":
-                asked[item] = self._argument(blob_lib.target_of(first, blob), form, rename)
+                requested[item] = self._argument(blob_lib.target_of(first, blob), form, rename)
                 if kinds.get(own) == "node":
-                    asked[own] = own_args.NodeRestore(None, make, by_node=True)
+                    requested[own] = own_args.NodeRestore(None, make, by_node=True)
             else:
-                asked[item] = None
+                requested[item] = None
         try:
             with advice_for(blob_lib.REMEDIES):
-                got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+                got = manager.restore(epoch, args=ocp.args.Composite(**requested)) if requested else {}
         except NodeCountError as error:
             blob = blobs.get(error.item, blobs.get(error.item.removesuffix(blob_lib.OWN_SUFFIX), error.item))
             raise lacks_reshard(blob, error.saved_by, error.nodes) from error

@@ -34,7 +34,7 @@ class OrbaxBackend(ItemBackend):
 
     def __init__(self, manager: ocp.CheckpointManager):
         super().__init__(manager)
-        self._asked: tuple[int, float, float] | None = None  # the save in flight: epoch, began, blocked seconds
+        self._requested: tuple[int, float, float] | None = None  # the save in flight: epoch, began, blocked seconds
         self._replace: set[int] = set()
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
@@ -73,7 +73,7 @@ class OrbaxBackend(ItemBackend):
         if renamed := [blob for blob in blobs.values() if blob_lib.rename_of(workspace, blob) is not None]:
             problem = f"ws.target({renamed[0]!r}, rename=…) needs an epochckpt.CheckpointManager"
             raise UnsupportedError(f"{self.directory}: {problem}, which reads epochs of stock Orbax, too")
-        asked = {
+        requested = {
             item: ocp.args.JsonRestore()
             if forms.get(item) == "json"
             else self._argument(blob_lib.target_of(workspace, blob), forms.get(item))
@@ -82,7 +82,7 @@ class OrbaxBackend(ItemBackend):
         nodes = self._session.nodes
         saved_by = notes.get("nodes") or self._session.nodes
         try:
-            got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+            got = self._manager.restore(epoch, args=ocp.args.Composite(**requested)) if requested else {}
         except Exception as error:  # Orbax raises many types where it has no devices for an array
             arrays = [blob for item, blob in blobs.items() if forms.get(item) != "json"]
             bare = [blob for blob in arrays if blob_lib.target_of(workspace, blob) is None]
@@ -149,7 +149,7 @@ class OrbaxBackend(ItemBackend):
             logging.warning("stock Orbax did not save checkpoint %d, trying once more: %s", epoch, say(error))
             saved = self._begin(epoch, args, metrics, notes)
         if saved:
-            self._asked = (epoch, began, time.monotonic() - began)
+            self._requested = (epoch, began, time.monotonic() - began)
         return saved
 
     def _by_node(self, what: str, mine: Any) -> dict[str, Any]:
@@ -158,16 +158,16 @@ class OrbaxBackend(ItemBackend):
         return self._calls.collective(what, lambda: mine, lambda found: dict(zip(nodes, found, strict=True)))
 
     def outcomes(self) -> list[SaveResult]:
-        if self._asked is not None and not self._manager.is_saving_in_progress():
+        if self._requested is not None and not self._manager.is_saving_in_progress():
             self._settle()
         return super().outcomes()
 
     def _settle(self) -> None:
         """Waits for the save in flight, if there is one, and looks at what became of it."""
-        if self._asked is None:
+        if self._requested is None:
             return
-        epoch, began, held = self._asked
-        self._asked = None
+        epoch, began, held = self._requested
+        self._requested = None
         detail = ""
         try:
             self._manager.wait_until_finished()
