@@ -99,7 +99,7 @@ class SaveIntervalEstimator:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Context(decide.DecisionContext):
+class IntervalContext(decide.DecisionContext):
     """What Orbax tells a policy, and the pace of the manager."""
 
     pace: SaveIntervalEstimator

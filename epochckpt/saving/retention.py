@@ -39,7 +39,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import events
-from epochckpt.saving.auto_interval import Context, SaveIntervalEstimator
+from epochckpt.saving.auto_interval import IntervalContext, SaveIntervalEstimator
 from epochckpt.saving.ranking import best_of, rank
 from epochckpt.saving.reports import Committed
 from epochckpt.saving.run_clock import RunClock
@@ -327,7 +327,7 @@ def decide_save(
     pace: SaveIntervalEstimator,
 ) -> bool:
     """Whether a policy saves an epoch now, after those that were requested."""
-    context = Context(
+    context = IntervalContext(
         pace=pace,
         is_saving_in_progress=options.enable_should_save_is_saving_in_progress_check and saving(),
         reached_preemption=preempted,

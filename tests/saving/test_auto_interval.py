@@ -21,7 +21,7 @@ from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import RunEntry
 from epochckpt.saving.auto_interval import (
     AutoInterval,
-    Context,
+    IntervalContext,
     SaveCost,
     SaveIntervalEstimator,
     observed_mtbf,
@@ -70,7 +70,7 @@ class Auto:
 
     def asks(self, step: int, last: int | None) -> bool:
         options = ocp.options.MultiprocessingOptions()
-        context = Context(
+        context = IntervalContext(
             pace=self._pace, is_saving_in_progress=False, reached_preemption=False, multiprocessing_options=options
         )
         return self._policy.should_save(Info(step), [] if last is None else [Info(last)], context=context)
