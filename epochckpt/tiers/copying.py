@@ -254,7 +254,7 @@ class Backlog:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class MirrorJob:
     """What both the primary and the other processes need to copy the nodes of this process.
 
     Attributes:
@@ -285,7 +285,7 @@ class Job:
 class Worker:
     """The primary's work: it claims the mirror, and keeps it as the directory is."""
 
-    def __init__(self, job: Job, ledger: LedgerFile, epochs: MirrorEpochs, backlog: Backlog):
+    def __init__(self, job: MirrorJob, ledger: LedgerFile, epochs: MirrorEpochs, backlog: Backlog):
         """The `ledger` has the claim of the mirror that this run replaces."""
         self._job = job
         self._local = job.local
@@ -681,7 +681,7 @@ def seen_id(commits: Commits, epoch: int, *, anew: bool = False) -> str:
         return NEWER_ID
 
 
-def publish_end(job: Job) -> None:
+def publish_end(job: MirrorJob) -> None:
     """On the primary: tells the other processes that there is nothing to mirror."""
     job.coordinator.put(f"{job.prefix}/task/1", _END)
 
@@ -689,7 +689,7 @@ def publish_end(job: Job) -> None:
 class Follower:
     """The work of the other processes: the tasks of the primary, until it says that there are no more."""
 
-    def __init__(self, job: Job, adopt: Callable[[str], None]):
+    def __init__(self, job: MirrorJob, adopt: Callable[[str], None]):
         """`adopt` takes the primary's ledger, where each process has a copy of it."""
         self._job = job
         self._adopt = adopt

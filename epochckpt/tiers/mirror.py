@@ -45,7 +45,7 @@ from epochckpt.orbax import StepNames
 from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
-from epochckpt.tiers.copying import Backlog, Follower, Job, MirrorEpochs, Worker, publish_end, seen_id
+from epochckpt.tiers.copying import Backlog, Follower, MirrorEpochs, MirrorJob, Worker, publish_end, seen_id
 from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import Owner, Reader, Standing, Stranger, Successor, Unanswered, assess, claim_of
 
@@ -355,7 +355,7 @@ class Mirror:
         self._ledger = ledger
         if not self._options.local_disks:  # else `DirectoryPerHost` does so on each disk
             self._set_aside(local, coordinator.primary)
-        job = Job(
+        job = MirrorJob(
             url=self.url,
             local=local,
             copies=self._copies,
