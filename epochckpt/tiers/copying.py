@@ -1,7 +1,7 @@
 """Copies to a mirror, in the background: which epochs are due, and who copies what.
 
 Each process copies the folders of its own nodes. The primary (`Worker`) publishes each copy as a task, under
-`task/<number>`, for all processes; they (`Follower`) answer under `report/<number>/<process>`, and the primary commits
+`task/<number>`, for all processes; they (`MirrorFollower`) answer under `report/<number>/<process>`, and the primary commits
 when all have. The other processes do the newest task that there is; the last one says that there will be no more.
 
 The worker does one step after the other, the first of these that there is to do:
@@ -686,7 +686,7 @@ def publish_end(job: MirrorJob) -> None:
     job.coordinator.put(f"{job.prefix}/task/1", _END)
 
 
-class Follower:
+class MirrorFollower:
     """The work of the other processes: the tasks of the primary, until it says that there are no more."""
 
     def __init__(self, job: MirrorJob, adopt: Callable[[str], None]):

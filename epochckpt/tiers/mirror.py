@@ -10,7 +10,7 @@ Guarantees:
 - a mirror that does not answer is asked again, for as long as the manager is open. A bounded number of epochs waits.
 
 `Mirror` is what a manager knows of its mirror, on each process. The primary's work in the background is done by
-`copying.Worker`, the other processes' by `copying.Follower`.
+`copying.Worker`, the other processes' by `copying.MirrorFollower`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from epochckpt.orbax import StepNames
 from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
-from epochckpt.tiers.copying import Backlog, Follower, MirrorEpochs, MirrorJob, Worker, publish_end, seen_id
+from epochckpt.tiers.copying import Backlog, MirrorEpochs, MirrorFollower, MirrorJob, Worker, publish_end, seen_id
 from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import Owner, Reader, Standing, Stranger, Successor, Unanswered, assess, claim_of
 
@@ -80,7 +80,7 @@ class Mirror:
         self._local: Commits | None = None  # once the directory is claimed
         self._ledger: LedgerFile | None = None  # the same
         self._worker: Worker | None = None  # on the primary, where this run writes to the mirror
-        self._follower: Follower | None = None  # on the other processes
+        self._follower: MirrorFollower | None = None  # on the other processes
         self._work: _threads.Future[None] | None = None
 
     def take_nodes(self, hosted: Sequence[str]) -> None:
@@ -365,7 +365,7 @@ class Mirror:
             hosted=self.hosted,
         )
         if not coordinator.primary:
-            self._follower = Follower(job=job, adopt=self.adopt)
+            self._follower = MirrorFollower(job=job, adopt=self.adopt)
             self._begin(self._follower.run)
             return
         if isinstance(self._standing, Reader | Stranger):  # it has said so
