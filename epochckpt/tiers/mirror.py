@@ -47,7 +47,7 @@ from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.copying import Backlog, MirrorEpochs, MirrorFollower, MirrorJob, Worker, publish_end, seen_id
 from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger, LedgerFile, save_id
-from epochckpt.tiers.standing import Owner, Reader, Standing, Stranger, Successor, Unanswered, assess, claim_of
+from epochckpt.tiers.standing import ForeignReader, Owner, Standing, Stranger, Successor, Unanswered, assess, claim_of
 
 _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
 _NO_ANSWER = (DamagedError, FormatError, FormatVersionError, NotACheckpointDirectoryError, OSError)
@@ -203,7 +203,7 @@ class Mirror:
         self._found = own
         if isinstance(self._standing, Successor):
             self._gone = {epoch: save_id(local, epoch) for epoch in self._standing.diverged}
-        self._epochs.readable = self._history(local, ledger if isinstance(self._standing, Reader) else own)
+        self._epochs.readable = self._history(local, ledger if isinstance(self._standing, ForeignReader) else own)
         self._say(root, known_url="" if recorded is None else recorded.url)
 
     def _refusal(self, error: Exception) -> Exception:
@@ -232,7 +232,7 @@ class Mirror:
             case Successor():
                 unchanged = ledger is not None and self._is_unchanged(ledger)
                 hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
-            case Reader(common=common):
+            case ForeignReader(common=common):
                 # A copy of a directory has brought a ledger along. The epochs that it knows are of a common history.
                 known = {epoch for epoch in there if self._is_known(epoch) and epoch <= common}
                 hidden = frozenset(there.keys() - known) | (frozenset() if ledger is None else ledger.hidden)
@@ -264,7 +264,7 @@ class Mirror:
                 if known_url != self.url:
                     raise InvalidArgumentError(problem)
                 logging.error("%s. Nothing is read from it or written to it", problem)
-            case Reader(common=common):
+            case ForeignReader(common=common):
                 text = (
                     "%s: its mirror %s belongs to another directory. Epochs up to %d, which both have, are read from "
                     "there, and nothing is written to it. A copy of a directory needs a mirror of its own; an empty "
@@ -368,7 +368,7 @@ class Mirror:
             self._follower = MirrorFollower(job=job, adopt=self.adopt)
             self._begin(self._follower.run)
             return
-        if isinstance(self._standing, Reader | Stranger):  # it has said so
+        if isinstance(self._standing, ForeignReader | Stranger):  # it has said so
             if (found := ledger.read()) is not None:
                 self._disown(self._outdated(local, found, epochs))
             if coordinator.processes > 1:
