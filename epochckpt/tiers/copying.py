@@ -1,8 +1,8 @@
 """Copies to a mirror, in the background: which epochs are due, and who copies what.
 
 Each process copies the folders of its own nodes. The primary (`Worker`) publishes each copy as a task, under
-`task/<number>`, for all processes; they (`MirrorFollower`) answer under `report/<number>/<process>`, and the primary commits
-when all have. The other processes do the newest task that there is; the last one says that there will be no more.
+`task/<number>`, for all processes. They (`MirrorFollower`) answer under `report/<number>/<process>`, and the primary
+commits when all have answered. The other processes do the newest task; the last task says that no further one comes.
 
 The worker does one step after the other, the first of these that there is to do:
 

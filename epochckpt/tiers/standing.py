@@ -11,7 +11,7 @@ from, the mirror must also have the same epochs as then. The ledger of a copied 
 | has another history | has no epochs | `Successor` | all of it | yes |
 | has another history | knows an older one of it | `Successor` | all of it; what diverges here is set aside | yes |
 | belongs to no directory by now | has an epoch of it | `Successor` | as above | yes |
-| belongs to another directory | has an epoch of it | `ForeignReader` | what is older than the newest common epoch | no |
+| belongs to another directory | has an epoch of it | `ForeignReader` | epochs before the newest common one | no |
 | has epochs | has none of them | `Stranger` | nothing | no |
 | does not answer, or its records are damaged | any | `Unanswered` | what the ledger knows | no, until it answers |
 
