@@ -50,7 +50,7 @@ class SaveCost:
         return cls(epoch, record.started_ns, record.timings.get("blocked_secs", 0.0), record.timings["secs"])
 
 
-class Pace:
+class SaveIntervalEstimator:
     """The costs of a directory's saves, as all processes of a job know them, and the interval that was decided.
 
     `alone`: this process is the only one of the job.
@@ -99,10 +99,10 @@ class Pace:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Context(decide.DecisionContext):
+class IntervalContext(decide.DecisionContext):
     """What Orbax tells a policy, and the pace of the manager."""
 
-    pace: Pace
+    pace: SaveIntervalEstimator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class AutoInterval(decide.SaveDecisionPolicy):
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
         """See `orbax.checkpoint.checkpoint_managers.SaveDecisionPolicy`."""
         pace = getattr(context, "pace", None)
-        if not isinstance(pace, Pace):
+        if not isinstance(pace, SaveIntervalEstimator):
             raise UnsupportedError("auto_interval needs an epochckpt.CheckpointManager, which measures what saves cost")
         if context.reached_preemption or not previous_steps:
             return True

@@ -39,7 +39,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import events
-from epochckpt.saving.auto_interval import Context, Pace
+from epochckpt.saving.auto_interval import IntervalContext, SaveIntervalEstimator
 from epochckpt.saving.ranking import best_of, rank
 from epochckpt.saving.reports import Committed
 from epochckpt.saving.run_clock import RunClock
@@ -149,7 +149,7 @@ class History:
         self._own: dict[int, None] = {}
         self._gone: dict[int, None] = {}  # epochs that another run has deleted, and that count as requested so far
         self.damaged: dict[int, ReplaceCondition] = {}
-        self.run, self.pace = RunClock(), Pace(alone)
+        self.run, self.pace = RunClock(), SaveIntervalEstimator(alone)
 
     def reset(self, survey: Survey, known: Collection[int] | None = None) -> None:
         """Starts anew from a look at storage; what is not `known`, as of its beginning, was committed meanwhile."""
@@ -324,10 +324,10 @@ def decide_save(
     requested: Sequence[EpochInfo],
     saving: Callable[[], bool],
     preempted: bool,
-    pace: Pace,
+    pace: SaveIntervalEstimator,
 ) -> bool:
     """Whether a policy saves an epoch now, after those that were requested."""
-    context = Context(
+    context = IntervalContext(
         pace=pace,
         is_saving_in_progress=options.enable_should_save_is_saving_in_progress_check and saving(),
         reached_preemption=preempted,

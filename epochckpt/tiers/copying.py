@@ -1,8 +1,8 @@
 """Copies to a mirror, in the background: which epochs are due, and who copies what.
 
 Each process copies the folders of its own nodes. The primary (`Worker`) publishes each copy as a task, under
-`task/<number>`, for all processes; they (`Follower`) answer under `report/<number>/<process>`, and the primary commits
-when all have. The other processes do the newest task that there is; the last one says that there will be no more.
+`task/<number>`, for all processes. They (`MirrorFollower`) answer under `report/<number>/<process>`, and the primary
+commits when all have answered. The other processes do the newest task; the last task says that no further one comes.
 
 The worker does one step after the other, the first of these that there is to do:
 
@@ -254,7 +254,7 @@ class Backlog:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class MirrorJob:
     """What both the primary and the other processes need to copy the nodes of this process.
 
     Attributes:
@@ -285,7 +285,7 @@ class Job:
 class Worker:
     """The primary's work: it claims the mirror, and keeps it as the directory is."""
 
-    def __init__(self, job: Job, ledger: LedgerFile, epochs: MirrorEpochs, backlog: Backlog):
+    def __init__(self, job: MirrorJob, ledger: LedgerFile, epochs: MirrorEpochs, backlog: Backlog):
         """The `ledger` has the claim of the mirror that this run replaces."""
         self._job = job
         self._local = job.local
@@ -681,15 +681,15 @@ def seen_id(commits: Commits, epoch: int, *, anew: bool = False) -> str:
         return NEWER_ID
 
 
-def publish_end(job: Job) -> None:
+def publish_end(job: MirrorJob) -> None:
     """On the primary: tells the other processes that there is nothing to mirror."""
     job.coordinator.put(f"{job.prefix}/task/1", _END)
 
 
-class Follower:
+class MirrorFollower:
     """The work of the other processes: the tasks of the primary, until it says that there are no more."""
 
-    def __init__(self, job: Job, adopt: Callable[[str], None]):
+    def __init__(self, job: MirrorJob, adopt: Callable[[str], None]):
         """`adopt` takes the primary's ledger, where each process has a copy of it."""
         self._job = job
         self._adopt = adopt

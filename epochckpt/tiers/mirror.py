@@ -10,7 +10,7 @@ Guarantees:
 - a mirror that does not answer is asked again, for as long as the manager is open. A bounded number of epochs waits.
 
 `Mirror` is what a manager knows of its mirror, on each process. The primary's work in the background is done by
-`copying.Worker`, the other processes' by `copying.Follower`.
+`copying.Worker`, the other processes' by `copying.MirrorFollower`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from epochckpt.orbax import StepNames
 from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
-from epochckpt.tiers.copying import Backlog, Follower, Job, MirrorEpochs, Worker, publish_end, seen_id
+from epochckpt.tiers.copying import Backlog, MirrorEpochs, MirrorFollower, MirrorJob, Worker, publish_end, seen_id
 from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger, LedgerFile, save_id
-from epochckpt.tiers.standing import Owner, Reader, Standing, Stranger, Successor, Unanswered, assess, claim_of
+from epochckpt.tiers.standing import ForeignReader, Owner, Standing, Stranger, Successor, Unanswered, assess, claim_of
 
 _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
 _NO_ANSWER = (DamagedError, FormatError, FormatVersionError, NotACheckpointDirectoryError, OSError)
@@ -80,7 +80,7 @@ class Mirror:
         self._local: Commits | None = None  # once the directory is claimed
         self._ledger: LedgerFile | None = None  # the same
         self._worker: Worker | None = None  # on the primary, where this run writes to the mirror
-        self._follower: Follower | None = None  # on the other processes
+        self._follower: MirrorFollower | None = None  # on the other processes
         self._work: _threads.Future[None] | None = None
 
     def take_nodes(self, hosted: Sequence[str]) -> None:
@@ -203,7 +203,7 @@ class Mirror:
         self._found = own
         if isinstance(self._standing, Successor):
             self._gone = {epoch: save_id(local, epoch) for epoch in self._standing.diverged}
-        self._epochs.readable = self._history(local, ledger if isinstance(self._standing, Reader) else own)
+        self._epochs.readable = self._history(local, ledger if isinstance(self._standing, ForeignReader) else own)
         self._say(root, known_url="" if recorded is None else recorded.url)
 
     def _refusal(self, error: Exception) -> Exception:
@@ -232,7 +232,7 @@ class Mirror:
             case Successor():
                 unchanged = ledger is not None and self._is_unchanged(ledger)
                 hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
-            case Reader(common=common):
+            case ForeignReader(common=common):
                 # A copy of a directory has brought a ledger along. The epochs that it knows are of a common history.
                 known = {epoch for epoch in there if self._is_known(epoch) and epoch <= common}
                 hidden = frozenset(there.keys() - known) | (frozenset() if ledger is None else ledger.hidden)
@@ -264,7 +264,7 @@ class Mirror:
                 if known_url != self.url:
                     raise InvalidArgumentError(problem)
                 logging.error("%s. Nothing is read from it or written to it", problem)
-            case Reader(common=common):
+            case ForeignReader(common=common):
                 text = (
                     "%s: its mirror %s belongs to another directory. Epochs up to %d, which both have, are read from "
                     "there, and nothing is written to it. A copy of a directory needs a mirror of its own; an empty "
@@ -355,7 +355,7 @@ class Mirror:
         self._ledger = ledger
         if not self._options.local_disks:  # else `DirectoryPerHost` does so on each disk
             self._set_aside(local, coordinator.primary)
-        job = Job(
+        job = MirrorJob(
             url=self.url,
             local=local,
             copies=self._copies,
@@ -365,10 +365,10 @@ class Mirror:
             hosted=self.hosted,
         )
         if not coordinator.primary:
-            self._follower = Follower(job=job, adopt=self.adopt)
+            self._follower = MirrorFollower(job=job, adopt=self.adopt)
             self._begin(self._follower.run)
             return
-        if isinstance(self._standing, Reader | Stranger):  # it has said so
+        if isinstance(self._standing, ForeignReader | Stranger):  # it has said so
             if (found := ledger.read()) is not None:
                 self._disown(self._outdated(local, found, epochs))
             if coordinator.processes > 1:

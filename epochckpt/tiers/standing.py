@@ -11,7 +11,7 @@ from, the mirror must also have the same epochs as then. The ledger of a copied 
 | has another history | has no epochs | `Successor` | all of it | yes |
 | has another history | knows an older one of it | `Successor` | all of it; what diverges here is set aside | yes |
 | belongs to no directory by now | has an epoch of it | `Successor` | as above | yes |
-| belongs to another directory | has an epoch of it | `Reader` | what is older than the newest common epoch | no |
+| belongs to another directory | has an epoch of it | `ForeignReader` | epochs before the newest common one | no |
 | has epochs | has none of them | `Stranger` | nothing | no |
 | does not answer, or its records are damaged | any | `Unanswered` | what the ledger knows | no, until it answers |
 
@@ -43,7 +43,7 @@ class Successor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reader:
+class ForeignReader:
     """The mirror belongs to another directory, and both have a part of their history in common."""
 
     lineage: Lineage | None
@@ -64,7 +64,7 @@ class Unanswered:
     error: Exception
 
 
-Standing = Owner | Successor | Reader | Stranger | Unanswered
+Standing = Owner | Successor | ForeignReader | Stranger | Unanswered
 
 
 _UNCLAIMED = "unclaimed"  # a ledger has it of a mirror with epochs that no directory has claimed
@@ -81,7 +81,7 @@ def assess(
     lineage: Lineage | None,
     there: Mapping[int, str],
     same: Callable[[int], bool],
-) -> Owner | Successor | Reader | Stranger:
+) -> Owner | Successor | ForeignReader | Stranger:
     """Where a directory with epochs `here` stands towards a mirror with this lineage, and with epochs `there`.
 
     Args:
@@ -104,7 +104,7 @@ def assess(
     unowned = lineage is None or not lineage.directory
     if known or (unowned and common is not None):
         return Successor(lineage, diverged(ledger, here, there, same))
-    return Stranger(lineage) if common is None else Reader(lineage, common)
+    return Stranger(lineage) if common is None else ForeignReader(lineage, common)
 
 
 def diverged(

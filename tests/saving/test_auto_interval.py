@@ -19,7 +19,14 @@ import epochckpt as ec
 from epochckpt import _threads
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import RunEntry
-from epochckpt.saving.auto_interval import AutoInterval, Context, Pace, SaveCost, observed_mtbf, young_daly
+from epochckpt.saving.auto_interval import (
+    AutoInterval,
+    IntervalContext,
+    SaveCost,
+    SaveIntervalEstimator,
+    observed_mtbf,
+    young_daly,
+)
 from tests.support.processes import run_worker
 
 Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions
@@ -58,12 +65,12 @@ class Auto:
     def open(self, clock: float) -> None:
         if self._runs:
             self._runs[-1] = dataclasses.replace(self._runs[-1], killed=True)
-        self._began, self._saves, self._pace = clock, 0, Pace(alone=True)
+        self._began, self._saves, self._pace = clock, 0, SaveIntervalEstimator(alone=True)
         self._pace.reset(self._costs[-9:], self._runs)
 
     def asks(self, step: int, last: int | None) -> bool:
         options = ocp.options.MultiprocessingOptions()
-        context = Context(
+        context = IntervalContext(
             pace=self._pace, is_saving_in_progress=False, reached_preemption=False, multiprocessing_options=options
         )
         return self._policy.should_save(Info(step), [] if last is None else [Info(last)], context=context)
@@ -192,7 +199,7 @@ def test_the_interval_has_bounds() -> None:
 def test_processes_of_a_job_decide_from_the_same_saves() -> None:
     """Whatever a process has heard early: the newest save does not count, and the one before it is waited for."""
     first, *rest = costs(4, 1.0, 1.0, 1.0)
-    early, late = Pace(alone=False), Pace(alone=False)
+    early, late = SaveIntervalEstimator(alone=False), SaveIntervalEstimator(alone=False)
     ends = [[_threads.Future[Any]() for _ in range(3)] for _ in range(2)]
     heard: list[list[SaveCost]] = []
     for pace, found in zip((early, late), ends, strict=True):
@@ -210,7 +217,7 @@ def test_processes_of_a_job_decide_from_the_same_saves() -> None:
 
 
 def test_an_interval_shrinks_by_half_at_most_in_a_job() -> None:
-    pace, end = Pace(alone=False), _threads.Future[Any]()
+    pace, end = SaveIntervalEstimator(alone=False), _threads.Future[Any]()
     assert pace.interval(1, lambda _: 64) == 64
     pace.begun(end, 0.0)
     assert pace.interval(31, lambda _: 1) is None  # not even asked, so that the save before has time to end

@@ -9,7 +9,7 @@ import pytest
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.errors import FencedError
 from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger
-from epochckpt.tiers.standing import Owner, Reader, Stranger, Successor, assess, claim_of, diverged
+from epochckpt.tiers.standing import ForeignReader, Owner, Stranger, Successor, assess, claim_of, diverged
 
 OURS, THEIRS = Lineage("one", "c1"), Lineage("two", "c2", ("one",))
 
@@ -65,7 +65,7 @@ def test_a_mirror_that_nobody_owns_any_more_is_followed_by_who_has_an_epoch_of_i
 
 
 def test_a_copy_of_a_directory_only_reads() -> None:
-    assert assess(None, [0, 1, 9], THEIRS, {0: "a", 1: "b", 2: "c"}, same(0, 1)) == Reader(THEIRS, 1)
+    assert assess(None, [0, 1, 9], THEIRS, {0: "a", 1: "b", 2: "c"}, same(0, 1)) == ForeignReader(THEIRS, 1)
 
 
 def test_a_directory_without_a_common_epoch_is_a_stranger() -> None:
