@@ -183,13 +183,13 @@ class Pod:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
         (attempt,) = manager._attempts.pending()
         item, commits = attempt.snapshot.items["default"].arrays, manager._commits
-        identity, pool = f"{commits.incarnation}-{attempt.name}", _threads.Pool(1)
+        staging, pool = commits.staging(attempt.epoch, f"{commits.incarnation}-{attempt.name}"), _threads.Pool(1)
         report, again = attempt.reports[1], len(self.reports) == len(self.crowd)
         bases = view.bases(attempt.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:
             unread = min(node, abs(node - self.nodes // 2)) > 24
             if unread or again:
-                linked_view.link_node(commits.store, commits._staging(identity), f"process_{node}", False, bases)
+                linked_view.link_node(commits.store, staging.folder, f"process_{node}", False, bases)
             if again:
                 continue
             if unread:
@@ -204,7 +204,7 @@ class Pod:
                     dataclasses.replace(manager._nodes, process=node),
                     dataclasses.replace(attempt, snapshot=part),
                 )
-                report = write_nodes(commits, job, mine, identity, ec.StorageOptions(), pool)
+                report = write_nodes(staging, job, mine, ec.StorageOptions(), pool)
             self.reports.append(json.dumps(report.to_wire()))
 
     def save(self, managers: dict[int, ec.CheckpointManager], epoch: int, busy: bool = False) -> dict[str, float]:

@@ -44,7 +44,7 @@ from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.object_log import ObjectLog
 from epochckpt.directory.object_views import ObjectViews
-from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback
+from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback, Staging
 from epochckpt.directory.stock_steps import StockStepRemoval
 from epochckpt.errors import (
     DamagedError,
@@ -61,6 +61,16 @@ from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Conflicts, Store, rounds
 
 _KEPT, _KEPT_BYTES = 4, 1 << 20  # records that are remembered, and the largest of them
+
+
+class BucketStaging(Staging):
+    """Each folder in it carries the save's id: no other save ever writes there."""
+
+    def node_folder(self, node: str) -> str:
+        return paths.join(self.folder, paths.part_folder(paths.folder_name(node), self.save_id))
+
+    def data_folder(self, node: str, item: str) -> str:
+        return paths.join(self.folder, paths.part_folder(paths.folder_name(node), self.save_id, item))
 
 
 class PutCommits(Commits):
@@ -337,18 +347,16 @@ class PutCommits(Commits):
         self.store.remove_all([path for path in gone if path.count("/") == 1])
         self.store.remove_all([path for path in gone if path.count("/") > 1])
 
-    def begin(self, epoch: int, attempt: str) -> None:
-        folder = self.names.build(epoch)
-        if folder in (self.head.seen() or Head()).removed_steps:
-            self.stock_removal.finish(folder, self._claimed)
-        change = BeginSave(incarnation=self._claimed, epoch=epoch, folder=folder, attempt=attempt)
+    def staging(self, epoch: int, save_id: str) -> BucketStaging:
+        return BucketStaging(self.store, epoch, save_id, self.names.build(epoch))
+
+    def stage(self, epoch: int, save_id: str) -> BucketStaging:
+        staging = self.staging(epoch, save_id)
+        if staging.folder in (self.head.seen() or Head()).removed_steps:
+            self.stock_removal.finish(staging.folder, self._claimed)
+        change = BeginSave(incarnation=self._claimed, epoch=epoch, folder=staging.folder, attempt=save_id)
         self.head.write(change)
-
-    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt))
-
-    def data_folder(self, epoch: int, attempt: str, node: str, item: str) -> str:
-        return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt, item))
+        return staging
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
         """See Commits. The view is only planned and noted: `publish` returns what writes it, after the commit."""
@@ -356,9 +364,11 @@ class PutCommits(Commits):
         return self._views.plan(record)
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+        self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        folder = self.names.build(epoch)
+        epoch = staging.epoch
+        attempt = staging.save_id
+        folder = staging.folder
         path = _record_path(folder, attempt)
         entry = HeadEpoch.of(parsing.parse_head(path, record))
         self.store.create(path, record)
@@ -384,7 +394,7 @@ class PutCommits(Commits):
             raise
         except (EpochCheckpointError, OSError) as error:
             try:
-                committed = self._give_up(epoch, attempt)
+                committed = self._give_up(staging)
             except FencedError:
                 raise
             except (EpochCheckpointError, OSError) as problem:
@@ -418,14 +428,14 @@ class PutCommits(Commits):
         if (self.head.read() or Head()).has(folder, attempt):
             self.store.replace(path, there, record)
 
-    def _give_up(self, epoch: int, attempt: str) -> bool:
-        """Makes sure that an attempt is never committed, unless it has been; returns whether it has."""
-        change = GiveUp(incarnation=self._claimed, attempts=frozenset({attempt}), epoch=epoch)
-        return self.head.write(change).head.has(self.names.build(epoch), attempt)
+    def _give_up(self, staging: Staging) -> bool:
+        """Makes sure that a save is never committed, unless it has been; returns whether it has."""
+        change = GiveUp(incarnation=self._claimed, attempts=frozenset({staging.save_id}), epoch=staging.epoch)
+        return self.head.write(change).head.has(staging.folder, staging.save_id)
 
-    def discard(self, epoch: int, attempt: str) -> None:
-        if not self._give_up(epoch, attempt):
-            self.remove_dead({attempt: self.names.build(epoch)})
+    def discard(self, staging: Staging) -> None:
+        if not self._give_up(staging):
+            self.remove_dead({staging.save_id: staging.folder})
 
     def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
         folder = self.folder(epoch)

@@ -24,7 +24,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
@@ -81,6 +81,57 @@ class ReplaceCondition:
 
     attempt: str | None  # None: an epoch whose commit record cannot be used
     damage: str = ""  # a damaged epoch is quarantined first, a good one is exchanged: one is there at any moment
+
+
+class Staging(abc.ABC):
+    """Where the nodes of one save write before it is an epoch.
+
+    Attributes:
+        store: the directory.
+        epoch: the epoch that is saved.
+        save_id: what no other save is called.
+        folder: what its files are found in; with others' where the store has no rename.
+    """
+
+    def __init__(self, store: Store, epoch: int, save_id: str, folder: str):
+        self.store = store
+        self.epoch = epoch
+        self.save_id = save_id
+        self.folder = folder
+
+    @abc.abstractmethod
+    def node_folder(self, node: str) -> str:
+        """Where a node writes its record and handlers' files."""
+
+    def data_folder(self, node: str, item: str) -> str:
+        """Where a node writes the data files of an item."""
+        del item
+        return self.node_folder(node)
+
+    def make_node_folder(self, node: str) -> str:
+        """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""
+        return self.node_folder(node)
+
+    def seal(self, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None) -> None:
+        """Makes the names in a node's folder and in its `folders` durable, and writes `node.json` (`record`).
+
+        It is the node's last act on its staging. `view`: None if the epoch is to have no Orbax view; else the folders
+        of databases in it where this node makes the link to its folder. The primary makes those that are missing.
+        """
+        del folders, view
+        self.store.create(paths.join(self.node_folder(node), paths.NODE_RECORD), record)
+
+    def lost(self) -> errors.EpochCheckpointError:
+        """The error of a save whose staging is gone."""
+        return errors.SaveError(self.epoch, f"files of it have disappeared from {self.store.root}")
+
+    @contextlib.contextmanager
+    def guarded(self) -> Generator[None]:
+        """Raises `lost` where the staging is not there any more."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise self.lost() from None
 
 
 _ignored: set[str] = set()  # paths that were logged as ignored, once per process
@@ -352,32 +403,12 @@ class Commits(abc.ABC):
         """Raises FencedError, which names `epoch`, if a newer incarnation has claimed by now."""
 
     @abc.abstractmethod
-    def begin(self, epoch: int, attempt: str) -> None:
-        """Primary: makes room for an attempt. Other nodes may have begun to write for it already."""
+    def staging(self, epoch: int, save_id: str) -> Staging:
+        """Where the nodes of a save write. Any process of the run may ask; nothing is written."""
 
     @abc.abstractmethod
-    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """Where a node writes its record and handlers' files for an attempt, whose id begins with the incarnation."""
-
-    def data_folder(self, epoch: int, attempt: str, node: str, item: str) -> str:
-        """Where a node writes the data files of an item for an attempt."""
-        del item
-        return self.node_folder(epoch, attempt, node)
-
-    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""
-        return self.node_folder(epoch, attempt, node)
-
-    def seal_node(
-        self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None
-    ) -> None:
-        """Makes the names in a node's folder and in its `folders` durable, and writes `node.json` (`record`).
-
-        It is the node's last act on its staging. `view`: None if the epoch is to have no Orbax view; else the folders
-        of databases in it where this node makes the link to its folder. The primary makes those that are missing.
-        """
-        del folders, view
-        self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
+    def stage(self, epoch: int, save_id: str) -> Staging:
+        """Primary: the same, and makes room for the save. Other nodes may have begun to write for it already."""
 
     def uncache(self, epoch: int, node: str) -> None:
         """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
@@ -393,7 +424,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+        self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
         """Primary: makes the epoch visible. Returns a call that removes the bytes of a good epoch that gave way.
 
@@ -407,8 +438,8 @@ class Commits(abc.ABC):
         """
 
     @abc.abstractmethod
-    def discard(self, epoch: int, attempt: str) -> None:
-        """Primary: removes the files of a failed attempt; files that are gone already are no error."""
+    def discard(self, staging: Staging) -> None:
+        """Primary: removes the files of a failed save; files that are gone already are no error."""
 
     @abc.abstractmethod
     def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
@@ -426,10 +457,6 @@ class Commits(abc.ABC):
     @abc.abstractmethod
     def release(self) -> None:
         """Primary: ends the incarnation; removes its empty staging."""
-
-    def lost(self, epoch: int) -> errors.SaveError:
-        """The error of an attempt whose staging folder is gone."""
-        return errors.SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def read_attempt(self, epoch: int) -> str | None:
         """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
@@ -489,6 +516,10 @@ class Commits(abc.ABC):
             self.store.put(path, data, draft=self._draft(), replace=True)
         except FileNotFoundError as error:
             raise self.lost(0) from error
+
+    def lost(self, epoch: int) -> errors.EpochCheckpointError:
+        """The error of a write for which something of this run is not there any more."""
+        return errors.SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def make_folder(self, folder: str) -> None:
         """Makes a folder of the directory itself, durably, unless it is there."""

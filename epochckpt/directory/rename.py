@@ -25,7 +25,7 @@ from epochckpt.directory import attached_metrics, metrics_log, owners, placing
 from epochckpt.directory import lineage as lineages
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.metrics_log import Line
-from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback
+from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback, Staging
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.orbax import StepNames, Views, linked_view, step_names
 from epochckpt.storage.posix import owner_of, this_user
@@ -36,6 +36,46 @@ if TYPE_CHECKING:
 _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
 
 
+class PosixStaging(Staging):
+    """A folder in the home of a run, which becomes the epoch's folder. Each save has its own: late writers meet none."""
+
+    def __init__(self, commits: RenameCommits, epoch: int, save_id: str):
+        folder = paths.join(commits.home, save_id.partition("-")[2])  # `<epoch>-<number>`
+        super().__init__(commits.store, epoch, save_id, folder)
+        self._commits = commits
+
+    def make(self) -> None:
+        """Makes the folder, unless another node has made it."""
+        with self.guarded(), suppress(FileExistsError):
+            self.store.make_folder(self.folder)
+        self._commits.note_root()
+
+    def node_folder(self, node: str) -> str:
+        return paths.join(self.folder, paths.folder_name(node))
+
+    def make_node_folder(self, node: str) -> str:
+        folder = self.node_folder(node)
+        self.make()
+        with self.guarded():
+            self.store.make_folder(folder)
+        return folder
+
+    def seal(self, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None) -> None:
+        folder = self.node_folder(node)
+        with self.guarded():
+            for inner in folders:
+                self.store.sync_folder(paths.join(folder, inner))
+            if view is not None:
+                has_json = paths.JSON_FILE in folders
+                linked_view.link_node(self.store, self.folder, paths.folder_name(node), not has_json, view)
+            super().seal(node, folders, record, view)
+            self.store.sync_folder(folder)
+            self.store.sync_folder(self.folder)
+
+    def lost(self) -> errors.EpochCheckpointError:
+        return self._commits.lost(self.epoch)
+
+
 class RenameCommits(Commits):
     """Epochs become visible by the rename of a staged folder."""
 
@@ -43,17 +83,14 @@ class RenameCommits(Commits):
         super().__init__(store, names)
         self._views = Views()
         self._begun: set[str] = set()  # our own claims, also those that failed half-way
-        self._given_up: collections.deque[str] = collections.deque(maxlen=_GIVEN_UP)
+        self._given_up: collections.deque[Staging] = collections.deque(maxlen=_GIVEN_UP)
         self._root_id: tuple[int, ...] = ()  # of the directory that was claimed, as far as this process knows it
         self._latest = -1  # the newest epoch that was seen by this object, which may be gone by now
 
     @property
-    def _home(self) -> str:
+    def home(self) -> str:
+        """The folder that everything of this run goes through."""
         return paths.incarnation_folder(self.incarnation)
-
-    def _staging(self, attempt: str) -> str:
-        """`<epoch>-<number>` in the home: each attempt has its own, so that a late writer never meets a later one."""
-        return paths.join(self._home, attempt.partition("-")[2])
 
     def owners(self) -> list[Any]:
         homes = [entry.name for entry in self.store.list("") if paths.parse_incarnation(entry.name) is not None]
@@ -122,7 +159,7 @@ class RenameCommits(Commits):
         with self._fenced(epoch):  # of two runs that claim at the same moment, one is the later one
             self.store.create(paths.join(draft, paths.OWNER_FILE), json.dumps(owners.current()).encode())
             self.store.sync_folder(draft)
-            self.store.rename(draft, self._home)
+            self.store.rename(draft, self.home)
             self._root_id = self.store.root_id()
             entries = self.store.list("")
             swept = [gone for gone in map(self._sweep, entries) if gone]
@@ -132,7 +169,7 @@ class RenameCommits(Commits):
                     self._append(Line(-1, back=True))
             self.store.sync_folder("")
             self._finish_if_it_can()
-            if not self.store.exists(self._home):
+            if not self.store.exists(self.home):
                 raise self.lost(epoch)
         if swept:
             logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
@@ -143,7 +180,7 @@ class RenameCommits(Commits):
         _threads.logged(f"{self.store.root}/{path} stays", partial(self.store.remove_tree, path))
 
     def check_claim(self, epoch: int) -> None:
-        if self.store.exists(self._home):
+        if self.store.exists(self.home):
             return
         with suppress(FileNotFoundError, NotADirectoryError):  # the directory itself has gone: nobody has taken it over
             self.store.list("")
@@ -152,7 +189,7 @@ class RenameCommits(Commits):
     def _sweep(self, entry: Entry) -> str:
         """Fences off the earlier run whose staging this is; returns where that lies then, if it is to be removed."""
         if paths.parse_unclaimed(entry.name) is not None:
-            away = placing.removed(self._home)
+            away = placing.removed(self.home)
             with suppress(FileNotFoundError, PermissionError):
                 self.store.rename(entry.name, away)
                 return away
@@ -161,7 +198,7 @@ class RenameCommits(Commits):
         if older is None or older == self.incarnation:
             return ""
         with self._permitted(entry.name):
-            away = placing.take_over(self.store, self._home, entry.name)
+            away = placing.take_over(self.store, self.home, entry.name)
         if away is not None and older not in self._begun:
             owner = paths.join(away, paths.OWNER_FILE)
             when = owners.report_takeover(self.store.root, partial(owners.read, self.store, owner))
@@ -178,43 +215,20 @@ class RenameCommits(Commits):
         epochs = [self.names.parse(where) for where in found if not self.store.exists(where)]
         return sorted(epoch for epoch in epochs if epoch is not None)
 
-    def begin(self, epoch: int, attempt: str) -> None:
-        for given_up in list(self._given_up):
-            if self.store.exists(self._staging(given_up)):  # a late node has made it again
-                self.discard(epoch, given_up)
-        self.make_staging(epoch, attempt)
+    def staging(self, epoch: int, save_id: str) -> PosixStaging:
+        return PosixStaging(self, epoch, save_id)
 
-    def make_staging(self, epoch: int, attempt: str) -> str:
-        """Makes the folder that an attempt is staged in, unless another node has made it; returns its path."""
-        staging = self._staging(attempt)
-        with self._staged(epoch), suppress(FileExistsError):
-            self.store.make_folder(staging)
-        self._root_id = self._root_id or self.store.root_id()
+    def stage(self, epoch: int, save_id: str) -> PosixStaging:
+        for given_up in list(self._given_up):
+            if self.store.exists(given_up.folder):  # a late node has made it again
+                self.discard(given_up)
+        staging = self.staging(epoch, save_id)
+        staging.make()
         return staging
 
-    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        return paths.join(self._staging(attempt), paths.folder_name(node))
-
-    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        folder = self.node_folder(epoch, attempt, node)
-        self.make_staging(epoch, attempt)
-        with self._staged(epoch):
-            self.store.make_folder(folder)
-        return folder
-
-    def seal_node(
-        self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None
-    ) -> None:
-        folder = self.node_folder(epoch, attempt, node)
-        with self._staged(epoch):
-            for inner in folders:
-                self.store.sync_folder(paths.join(folder, inner))
-            if view is not None:
-                place = self._staging(attempt), paths.folder_name(node)
-                linked_view.link_node(self.store, *place, paths.JSON_FILE not in folders, view)
-            super().seal_node(epoch, attempt, node, folders, record, view)
-            self.store.sync_folder(folder)
-            self.store.sync_folder(self._staging(attempt))
+    def note_root(self) -> None:
+        """Remembers which directory is saved to: one that lies at its path later may be another."""
+        self._root_id = self._root_id or self.store.root_id()
 
     def uncache(self, epoch: int, node: str) -> None:
         """See Commits. The next epoch is written to these pages, which are faster than pages not touched yet."""
@@ -226,22 +240,23 @@ class RenameCommits(Commits):
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
         view, noted = self._views.note(record)
-        with self._staged(record.epoch):
-            return linked_view.write(self.store, self._staging(record.attempt), noted, view, run)
+        staging = self.staging(record.epoch, record.attempt)
+        with staging.guarded():
+            return linked_view.write(self.store, staging.folder, noted, view, run)
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+        self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        staging = self._staging(attempt)
+        epoch = staging.epoch
         # A rollback that was interrupted would hide the new epoch, too.
         if epoch in self.hidden():
             try:
                 self.finish_rollback()
             except errors.UnfinishedError as error:
                 raise errors.SaveError(epoch, str(error)) from error
-        with self._staged(epoch):
-            self.store.create(paths.join(staging, paths.EPOCH_RECORD), record)
-            self.store.sync_folder(staging)
+        with staging.guarded():
+            self.store.create(paths.join(staging.folder, paths.EPOCH_RECORD), record)
+            self.store.sync_folder(staging.folder)
         # From here on the epoch may become visible. A damaged one gives way before, a good one by the rename itself.
         check()
         present = replaces is not None and self.read_attempt(epoch) == replaces.attempt
@@ -250,43 +265,45 @@ class RenameCommits(Commits):
             away = f"damaged-{paths.new_id()}"
             self.hide(epoch, away)
             logging.warning("%s: the damaged checkpoint %d was moved to %s", self.store.root, epoch, away)
-        return self.put_in_place(epoch, attempt, replace=replace)
+        return self._put_in_place(staging, replace=replace)
 
-    def put_in_place(self, epoch: int, attempt: str, *, replace: bool) -> Callable[[], None] | None:
-        """Gives a staged folder the epoch's name, durably; `publish` does so once the commit record is in it.
+    def _put_in_place(self, staged: Staging, *, replace: bool) -> Callable[[], None] | None:
+        """Gives a staged folder with a commit record the epoch's name, durably.
 
         With `replace`, what has the name gives way, and the returned call removes its bytes. Raises as `publish` does.
         """
-        final, old = self.names.build(epoch), None
+        epoch = staged.epoch
+        final = self.names.build(epoch)
+        old: str | None = None
         try:
-            old = placing.put(self.store, self._home, self._staging(attempt), final, replace=replace)
+            old = placing.put(self.store, self.home, staged.folder, final, replace=replace)
         except OSError as error:
-            if not self._arrived(epoch, attempt, error):
+            if not self._arrived(staged, error):
                 raise self._refusal(epoch, error) from error
-        placing.settle(self.store, self._home, epoch, final, old)
+        placing.settle(self.store, self.home, epoch, final, old)
         self._folders[epoch] = final
         self._latest = max(self._latest, epoch)
         return None if old is None else partial(self.store.remove_tree, old)
 
-    def _arrived(self, epoch: int, attempt: str, error: OSError) -> bool:
+    def _arrived(self, staged: Staging, error: OSError) -> bool:
         """Whether the staged epoch is in its place although the call that put it there has reported an error.
 
         Over a network that is possible, and it may still happen later: a staging folder that is still there is taken
         away, so that it never will. UncertainError says that storage does not answer.
         """
         try:
-            staged = self.read_in(self._staging(attempt), epoch)
-            if staged is None:
-                return self.is_there(epoch, attempt, error)
-            if staged.attempt == attempt:
-                away = self._take_away(attempt)
+            found = self.read_in(staged.folder, staged.epoch)
+            if found is None:
+                return self.is_there(staged.epoch, staged.save_id, error)
+            if found.attempt == staged.save_id:
+                away = self._take_away(staged)
                 _threads.logged("the remains of a save stay", lambda: self.store.remove_tree(away))
         except (errors.DamagedError, errors.FormatError, OSError) as problem:
             reason = f"{errors.say(error)}; and where it is now cannot be seen ({problem})"
-            raise errors.UncertainError(epoch, reason) from error
-        return staged.attempt != attempt  # exchanged for the epoch that it replaces
+            raise errors.UncertainError(staged.epoch, reason) from error
+        return found.attempt != staged.save_id  # exchanged for the epoch that it replaces
 
-    def _refusal(self, epoch: int, error: OSError) -> errors.SaveError:
+    def _refusal(self, epoch: int, error: OSError) -> errors.EpochCheckpointError:
         """Why a staged epoch could not be put in its place."""
         if isinstance(error, FileNotFoundError):
             return self.lost(epoch)
@@ -303,15 +320,15 @@ class RenameCommits(Commits):
             reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
         return errors.SaveError(epoch, reason)
 
-    def discard(self, epoch: int, attempt: str) -> None:
-        if attempt not in self._given_up:
-            self._given_up.append(attempt)
+    def discard(self, staging: Staging) -> None:
+        if staging.folder not in [given_up.folder for given_up in self._given_up]:
+            self._given_up.append(staging)
         with suppress(FileNotFoundError):
-            self.store.remove_tree(self._take_away(attempt))
+            self.store.remove_tree(self._take_away(staging))
 
-    def _take_away(self, attempt: str) -> str:
-        away = placing.removed(self._home)
-        self.store.rename(self._staging(attempt), away)
+    def _take_away(self, staged: Staging) -> str:
+        away = placing.removed(self.home)
+        self.store.rename(staged.folder, away)
         return away
 
     def deleted(self) -> dict[int, Line]:
@@ -351,7 +368,7 @@ class RenameCommits(Commits):
             if line.back and not self.store.exists(path):
                 return
             self.make_folder(path.partition("/")[0])
-            if self.store.exists(self._home):
+            if self.store.exists(self.home):
                 self.store.append_line(path, line.to_bytes(), limit_bytes=metrics_log.MAX_BYTES)
 
         _threads.logged(f"{self.store.root}: the metrics of a deleted epoch are not kept", append)
@@ -364,13 +381,13 @@ class RenameCommits(Commits):
             raise errors.EpochExistsError(problem)
         if logged:
             _threads.logged(f"{self.store.root}: metrics of checkpoint {epoch} are not kept", partial(self._log, epoch))
-        away = placing.removed(self._home, name)
+        away = placing.removed(self.home, name)
         with self._fenced(epoch), self._permitted(name):
             try:
                 if kept is None:
                     self.store.rename(name, away)
                 else:
-                    placing.keep(self.store, self._home, name, kept)
+                    placing.keep(self.store, self.home, name, kept)
             except OSError as error:
                 if not placing.immovable(error):
                     raise
@@ -399,37 +416,37 @@ class RenameCommits(Commits):
             self._append(Line(rollback.to, back=True))
         with self._fenced(rollback.about):
             if folder is not None:
-                placing.make_folder(self.store, self._home, folder)
+                placing.make_folder(self.store, self.home, folder)
             for epoch in sorted(rollback.epochs, reverse=True):
                 name = self.folder(epoch)
                 if not self.store.exists(name):
                     continue
                 with self._permitted(name):
                     if folder is None or self.store.exists(paths.join(folder, name)):  # or copied
-                        placing.remove_here(self.store, self._home, name)
+                        placing.remove_here(self.store, self.home, name)
                     else:
-                        placing.move(self.store, self._home, name, paths.join(folder, name))
+                        placing.move(self.store, self.home, name, paths.join(folder, name))
                 self.store.sync_folder("")
             if folder is not None:
                 self.store.sync_folder(folder)
             # not removed where it lies: by now it may be the record of a newer run
-            done = paths.join(self._home, f"done-{paths.new_id()}")
+            done = paths.join(self.home, f"done-{paths.new_id()}")
             self.store.rename(paths.ROLLBACK_RECORD, done)
             self.store.sync_folder("")
             self.store.remove(done)
 
     def release(self) -> None:
-        placing.leave(self.store, self._home, paths.unclaimed_folder(self.incarnation))
+        placing.leave(self.store, self.home, paths.unclaimed_folder(self.incarnation))
         self.store.sync_folder("")
 
-    def lost(self, epoch: int) -> errors.SaveError:
-        if self.store.exists(self._home):
+    def lost(self, epoch: int) -> errors.EpochCheckpointError:
+        if self.store.exists(self.home):
             return errors.SaveError(epoch, "the primary has given this attempt up")
         if self._is_away():
             return errors.SaveError(epoch, self._away())
         return errors.FencedError(
             epoch,
-            f"a newer run has taken over {self.store.root} (the staging folder of this one, {self._home}, is gone); "
+            f"a newer run has taken over {self.store.root} (the staging folder of this one, {self.home}, is gone); "
             "this process can no longer save there",
         )
 
@@ -448,14 +465,6 @@ class RenameCommits(Commits):
             f"the directory {self.store.root} has gone away while this run saves there ({where}): was it moved, "
             "deleted or unmounted? Nothing can be saved until it is back where it was; start the run again then"
         )
-
-    @contextmanager
-    def _staged(self, epoch: int) -> Generator[None]:
-        """Raises `lost` where the staging of an attempt is not there any more."""
-        try:
-            yield
-        except FileNotFoundError:
-            raise self.lost(epoch) from None
 
     @contextmanager
     def _permitted(self, path: str) -> Generator[None]:
@@ -483,6 +492,6 @@ class RenameCommits(Commits):
         try:
             yield
         except (FileNotFoundError, FileExistsError) as error:
-            if self.store.exists(self._home):
+            if self.store.exists(self.home):
                 raise
             raise self.lost(epoch) from error

@@ -31,8 +31,8 @@ from epochckpt.arrays import Planner, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.directory import placing
-from epochckpt.directory.protocol import ReplaceCondition
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.protocol import ReplaceCondition, Staging
+from epochckpt.directory.rename import PosixStaging, RenameCommits
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -70,6 +70,18 @@ class _NodeNames(StepNames):
         del name
 
 
+class _NodeStaging(PosixStaging):
+    """The node's files lie beside the commit record."""
+
+    def node_folder(self, node: str) -> str:
+        del node
+        return self.folder
+
+    def make_node_folder(self, node: str) -> str:
+        self.make()
+        return self.node_folder(node)
+
+
 class NodeCommits(RenameCommits):
     """The epochs of one node in a directory that need not exist yet. With a `lead`, for reading: in `<lead><epoch>`."""
 
@@ -85,7 +97,7 @@ class NodeCommits(RenameCommits):
         self._leave: weakref.finalize | None = None
 
     @property
-    def _home(self) -> str:
+    def home(self) -> str:
         return paths.node_staging_folder(self.node, self.incarnation)
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -168,29 +180,27 @@ class NodeCommits(RenameCommits):
                         "itself, and need another directory: take another db_prefix, or epochckpt.CheckpointManager"
                     )
 
-    def begin(self, epoch: int, attempt: str) -> None:
+    def stage(self, epoch: int, save_id: str) -> PosixStaging:
         """See Commits. Fences off the jobs that were there when this one joined, and removes what they left."""
         moved = list[str | None]()
         for name in self._older:
             with self._permitted(name):
-                moved.append(placing.take_over(self.store, self._home, name))
-        if moved and not self.store.exists(self._home):
+                moved.append(placing.take_over(self.store, self.home, name))
+        if moved and not self.store.exists(self.home):
             raise self.lost(epoch)
         self._older = []
         for path in filter(None, moved):
             _threads.logged("what an earlier job left stays", functools.partial(self.store.remove_tree, path))
-        super().begin(epoch, attempt)
+        return super().stage(epoch, save_id)
 
-    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """See Commits. The node's files lie beside the commit record."""
-        return self._staging(attempt)
-
-    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        return self.make_staging(epoch, attempt)
+    def staging(self, epoch: int, save_id: str) -> _NodeStaging:
+        return _NodeStaging(self, epoch, save_id)
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+        self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
+
+        epoch = staging.epoch
 
         def make_room() -> None:
             with contextlib.suppress(FileExistsError):
@@ -199,7 +209,7 @@ class NodeCommits(RenameCommits):
             self.store.sync_folder("")  # also if another node's job made the folder: it may not have got that far
             check()
 
-        return super().publish(epoch, attempt, record, make_room, replaces)
+        return super().publish(staging, record, make_room, replaces)
 
     def _check_place(self, epoch: int) -> None:
         """Refuses to write into an epoch of another manager, or over a folder that is no epoch of this node."""
@@ -217,19 +227,19 @@ class NodeCommits(RenameCommits):
     def release(self) -> None:
         """See Commits. Happens by itself when the object goes away."""
         if self._leave is not None and self._leave.detach():
-            placing.leave(self.store, self._home)
+            placing.leave(self.store, self.home)
 
     def lost(self, epoch: int) -> Any:
         if not os.path.isdir(self.store.root):
             return self._missing()
-        if self.store.exists(self._home):
+        if self.store.exists(self.home):
             return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
         if self._root_id != self.store.root_id():
             return SaveError(epoch, self._away())
         return FencedError(
             epoch,
             f"a newer job for node {self.node} has taken over {self.store.root}, or the staging folder of this one, "
-            f"{self._home}, was removed; this process can no longer save there",
+            f"{self.home}, was removed; this process can no longer save there",
         )
 
     def _missing(self) -> EpochCheckpointError:
@@ -304,15 +314,16 @@ class NodeEpochs:
             deadline=Deadline(self._options.save_timeout_secs),  # last: the snapshot's time is not the save's
         )
         identity = f"{commits.incarnation}-{attempt.name}"
+        staging = commits.staging(epoch, identity)
         try:
             with commits.access():
-                commits.begin(epoch, identity)
-                attempt.reports[0] = write_nodes(commits, self._nodes, attempt, identity, self._options, self._pool)
+                commits.stage(epoch, identity)
+                attempt.reports[0] = write_nodes(staging, self._nodes, attempt, self._options, self._pool)
                 record = attempt.record(identity, objects=False, per_node=True)
                 replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
-                remove = commits.publish(epoch, identity, record.to_bytes(), lambda: None, replaces)
+                remove = commits.publish(staging, record.to_bytes(), lambda: None, replaces)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
-            _threads.logged("the remains of a save stay", lambda: commits.discard(epoch, identity))
+            _threads.logged("the remains of a save stay", lambda: commits.discard(staging))
             if isinstance(error, EpochCheckpointError) or not isinstance(error, Exception):
                 raise
             lost = isinstance(error, FileNotFoundError)

@@ -20,8 +20,7 @@ from epochckpt._threads import Deadline, Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer, Snapshot
-from epochckpt.directory import Commits
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.protocol import ReplaceCondition, Staging
 from epochckpt.errors import SaveError, from_wire, to_wire
 from epochckpt.format import DataFile, EpochRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
 from epochckpt.format.records import FILE_ROWS, AlsoFile, pack_contents, tree_digest, unpack_contents
@@ -306,17 +305,15 @@ class Committed:
         )
 
 
-def write_nodes(
-    commits: Commits, nodes: Nodes, attempt: Attempt, identity: str, options: StorageOptions, pool: Pool
-) -> ProcessReport:
-    """Writes and seals the folders of this process's nodes, durably; `identity` is the attempt's id."""
+def write_nodes(staging: Staging, nodes: Nodes, attempt: Attempt, options: StorageOptions, pool: Pool) -> ProcessReport:
+    """Writes and seals the folders of this process's nodes, durably."""
     try:
-        writers = [_NodeWriter(commits, nodes, number, attempt, identity, options) for number in nodes.hosted]
+        writers = [_NodeWriter(staging, nodes, number, attempt, options) for number in nodes.hosted]
         began, trees, also = time.monotonic(), attempt.snapshot.trees, attempt.snapshot.also
         for each in writers:
             each.write_arrays(pool)
         sizes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *also]), sum(each.nbytes for each in writers)
-        events.wrote(commits.store.root, time.monotonic() - began, *sizes)
+        events.wrote(staging.store.root, time.monotonic() - began, *sizes)
         if nodes.process == 0:
             for tree in trees:
                 _monitoring.numbers(tree.plan.figures)
@@ -324,20 +321,18 @@ def write_nodes(
         writers[0].write_files()
         return ProcessReport(attempt.plan, tuple(each.seal() for each in writers))
     except FileNotFoundError as missing:
-        raise commits.lost(attempt.epoch) from missing
+        raise staging.lost() from missing
 
 
 class _NodeWriter:
     """Writes the folder of one node: its arrays, then the files of handlers, and `node.json` last."""
 
     @_monitoring.timed(*events.MADE_FOLDERS)
-    def __init__(
-        self, commits: Commits, nodes: Nodes, number: int, attempt: Attempt, identity: str, options: StorageOptions
-    ):
-        self._commits, self._store, self._options = commits, commits.store, options
-        self._attempt, self._identity, self._number = attempt, identity, number
+    def __init__(self, staging: Staging, nodes: Nodes, number: int, attempt: Attempt, options: StorageOptions):
+        self._staging, self._store, self._options = staging, staging.store, options
+        self._attempt, self._number = attempt, number
         (self._name, self._process), self._processes = nodes.rows[number], nodes.processes
-        self._folder = commits.make_node_folder(attempt.epoch, identity, self._name)
+        self._folder = staging.make_node_folder(self._name)
         self._files: list[DataFile] = []
         self._also: list[AlsoFile] = []
         self._folders: list[str] = []
@@ -357,7 +352,7 @@ class _NodeWriter:
         began, epoch, size = time.monotonic(), self._attempt.epoch, self._options.block_bytes
         for plan, node, buffers in self._attempt.snapshot.trees:
             if node == self._number:
-                folder = self._commits.data_folder(epoch, self._identity, self._name, plan.item.name)
+                folder = self._staging.data_folder(self._name, plan.item.name)
                 self._files += writer.write_arrays(self._store, folder, epoch, plan, buffers, size, pool)
                 if plan.also is not None:
                     self._note_values(plan, buffers)
@@ -407,7 +402,7 @@ class _NodeWriter:
         timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(attempt.blocked_secs, 6)}
         record = NodeRecord(
             epoch=attempt.epoch,
-            attempt=self._identity,
+            attempt=self._staging.save_id,
             node=self._name,
             process=self._process,
             processes=self._processes,
@@ -421,7 +416,7 @@ class _NodeWriter:
         view: list[str] | None = [] if self._options.orbax_view else None
         if view is not None and self._processes > 1 and not self._local:
             view = bases(attempt.snapshot.items, files)
-        self._commits.seal_node(attempt.epoch, self._identity, self._name, self._folders, data, view)
+        self._staging.seal(self._name, self._folders, data, view)
         secs = self._secs + time.monotonic() - began
         entry = NodeEntry(self._name, self._process, len(data), checksums.digest(data), files, secs)
         digests = {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()}

@@ -25,7 +25,7 @@ from absl import logging
 from epochckpt import errors
 from epochckpt.agreement import coordination
 from epochckpt.agreement.coordination import RecentKeys
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.protocol import ReplaceCondition, Staging
 from epochckpt.directory.rename import RenameCommits
 from epochckpt.format import paths
 from epochckpt.saving import disks, opening
@@ -140,7 +140,12 @@ class Hosts:
     # -- a save --------------------------------------------------------------------------------------------------
 
     def commit(
-        self, attempt: Attempt, id: str, record: bytes, check: Callable[[], None], key: Callable[[str, Attempt], str]
+        self,
+        attempt: Attempt,
+        staging: Staging,
+        record: bytes,
+        check: Callable[[], None],
+        key: Callable[[str, Attempt], str],
     ) -> None:
         """On the primary: has all processes put their part of a save in place, and waits until they have.
 
@@ -151,7 +156,7 @@ class Hosts:
         self._coordinator.put(f"{key('record', attempt)}/0", {"record": text})
         attempt.offered = True
         self._keys.add(self._coordinator, key("record", attempt), key("placed", attempt))
-        self._commits.publish(attempt.epoch, id, record, lambda: None, attempt.replaces)
+        self._commits.publish(staging, record, lambda: None, attempt.replaces)
         try:
             self._coordinator.gather_all(key("placed", attempt), {}, max(attempt.deadline.left(), _PLACING_SECS))
         except errors.CoordinationTimeoutError as error:
@@ -164,7 +169,7 @@ class Hosts:
             record, here = zlib.decompress(base64.b64decode(offer["record"])), attempt.replaces
             if here is not None:  # it was found damaged together, and here it may be another attempt
                 here = ReplaceCondition(self._commits.read_attempt(attempt.epoch), here.damage)
-            self._commits.publish(attempt.epoch, id, record, lambda: None, here)
+            self._commits.publish(self._commits.staging(attempt.epoch, id), record, lambda: None, here)
             return {}
 
         coordination.answered(placed, prefix, self._coordinator)

@@ -28,6 +28,7 @@ from absl import logging
 from epochckpt import _monitoring, _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.agreement.coordination import RecentKeys
+from epochckpt.directory.protocol import Staging
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
 from epochckpt.saving import memory, retention, run_clock
@@ -289,8 +290,7 @@ class Attempts:
                 epoch = self._resident.popleft()
                 for name in self.nodes.hosted_names:
                     self._commits.uncache(epoch, name)
-            identity = self._id(attempt)
-            report = write_nodes(self._commits, self.nodes, attempt, identity, self._options, self._pool)
+            report = write_nodes(self._staging(attempt), self.nodes, attempt, self._options, self._pool)
         except BaseException as caught:  # every failure becomes this process's report
             failed = caught if isinstance(caught, Exception) else errors.as_save_error(attempt.epoch, caught)
             error = errors.kept(failed)
@@ -323,7 +323,7 @@ class Attempts:
         key, left = f"{self._key('claim', attempt)}/0", max(attempt.deadline.left(), 0.001)
         if self._coordinator.primary:
             self._claim.learn(take() if self._claim_is_known else self._coordinator.agree(key, take, left), left)
-            self._commits.begin(attempt.epoch, self._id(attempt))
+            self._commits.stage(attempt.epoch, self._id(attempt))
         elif not self._claim.known:
             attempt.state = "waiting for the primary to claim the directory"
             try:
@@ -457,7 +457,7 @@ class Attempts:
     def _remove(self, attempt: Attempt, failure: BaseException) -> None:
         """Removes what is staged of a failed attempt; an epoch that may exist keeps its data."""
         if self._claim.known and not isinstance(failure, errors.UncertainError):
-            discard = functools.partial(self._commits.discard, attempt.epoch, self._id(attempt))
+            discard = functools.partial(self._commits.discard, self._staging(attempt))
             # Later: where storage is away it takes long, and the failure is known now.
             self._commit_lane.submit(lambda: _threads.logged("the remains of a save stay", discard))
 
@@ -531,8 +531,8 @@ class Attempts:
 
         data = record.to_bytes()
         if self._hosts is not None:
-            self._hosts.commit(attempt, record.attempt, data, still_in_time, self._key)
-        elif remove := self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces):
+            self._hosts.commit(attempt, self._staging(attempt), data, still_in_time, self._key)
+        elif remove := self._commits.publish(self._staging(attempt), data, still_in_time, attempt.replaces):
             self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
         self._history.run.committed()
         logging.info("checkpoint %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
@@ -616,6 +616,9 @@ class Attempts:
 
     def _id(self, attempt: Attempt) -> str:
         return f"{self._commits.incarnation}-{attempt.name}"
+
+    def _staging(self, attempt: Attempt) -> Staging:
+        return self._commits.staging(attempt.epoch, self._id(attempt))
 
     def _key(self, kind: str, attempt: Attempt) -> str:
         return f"{self._prefix}/{kind}/{attempt.name}"

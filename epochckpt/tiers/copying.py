@@ -32,7 +32,7 @@ from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import EpochReader
 from epochckpt.directory import Commits, attached_metrics
 from epochckpt.directory.lineage import ClaimLineage
-from epochckpt.directory.protocol import ReplaceCondition, Rollback
+from epochckpt.directory.protocol import ReplaceCondition, Rollback, Staging
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -304,7 +304,7 @@ class Worker:
         self._fenced = 0  # in a row
         self._attempts = 0
         self._tasks = 0
-        self._dead: list[tuple[int, str]] = []  # attempts in the mirror that failed
+        self._dead: list[Staging] = []  # of copies that failed
         self._unfit = set[int]()  # epochs that cannot be copied
         self._attached: dict[tuple[int, str], Any] = {}
 
@@ -436,7 +436,7 @@ class Worker:
         elif (epoch := self._epochs.oldest_leaving(self._job.options.mirror_keep or math.inf)) is not None:
             self._remove(epoch)
         elif self._dead:
-            self._copies.discard(*self._dead[-1])
+            self._copies.discard(self._dead[-1])
             self._dead.pop()
         elif (epoch := self._take()) is not None:
             self._copy(epoch)
@@ -620,7 +620,7 @@ class Worker:
         except LateNodesError:  # a node may still write
             raise
         except BaseException:
-            self._dead.append((epoch, attempt))
+            self._dead.append(self._copies.staging(epoch, attempt))
             raise
 
     def _copy_together(self, copy: EpochCopy, epoch: int, attempt: str) -> list[NodeEntry]:

@@ -24,7 +24,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import epochckpt as ec
 from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.directory import head_turns
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.conditional_put import BucketStaging, PutCommits
+from epochckpt.directory.rename import PosixStaging, RenameCommits
 from epochckpt.errors import (
     EpochDeletedError,
     FencedError,
@@ -326,14 +327,17 @@ class Panic(BaseException):
     """As a library in another language raises it: no handler of errors sees it."""
 
 
-@pytest.mark.parametrize("call", ["seal_node", "publish"])
+@pytest.mark.parametrize("call", ["seal", "publish"])
 def test_a_save_ends_at_once_whatever_is_raised(directory: str, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    objects = "://" in directory
+    writer, staging = (PutCommits, BucketStaging) if objects else (RenameCommits, PosixStaging)
+
     def panic(*args: Any, **kwargs: Any) -> None:
         raise Panic("deep inside")
 
     with ec.CheckpointManager(directory) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(type(manager._commits), call, panic)
+            patch.setattr(writer if call == "publish" else staging, call, panic)
             assert manager.save(1, args=Save(state(1)))
             with pytest.raises(ec.errors.SaveError, match="checkpoint 1 was not committed: Panic: deep inside"):
                 manager.wait_until_finished()

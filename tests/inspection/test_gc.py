@@ -19,7 +19,7 @@ import pytest
 import epochckpt as ec
 from epochckpt.directory.conditional_put import PutCommits
 from epochckpt.directory.protocol import Rollback
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.rename import PosixStaging, RenameCommits
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.inspection import gc, leftovers, scan
 from epochckpt.inspection.rows import LeftoverRow
@@ -476,10 +476,10 @@ def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, monkeypat
     monkeypatch.setattr(PosixStore, "remove_tree", lambda *_: None)
     publish = RenameCommits.publish
 
-    def fail(self: RenameCommits, epoch: int, *args: Any) -> Any:
-        if epoch == 3:
+    def fail(self: RenameCommits, staging: PosixStaging, *args: Any) -> Any:
+        if staging.epoch == 3:
             raise OSError("no")
-        return publish(self, epoch, *args)
+        return publish(self, staging, *args)
 
     monkeypatch.setattr(RenameCommits, "publish", fail)
     manager = ec.CheckpointManager(tmp_path / "run")

@@ -213,8 +213,8 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
         commits = manager._commits
-        commits.begin(2, dead := f"{commits.incarnation}-2-9")
-        commits.begin(1, again := f"{commits.incarnation}-1-9")
+        commits.stage(2, dead := f"{commits.incarnation}-2-9")
+        commits.stage(1, again := f"{commits.incarnation}-1-9")
         store = manager._store
         for path in (f"2/process_0/{dead}/node.json", f"2/default/process_0/{dead}/x", f"1/process_0/{again}/x"):
             store.create(path, b"x")
@@ -227,7 +227,7 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     newer.remove_dead(newer.head.read().dead)  # type: ignore[union-attr,attr-defined]
     cloud.proxy.decide = lambda request: None
     assert not [path for path in tree_of(store) if "-9/" in path]
-    newer.begin(3, f"{newer.incarnation}-3-0")
+    newer.stage(3, f"{newer.incarnation}-3-0")
     assert newer.head.read().dead == {}  # type: ignore[union-attr,attr-defined]
     assert values(url) == {1: 1}
     assert isinstance(store, ObjectStore)

@@ -255,12 +255,17 @@ class CommitLogger:
 def write_in_place() -> None:
     """Negative control: an epoch is written straight into its final folder."""
 
-    def publish(self: Any, epoch: int, attempt: str, record: bytes, check: Any, replace_damaged: bool) -> None:
-        check()
-        self.store.create(f"{epoch}/epoch.json", record)
-        self._folders[epoch] = str(epoch)
+    class InPlace(rename.PosixStaging):
+        def __init__(self, commits: Any, epoch: int, save_id: str):
+            super().__init__(commits, epoch, save_id)
+            self.folder = str(epoch)
 
-    rename.RenameCommits._staging = lambda self, attempt: attempt.split("-")[1]  # type: ignore
+    def publish(self: Any, staging: InPlace, record: bytes, check: Any, replace_damaged: bool) -> None:
+        check()
+        self.store.create(f"{staging.epoch}/epoch.json", record)
+        self._folders[staging.epoch] = str(staging.epoch)
+
+    rename.RenameCommits.staging = lambda self, epoch, save_id: InPlace(self, epoch, save_id)  # type: ignore
     rename.RenameCommits.publish = publish  # type: ignore
 
 
