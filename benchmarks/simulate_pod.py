@@ -183,7 +183,7 @@ class Pod:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
         (attempt,) = manager._attempts.pending()
         item, commits = attempt.snapshot.items["default"].arrays, manager._commits
-        staging, pool = commits.staging(attempt.epoch, f"{commits.incarnation}-{attempt.name}"), _threads.Pool(1)
+        staging, pool = manager._attempts._staging(attempt), _threads.Pool(1)
         report, again = attempt.reports[1], len(self.reports) == len(self.crowd)
         bases = view.bases(attempt.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:

@@ -13,6 +13,8 @@ found when it joined. From then on every rename out of them fails, and the older
 reads takes nothing over.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -31,8 +33,9 @@ from epochckpt.arrays import Planner, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.directory import placing
+from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage
 from epochckpt.directory.protocol import ReplaceCondition, Staging
-from epochckpt.directory.rename import PosixStaging, RenameCommits
+from epochckpt.directory.rename import PosixStager, PosixStaging, PosixWriter, RenameCommits
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -93,12 +96,6 @@ class NodeCommits(RenameCommits):
             )
         self.node, self._lead = paths.check_node_name(node), lead
         super().__init__(store, _NodeNames(node, lead))
-        self._older: list[str] = []  # the staging folders that this job found when it joined
-        self._leave: weakref.finalize | None = None
-
-    @property
-    def home(self) -> str:
-        return paths.node_staging_folder(self.node, self.incarnation)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -141,32 +138,34 @@ class NodeCommits(RenameCommits):
         where = f"{self.store.root}{f'/{self._lead}<epoch>' if self._lead else ''}, node {self.node}"
         return EpochNotFoundError(epoch, where, self.list_epochs())
 
-    # -- writing -------------------------------------------------------------------------------------------------
+    # -- claiming ------------------------------------------------------------------------------------------------
 
-    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
-        """Takes this job's place in the order of jobs for this node; `begin` then takes over from those before it.
+    def claim(
+        self,
+        epoch: int = 0,
+        check: Callable[[], None] = lambda: None,
+        lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
+    ) -> NodeWriter:
+        """Takes this job's place in the order of jobs for this node; `stage` then takes over from those before it.
 
         NotACheckpointDirectoryError: the directory is missing. AccessError: it may not be written. UnsupportedError: it
         is another manager's.
         """
-        del epoch
+        del epoch, lineage
         check()
-        if self.incarnation:
-            return
         incarnation = paths.new_id()
-        home = paths.node_staging_folder(self.node, incarnation)
+        stager = _NodeStager(self, incarnation)
         try:
             with self.access():
-                self.store.make_folder(home)
+                self.store.make_folder(stager.home)
                 # listed after our own was made: of two jobs that join at once, at least one sees the other
-                entries = [entry for entry in self.store.list("") if entry.name != home]
-                self._refuse_others(home, [entry.name for entry in entries if entry.is_folder])
+                entries = [entry for entry in self.store.list("") if entry.name != stager.home]
+                self._refuse_others(stager.home, [entry.name for entry in entries if entry.is_folder])
                 found = [entry.name for entry in entries]
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise self._missing() from error
-        self._root_id = self.store.root_id()
-        self.incarnation, self._older = incarnation, [n for n in found if paths.parse_node_staging(n) == self.node]
-        self._leave = weakref.finalize(self, _leave, self.store, home, os.getpid())
+            raise self.missing() from error
+        stager.note_root()
+        return NodeWriter(self, stager, [name for name in found if paths.parse_node_staging(name) == self.node])
 
     def _refuse_others(self, home: str, folders: list[str]) -> None:
         """Refuses a directory in which all nodes commit an epoch together; removes the own staging folder there."""
@@ -180,8 +179,60 @@ class NodeCommits(RenameCommits):
                         "itself, and need another directory: take another db_prefix, or epochckpt.CheckpointManager"
                     )
 
+    def missing(self) -> EpochCheckpointError:
+        """The error where the directory is not there."""
+        found = "is a file" if os.path.lexists(self.store.root) else "does not exist"
+        return NotACheckpointDirectoryError(
+            f"{self.store.root} {found}; expected a directory, which is never created here: make or mount it"
+        )
+
+    @contextlib.contextmanager
+    def access(self) -> Generator[None]:
+        """Turns a PermissionError into an AccessError that names the user and what access is needed."""
+        try:
+            yield
+        except PermissionError as error:
+            needed = f"this user (uid {os.getuid()}) needs read and write access"
+            raise AccessError(f"{self.store.root}: {error}; {needed}") from error
+
+
+class _NodeStager(PosixStager):
+    """The staging folder of one job for a node."""
+
+    def __init__(self, directory: NodeCommits, incarnation: str):
+        super().__init__(directory.store, incarnation)
+        self.home = paths.node_staging_folder(directory.node, incarnation)
+        self._directory = directory
+
+    def staging(self, epoch: int, save_id: str) -> _NodeStaging:
+        return _NodeStaging(self, epoch, save_id)
+
+    def lost(self, epoch: int) -> EpochCheckpointError:
+        if not os.path.isdir(self.store.root):
+            return self._directory.missing()
+        if self.store.exists(self.home):
+            return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
+        if self._root_id != self.store.root_id():
+            return SaveError(epoch, self.away())
+        return FencedError(
+            epoch,
+            f"a newer job for node {self._directory.node} has taken over {self.store.root}, or the staging folder of "
+            f"this one, {self.home}, was removed; this process can no longer save there",
+        )
+
+
+class NodeWriter(PosixWriter):
+    """The right of the newest job for a node to change the node's epochs."""
+
+    def __init__(self, directory: NodeCommits, stager: _NodeStager, older: list[str]):
+        """`older`: the staging folders that this job found when it joined."""
+        super().__init__(directory, stager)
+        self.directory: NodeCommits = directory
+        self._older = older
+        self._leave = weakref.finalize(self, _leave, self.store, stager.home, os.getpid())
+
     def stage(self, epoch: int, save_id: str) -> PosixStaging:
-        """See Commits. Fences off the jobs that were there when this one joined, and removes what they left."""
+        """See Writer. Fences off the jobs that were there when this one joined, and removes what they left."""
         moved = list[str | None]()
         for name in self._older:
             with self._permitted(name):
@@ -192,9 +243,6 @@ class NodeCommits(RenameCommits):
         for path in filter(None, moved):
             _threads.logged("what an earlier job left stays", functools.partial(self.store.remove_tree, path))
         return super().stage(epoch, save_id)
-
-    def staging(self, epoch: int, save_id: str) -> _NodeStaging:
-        return _NodeStaging(self, epoch, save_id)
 
     def publish(
         self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
@@ -213,49 +261,21 @@ class NodeCommits(RenameCommits):
 
     def _check_place(self, epoch: int) -> None:
         """Refuses to write into an epoch of another manager, or over a folder that is no epoch of this node."""
-        parent, final = str(epoch), self.folder(epoch)
+        parent, final = str(epoch), self.directory.folder(epoch)
         for mark in (paths.EPOCH_RECORD, STEP_RECORD):
             if self.store.exists(paths.join(parent, mark)):
                 problem = (
                     f"is an epoch of a CheckpointManager ({mark} lies in it); nodes that save by themselves need a"
                 )
                 raise SaveError(epoch, f"{self.store.root}/{parent} {problem} directory of their own")
-        if self.store.exists(final) and not self.is_committed(epoch):
+        if self.store.exists(final) and not self.directory.is_committed(epoch):
             problem = f"exists and holds no {paths.EPOCH_RECORD}: not replaced. Move it away"
             raise SaveError(epoch, f"{self.store.root}/{final} {problem}")
 
     def release(self) -> None:
-        """See Commits. Happens by itself when the object goes away."""
-        if self._leave is not None and self._leave.detach():
+        """See Writer. Happens by itself when the object goes away."""
+        if self._leave.detach():
             placing.leave(self.store, self.home)
-
-    def lost(self, epoch: int) -> Any:
-        if not os.path.isdir(self.store.root):
-            return self._missing()
-        if self.store.exists(self.home):
-            return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
-        if self._root_id != self.store.root_id():
-            return SaveError(epoch, self._away())
-        return FencedError(
-            epoch,
-            f"a newer job for node {self.node} has taken over {self.store.root}, or the staging folder of this one, "
-            f"{self.home}, was removed; this process can no longer save there",
-        )
-
-    def _missing(self) -> EpochCheckpointError:
-        found = "is a file" if os.path.lexists(self.store.root) else "does not exist"
-        return NotACheckpointDirectoryError(
-            f"{self.store.root} {found}; expected a directory, which is never created here: make or mount it"
-        )
-
-    @contextlib.contextmanager
-    def access(self) -> Generator[None]:
-        """Turns a PermissionError into an AccessError that names the user and what access is needed."""
-        try:
-            yield
-        except PermissionError as error:
-            needed = f"this user (uid {os.getuid()}) needs read and write access"
-            raise AccessError(f"{self.store.root}: {error}; {needed}") from error
 
 
 def _leave(store: Store, home: str, pid: int) -> None:
@@ -279,6 +299,13 @@ class NodeEpochs:
         self._pool = _threads.Pool(self._options.io_threads)
         self._handlers = Handlers()
         self._tries = 0
+        self._writer: NodeWriter | None = None  # from the first save, or `claim`, on
+
+    def claim(self) -> NodeWriter:
+        """Takes this job's place in the order of jobs for the node, once."""
+        if self._writer is None:
+            self._writer = self.commits.claim()
+        return self._writer
 
     @functools.cached_property
     def _nodes(self) -> Nodes:
@@ -303,7 +330,7 @@ class NodeEpochs:
         commits, epoch = self.commits, epoch_number(epoch)
         wanted = items.to_save(args, self._handlers)
         items.check_names([item.name for item in wanted], (), ())
-        commits.claim()
+        writer = self.claim()
         self._tries += 1
         attempt = Attempt(
             epoch,
@@ -313,21 +340,21 @@ class NodeEpochs:
             snapshot=dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot(),
             deadline=Deadline(self._options.save_timeout_secs),  # last: the snapshot's time is not the save's
         )
-        identity = f"{commits.incarnation}-{attempt.name}"
-        staging = commits.staging(epoch, identity)
+        identity = f"{writer.incarnation}-{attempt.name}"
+        staging = writer.staging(epoch, identity)
         try:
             with commits.access():
-                commits.stage(epoch, identity)
+                writer.stage(epoch, identity)
                 attempt.reports[0] = write_nodes(staging, self._nodes, attempt, self._options, self._pool)
                 record = attempt.record(identity, objects=False, per_node=True)
                 replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
-                remove = commits.publish(staging, record.to_bytes(), lambda: None, replaces)
+                remove = writer.publish(staging, record.to_bytes(), lambda: None, replaces)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
-            _threads.logged("the remains of a save stay", lambda: commits.discard(staging))
+            _threads.logged("the remains of a save stay", lambda: writer.discard(staging))
             if isinstance(error, EpochCheckpointError) or not isinstance(error, Exception):
                 raise
             lost = isinstance(error, FileNotFoundError)
-            raise (commits.lost(epoch) if lost else as_save_error(epoch, error)) from error
+            raise (writer.lost(epoch) if lost else as_save_error(epoch, error)) from error
         finally:
             attempt.snapshot.drop()
         if remove is not None:

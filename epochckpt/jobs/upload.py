@@ -159,12 +159,13 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
 
         @uploading
         def begin() -> str | None:
-            return copy.commits.incarnation if copy.begin(asked.replace) else None
+            return copy.writer.incarnation if copy.begin(asked.replace) else None
 
         # The primary looks at the destination and makes room, every process copies, and the primary publishes.
         incarnation = exchange.broadcast("beginning of the upload", begin)
         if incarnation is not None:
-            copy.commits.incarnation = incarnation
+            if not exchange.primary:
+                copy.join(copy.commits.join(incarnation))
             copied: list[NodeEntry] = []  # on the primary, of all processes
 
             def copy_own() -> list[dict[str, Any]]:

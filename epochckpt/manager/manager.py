@@ -524,7 +524,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._claim.check(epoch)
         self._attempts.drain(epoch)
         if self._claim.known:
-            self._commits.check_claim(epoch)
+            self._claim.stager.check(epoch)
         if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
             self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).attempt)
         else:
@@ -761,13 +761,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
             def hide() -> None:
                 if not remote:
-                    self._attempts.remove(retention.hide(self._commits, step, self._options.todelete_subdir))
+                    self._attempts.remove(retention.unlist(self._claim.writer, step, self._options.todelete_subdir))
 
             self._withdraw(None, [step], hide)
 
         def follow(hosts: Hosts) -> None:
             for epoch in hosts.here([step]):
-                self._attempts.remove(retention.hide(self._commits, epoch, self._options.todelete_subdir))
+                self._attempts.remove(retention.unlist(self._claim.writer, epoch, self._options.todelete_subdir))
 
         self._write("delete", step, decide, follow)
         self._history.drop([step])
@@ -798,9 +798,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             local = self._commits.list_epochs() if remote else self._commits.require(epoch)
             later = sorted(e for e in {*local, *self.all_steps()} if e > epoch)
             with self._pinned(epoch if remote else None):
-                self._withdraw(epoch, later, lambda: retention.roll_back(self._commits, epoch, remote))
+                self._withdraw(epoch, later, lambda: retention.roll_back(self._claim.writer, epoch, remote))
 
-        self._write("rollback_to", epoch, decide, lambda _: retention.roll_back(self._commits, epoch, remote=True))
+        self._write("rollback_to", epoch, decide, lambda _: retention.roll_back(self._claim.writer, epoch, remote=True))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
         self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
@@ -838,9 +838,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._coordinator.processes == 1:
             self._history.forget_gone()
         if self._coordinator.primary:
+            self._ledger.claimed(self._claim.writer)
             _threads.logged(f"{self.root}: its mirror's ledger", self._ledger.settle)
         if self._mirror is not None:
-            self._mirror.claimed(self._commits, self._ledger, self._coordinator, self._prefix, epochs)
+            self._mirror.claimed(
+                local=self._commits,
+                stager=self._claim.stager,
+                ledger=self._ledger,
+                coordinator=self._coordinator,
+                prefix=self._prefix,
+                epochs=epochs,
+            )
 
     def _write(
         self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[Hosts], None] = lambda _: None

@@ -23,6 +23,7 @@ from epochckpt.errors import AccessError, FencedError
 
 if TYPE_CHECKING:
     from epochckpt.directory import Commits
+    from epochckpt.directory.protocol import Stager, Writer
     from epochckpt.saving.hosts import Hosts
 
 
@@ -45,6 +46,8 @@ class Claim:
         self._commits, self._refused, self._on_claim, self._root_files = commits, refused, on_claim, root_files
         self._hosts = hosts
         self._lock = threading.Lock()
+        self._writer: Writer | None = None  # of the process that has claimed; with local disks, of each
+        self._stager: Stager | None = None  # of the other processes
         self._taken: dict[str, Any] | None = None  # on the primary: a claim that the other hosts have yet to join
         self._known: dict[str, Any] | None = None
         self.may_take_over = True  # from a run that may be alive
@@ -54,6 +57,25 @@ class Claim:
     def known(self) -> bool:
         """Whether this process knows of the claim, and so the incarnation."""
         return self._known is not None
+
+    @property
+    def writer(self) -> Writer:
+        """The right to change the directory; only a process that has claimed it may ask."""
+        assert self._writer is not None, "the directory was not claimed by this process"
+        return self._writer
+
+    @property
+    def stager(self) -> Stager:
+        """Says where the nodes of a save write; only a process that knows of the claim may ask."""
+        stager = self._writer or self._stager
+        assert stager is not None, "the directory was not claimed"
+        return stager
+
+    @property
+    def incarnation(self) -> str:
+        """The run's id; empty before the claim."""
+        stager = self._writer or self._stager
+        return "" if stager is None else stager.incarnation
 
     def check(self, epoch: int) -> None:
         """Raises the error that keeps this manager from saving, if any. No I/O, unless it was refused at open."""
@@ -86,17 +108,17 @@ class Claim:
                 raise FencedError(epoch, self.fenced.reason)
             try:
                 if self.may_take_over:
-                    self._commits.claim(epoch)
+                    self._writer = self._commits.claim(epoch)
                 else:
-                    self._commits.claim(epoch, functools.partial(owners.check_idle, self._commits))
+                    self._writer = self._commits.claim(epoch, functools.partial(owners.check_idle, self._commits))
                 if self._hosts is not None:
-                    self._taken = {"incarnation": self._commits.incarnation}
+                    self._taken = {"incarnation": self._writer.incarnation}
                     return self._taken
-                self._write_root_files()
-                claim = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}
+                self._write_root_files(self._writer)
+                claim = {"incarnation": self._writer.incarnation, "epochs": self._commits.list_epochs()}
             except BaseException as error:
                 self.note(error)  # before another save may try: it would take over from the run that was the later one
-                self._commits.incarnation = ""  # the next try is a new incarnation, which sweeps this one
+                self._writer = None  # the next try is a new incarnation, which sweeps this one
                 raise
             return self._adopt(claim)
 
@@ -106,20 +128,22 @@ class Claim:
             if self._known is not None:
                 return
             if self._hosts is None:
-                self._commits.incarnation = claim["incarnation"]
+                self._stager = self._commits.join(claim["incarnation"])
             else:
                 try:
-                    epochs = self._hosts.join(claim["incarnation"], self._write_root_files, wait_secs)
+                    epochs = self._hosts.join(claim["incarnation"], self._writer, self._write_root_files, wait_secs)
                 except BaseException as error:
                     self.note(error)
-                    self._commits.incarnation, self._taken = "", None
+                    self._writer = None
+                    self._taken = None
                     raise
+                self._writer = self._hosts.writer
                 claim = {**claim, "epochs": epochs}
             self._adopt(claim)
 
-    def _write_root_files(self) -> None:
+    def _write_root_files(self, writer: Writer) -> None:
         for parts, data in self._root_files.items():
-            self._commits.write_once(parts, data)
+            writer.write_once(parts, data)
 
     def _adopt(self, claim: dict[str, Any]) -> dict[str, Any]:
         self._on_claim(list(claim["epochs"]))
@@ -131,9 +155,9 @@ class Claim:
 
         With local disks every process does so on its own.
         """
-        if self._known is None or self.fenced is not None:
+        if self._known is None or self.fenced is not None or self._writer is None:
             return
         try:
-            self._commits.release()
+            self._writer.release()
         except OSError as error:  # the next run that writes sweeps it
             logging.warning("%s: the staging folder could not be removed: %s", self._commits.store.root, error)

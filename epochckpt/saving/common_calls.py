@@ -69,7 +69,7 @@ class CommonCalls:
         def claimed() -> dict[str, Any]:
             was_known, claim = self._claim.known, take()
             if was_known:  # a change may turn out to change nothing, and so not to notice
-                self._commits.check_claim(epoch)
+                self._claim.stager.check(epoch)
             decide()
             claim = {**claim, "lost": _threads.start(self._history.pop_lost).result()}
             return claim if hosts is None else {**claim, "order": _threads.start(hosts.order).result()}

@@ -25,8 +25,8 @@ from absl import logging
 from epochckpt import errors
 from epochckpt.agreement import coordination
 from epochckpt.agreement.coordination import RecentKeys
-from epochckpt.directory.protocol import ReplaceCondition, Staging
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.protocol import ReplaceCondition, Staging, Writer
+from epochckpt.directory.rename import PosixWriter, RenameCommits
 from epochckpt.format import paths
 from epochckpt.saving import disks, opening
 from epochckpt.saving.attempt import Attempt
@@ -47,7 +47,7 @@ class Hosts:
         self._coordinator, self._commits, self._nodes = opened.coordinator, opened.commits, opened.nodes
         self._record, self._policies, self._mirror = opened.host, policies, mirror
         self._prefix, self.wait_secs = f"{opened.prefix}/host", wait_secs
-        self._joined = ""  # the incarnation under which this process has claimed its disk
+        self.writer: PosixWriter | None = None  # of this process's disk, once it is claimed
         self._keys = RecentKeys(_KEPT)
 
     @classmethod
@@ -81,17 +81,21 @@ class Hosts:
 
     # -- the claim -----------------------------------------------------------------------------------------------
 
-    def join(self, incarnation: str, write: Callable[[], None], wait_secs: float) -> list[int]:
+    def join(
+        self, incarnation: str, primary: Writer | None, write: Callable[[Writer], None], wait_secs: float
+    ) -> list[int]:
         """Claims the disks, of which the primary's is claimed, as one incarnation; returns the epochs of the job.
 
-        What is left of interrupted commits is moved aside. `write` writes what every directory has.
+        What is left of interrupted commits is moved aside. `primary` is the writer of the primary's disk, on the
+        primary. `write` writes what every directory has.
         """
         key, me = f"{self._prefix}/claim/{incarnation}", self._coordinator.process
 
         def claimed() -> dict[str, Any]:
-            if not self._coordinator.primary and self._joined != incarnation:
-                self._commits.claim_as(incarnation)
-            self._joined = incarnation
+            if isinstance(primary, PosixWriter):
+                self.writer = primary
+            elif self.writer is None or self.writer.incarnation != incarnation:
+                self.writer = self._commits.claim_as(incarnation)
             return self.look()
 
         def decide(told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,25 +106,31 @@ class Hosts:
         survey = Survey.from_wire(agreed["survey"])
 
         def moved() -> dict[str, Any]:
-            self._move_aside(self.ignore(survey))
+            writer = self._claimed
+            self._move_aside(writer, self.ignore(survey))
             if agreed["mirror"]:
-                self._commits.overwrite(paths.MIRROR_RECORD, agreed["mirror"].encode())
-            write()
+                writer.overwrite(paths.MIRROR_RECORD, agreed["mirror"].encode())
+            write(writer)
             return {}
 
         # A disk whose record names this claim proves that no disk has anything that is left of earlier runs.
         self._meet(f"{key}/moved", moved, lambda _: {}, wait_secs)
         node, ids = self._nodes.names[me], tuple(agreed["disks"])
         self._record = dataclasses.replace(self._record, node=node, disks=ids, claim=incarnation)
-        self._commits.overwrite(paths.HOST_RECORD, self._record.to_bytes())
+        self._claimed.overwrite(paths.HOST_RECORD, self._record.to_bytes())
         self._keys.add(self._coordinator, key)
         return survey.epochs
 
-    def _move_aside(self, epochs: Iterable[int]) -> None:
+    @property
+    def _claimed(self) -> PosixWriter:
+        assert self.writer is not None, "this process's disk was not claimed"
+        return self.writer
+
+    def _move_aside(self, writer: PosixWriter, epochs: Iterable[int]) -> None:
         store, folder = self._commits.store, f"partial-{paths.new_id()}"
         for epoch in sorted(epochs):
             if store.exists(self._commits.folder(epoch)):
-                self._commits.hide(epoch, folder)
+                writer.unlist(epoch, folder)
                 logging.warning("%s/%s: what this disk has of checkpoint %d was moved there", store.root, folder, epoch)
         self._commits.ignored = frozenset()
 
@@ -156,7 +166,7 @@ class Hosts:
         self._coordinator.put(f"{key('record', attempt)}/0", {"record": text})
         attempt.offered = True
         self._keys.add(self._coordinator, key("record", attempt), key("placed", attempt))
-        self._commits.publish(staging, record, lambda: None, attempt.replaces)
+        self._claimed.publish(staging, record, lambda: None, attempt.replaces)
         try:
             self._coordinator.gather_all(key("placed", attempt), {}, max(attempt.deadline.left(), _PLACING_SECS))
         except errors.CoordinationTimeoutError as error:
@@ -169,7 +179,7 @@ class Hosts:
             record, here = zlib.decompress(base64.b64decode(offer["record"])), attempt.replaces
             if here is not None:  # it was found damaged together, and here it may be another attempt
                 here = ReplaceCondition(self._commits.read_attempt(attempt.epoch), here.damage)
-            self._commits.publish(self._commits.staging(attempt.epoch, id), record, lambda: None, here)
+            self._claimed.publish(self._claimed.staging(attempt.epoch, id), record, lambda: None, here)
             return {}
 
         coordination.answered(placed, prefix, self._coordinator)
@@ -182,8 +192,8 @@ class Hosts:
         if self._coordinator.primary and not attempt.offered:
             return failure
         try:
-            if self._commits.incarnation and self._commits.read_attempt(attempt.epoch) == id:
-                self._commits.hide(attempt.epoch)()
+            if self.writer is not None and self._commits.read_attempt(attempt.epoch) == id:
+                self.writer.unlist(attempt.epoch)()
         except Exception as problem:
             reason = f"{errors.say(failure)}; and it could not be taken out of sight here ({errors.say(problem)})"
             return errors.UncertainError(attempt.epoch, reason)

@@ -323,7 +323,7 @@ class Attempts:
         key, left = f"{self._key('claim', attempt)}/0", max(attempt.deadline.left(), 0.001)
         if self._coordinator.primary:
             self._claim.learn(take() if self._claim_is_known else self._coordinator.agree(key, take, left), left)
-            self._commits.stage(attempt.epoch, self._id(attempt))
+            self._claim.writer.stage(attempt.epoch, self._id(attempt))
         elif not self._claim.known:
             attempt.state = "waiting for the primary to claim the directory"
             try:
@@ -385,7 +385,7 @@ class Attempts:
         into, kept = self._policies.todelete_subdir, list[int]()
         for epoch in commit.hides if self._hosts is None else self._hosts.here(commit.hides):
             try:
-                attempt.removals.append(retention.hide(self._commits, epoch, into))
+                attempt.removals.append(retention.unlist(self._claim.writer, epoch, into))
             except errors.UnfinishedError as error:  # no reader sees it any more
                 logging.warning("an older epoch could not be removed: %s", errors.say(error))
             except Exception as error:
@@ -457,7 +457,7 @@ class Attempts:
     def _remove(self, attempt: Attempt, failure: BaseException) -> None:
         """Removes what is staged of a failed attempt; an epoch that may exist keeps its data."""
         if self._claim.known and not isinstance(failure, errors.UncertainError):
-            discard = functools.partial(self._commits.discard, self._staging(attempt))
+            discard = functools.partial(self._claim.writer.discard, self._staging(attempt))
             # Later: where storage is away it takes long, and the failure is known now.
             self._commit_lane.submit(lambda: _threads.logged("the remains of a save stay", discard))
 
@@ -517,10 +517,10 @@ class Attempts:
     def _publish(self, attempt: Attempt) -> Committed:
         record = attempt.record(self._id(attempt), objects=not self._store.renames)
         times, took_over = (record.started_ns, record.committed_ns), self._commits.taken_over
-        runs = self._history.run.committing(attempt.epoch, self._commits.incarnation, attempt.spent, times, took_over)
+        runs = self._history.run.committing(attempt.epoch, self._claim.incarnation, attempt.spent, times, took_over)
         record = dataclasses.replace(record, runs=runs)
         if self._options.orbax_view:
-            record = _monitoring.timed(events.FINALIZED_ITEMS)(self._commits.write_view)(record, self._pool.run)
+            record = _monitoring.timed(events.FINALIZED_ITEMS)(self._claim.writer.write_view)(record, self._pool.run)
 
         def still_in_time() -> None:
             if attempt.deadline.passed():
@@ -532,7 +532,7 @@ class Attempts:
         data = record.to_bytes()
         if self._hosts is not None:
             self._hosts.commit(attempt, self._staging(attempt), data, still_in_time, self._key)
-        elif remove := self._commits.publish(self._staging(attempt), data, still_in_time, attempt.replaces):
+        elif remove := self._claim.writer.publish(self._staging(attempt), data, still_in_time, attempt.replaces):
             self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
         self._history.run.committed()
         logging.info("checkpoint %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
@@ -615,10 +615,10 @@ class Attempts:
         return False
 
     def _id(self, attempt: Attempt) -> str:
-        return f"{self._commits.incarnation}-{attempt.name}"
+        return f"{self._claim.incarnation}-{attempt.name}"
 
     def _staging(self, attempt: Attempt) -> Staging:
-        return self._commits.staging(attempt.epoch, self._id(attempt))
+        return self._claim.stager.staging(attempt.epoch, self._id(attempt))
 
     def _key(self, kind: str, attempt: Attempt) -> str:
         return f"{self._prefix}/{kind}/{attempt.name}"

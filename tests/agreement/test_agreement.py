@@ -111,15 +111,16 @@ def commit(manager: ec.CheckpointManager, epoch: int) -> None:
 def commit_unheard(job: Job, manager: ec.CheckpointManager, epoch: int, node_1_gave_up: threading.Event) -> None:
     """The primary commits an epoch only after the other node has given up waiting for the verdict."""
     if manager._coordinator.process == 0:
-        publish = manager._commits.publish
+        writer = manager._claim.writer
+        publish = writer.publish
 
         def stopped(*args: Any) -> None:
             assert node_1_gave_up.wait(WAIT_SECS)
             publish(*args)
 
-        manager._commits.publish = stopped
+        writer.publish = stopped
         commit(manager, epoch)
-        manager._commits.publish = publish
+        writer.publish = publish
     else:
         manager._coordinator.unheard = ("/verdict/2-0/0",)
         assert save(manager, epoch)
@@ -397,11 +398,11 @@ def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, monkeypa
     """A claim that fails, and one that a delete makes: the other node never waits for a word that does not come."""
     claim, refused = RenameCommits.claim, threading.Event()
 
-    def failing(commits: Any, *args: Any) -> None:
+    def failing(commits: Any, *args: Any) -> Any:
         if not refused.is_set():
             refused.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        claim(commits, *args)
+        return claim(commits, *args)
 
     def process(number: int) -> Any:
         with job.open() as manager:
