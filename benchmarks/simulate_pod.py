@@ -50,7 +50,8 @@ from epochckpt.format import EpochRecord, parsing
 from epochckpt.format.grid import box_shape, cell_box
 from epochckpt.orbax import linked_view, view
 from epochckpt.saving import opening
-from epochckpt.saving.attempt import write_nodes
+from epochckpt.saving.node_writer import write_nodes
+from epochckpt.saving.save import Save
 from epochckpt.storage import PosixStore
 
 NODES = flags.DEFINE_list("nodes", ["1", "4", "16", "64", "256", "1000"], "Numbers of nodes.")
@@ -181,15 +182,14 @@ class Pod:
 
     def write_crowd(self, manager: ec.CheckpointManager) -> None:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
-        (attempt,) = manager._attempts.pending()
-        item, commits = attempt.snapshot.items["default"].arrays, manager._commits
-        staging, pool = manager._attempts._staging(attempt), _threads.Pool(1)
-        report, again = attempt.reports[1], len(self.reports) == len(self.crowd)
-        bases = view.bases(attempt.snapshot.items, report.nodes[0].entry.files)
+        (save,) = manager._saves.pending()
+        item, staging = save.snapshot.items["default"].arrays, manager._saves._part.staging(save)
+        report, again = save.reports[1], len(self.reports) == len(self.crowd)
+        bases = view.bases(save.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:
             unread = min(node, abs(node - self.nodes // 2)) > 24
             if unread or again:
-                linked_view.link_node(commits.store, staging.folder, f"process_{node}", False, bases)
+                linked_view.link_node(staging.store, staging.folder, f"process_{node}", False, bases)
             if again:
                 continue
             if unread:
@@ -199,12 +199,14 @@ class Pod:
                 cells, source = item.owned(node), plan_lib.CellSource(0, 0, None)
                 plan = plan_lib.ItemPlan(item, cells, (source,) * len(cells[0]), tuple(item.part_ends(cells, None)), 0)
                 buffers = [Buffer(np.full(run.nbytes // 4, 1.5, np.float32)) for run in plan.runs]
-                part = Snapshot([SavedTree(plan, node, buffers)], digest=attempt.snapshot.digest)
-                job, mine = (
-                    dataclasses.replace(manager._nodes, process=node),
-                    dataclasses.replace(attempt, snapshot=part),
+                part = Snapshot([SavedTree(plan, node, buffers)], digest=save.snapshot.digest)
+                report = write_nodes(
+                    staging=staging,
+                    nodes=dataclasses.replace(manager._nodes, process=node),
+                    save=Save(save.request, part, save.deadline),
+                    options=ec.StorageOptions(),
+                    pool=_threads.Pool(1),
                 )
-                report = write_nodes(staging, job, mine, ec.StorageOptions(), pool)
             self.reports.append(json.dumps(report.to_wire()))
 
     def save(self, managers: dict[int, ec.CheckpointManager], epoch: int, busy: bool = False) -> dict[str, float]:
@@ -222,8 +224,8 @@ class Pod:
         if self.nodes > 1:
             key = self.reported.get()
             for other in (0, self.nodes - 1):
-                for attempt in managers[other]._attempts.pending():
-                    attempt.written.wait()
+                for save in managers[other]._saves.pending():
+                    save.written.wait()
             self.write_crowd(managers[1])
             for node, report in zip(self.crowd, self.reports, strict=True):
                 self.client.key_value_set(f"{key[:-1]}{node}", report)

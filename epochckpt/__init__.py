@@ -11,20 +11,21 @@
     manager     what a user does to a directory: save, restore, delete, follow
     convert     epochs as files of other programs, and back: safetensors, Hugging Face, flax, torch, plain Orbax
     v1          the same in Orbax's v1 style
-    jobs        a whole run: job, stop conditions, resume, the runner, Caffe2's managers
+    jobs        a whole run: job, stop conditions, resume, the runner
+    caffe2      Caffe2's managers and names, over jobs
     inspection  look, compare, tidy
     cli         the command `epochckpt`
 
 A package imports only packages above it in this list; `lint-imports` checks it. Beside them lie the
-modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`, `caffe2`) and a few
+modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`) and a few
 private helpers of all packages (`_threads`, `_monitoring`, `_progress`, `_collector`, `_lazy`, `_metrics`, `_renaming`,
 `_text`, `_units`, `_durations`, `_settings`). What takes long to import (jax, Orbax) is imported when it is used, see
 `_lazy`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
@@ -58,9 +59,9 @@ if TYPE_CHECKING:
     from epochckpt.options import StorageOptions
     from epochckpt.v1 import training
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "args": "",
             "caffe2": "",
             "errors": "",
@@ -108,8 +109,9 @@ else:
             "repair_view": "manager.repair",
             "StorageOptions": "options",
             "training": "v1",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __version__ = "0.1.0"
 

@@ -43,9 +43,15 @@ class Duration(Generic[S]):
         self._name = name
         self._where = f"{owner.__name__}.{name}"
 
+    def __repr__(self) -> str:  # as the default in a signature
+        return repr(self._default)
+
     def __get__(self, instance: Any, owner: type | None = None) -> S:
         return self._default if instance is None else instance.__dict__[self._name]
 
     def __set__(self, instance: Any, value: S | str) -> None:
+        if value is self:  # what `dataclasses.field` passes on where no value is given
+            instance.__dict__[self._name] = self._default
+            return
         is_none = self._none and value is None
         instance.__dict__[self._name] = None if is_none else seconds(self._where, value)

@@ -1,11 +1,11 @@
-"""jax and Orbax as names that import them when something of them is used; and packages that import what is asked for.
+"""Imports that happen when something is used: jax and Orbax, and the public names of our packages (`lookup`).
 
-They take seconds to import, and a look at a directory (`epochckpt ls`) needs neither. Modules on its way take them from
-here, and evaluate no annotation (`from __future__ import annotations`).
+jax and Orbax take seconds to import, and a look at a directory (`epochckpt ls`) needs neither. Modules that such a look
+imports take them from here, and evaluate no annotation (`from __future__ import annotations`).
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -30,17 +30,19 @@ else:
     jnp = _Lazy("jax.numpy")
     ocp = _Lazy("orbax.checkpoint")
 
-__all__ = ["jax", "jnp", "names_of", "ocp"]
+__all__ = ["jax", "jnp", "lookup", "ocp"]
 
 
-def names_of(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names, the keys, lie in `modules` of it, or are such modules (empty)."""
+def lookup(package: str, modules: Mapping[str, str], name: str) -> Any:
+    """What the `__getattr__` of a package returns for one of its public names; imports the module that has it.
 
-    def find(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = modules[name]
-        found = importlib.import_module(f"{package}.{module or name}")
-        return getattr(found, name) if module else found
-
-    return find
+    Args:
+        package: the full name of the package.
+        modules: the module of the package in which each public name lies; empty for a name that is itself a module.
+        name: the name that is asked for; AttributeError if `modules` lacks it.
+    """
+    if name not in modules:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    if not modules[name]:
+        return importlib.import_module(f"{package}.{name}")
+    return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)

@@ -1,169 +1,114 @@
 """`Settings`: all options of checkpoints that need no code, from flags, config files or a program.
 
-The fields of `Settings` are the table of settings: the default, the kind of value, the one option that the setting
-decides, and its help. Kinds check values, `RULES` refuse contradictions, and what the settings make checks the rest.
+The fields of `Settings` are the table of settings: a field has the default, the kind of value, the one option that the
+setting decides, its help, and the settings that it needs. Storage options take it from `StorageOptions`. Flags, config
+files, `RULES`, the tables in docs/configure.md and the samples of tests are made of these fields.
 """
 
 import dataclasses
 import datetime
 import functools
-import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 from absl import flags as absl_flags
 
-from epochckpt import _text, _units
+from epochckpt import _text
+from epochckpt._kinds import NONE, Kind, boolean, choice, epoch_number, integer, list_of, matching, secs
 from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.jobs import Job, JobRunner
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.evaluator import follow
 from epochckpt.metadata import AbstractMetadataHandler, JsonMetadataHandler, SqliteMetadataHandler
-from epochckpt.options import SNAPSHOTS, BucketSettings, StorageOptions
+from epochckpt.options import STORAGE_OPTIONS, StorageOptions
 from epochckpt.storage import path_text, with_settings
 
-NONE = "none"  # the text that stands for no value; for texts that is the empty one
-MAX_SECS = 1e9  # 30 years; locks and timedeltas overflow somewhere above
-MAX_INT = 2**63 - 1  # what files and other languages hold
-_STORAGE = StorageOptions()
 OPTIONS, STORAGE = "CheckpointManagerOptions", "StorageOptions"
 MANAGER, RUNNER, FOLLOW = "CheckpointManager", "JobRunner", "follow"
+_ROW = "setting"  # the key of a field's metadata
+_EVERY_EPOCH = "without it every epoch is kept"
+_NO_RANK = "without it no epoch is ranked"
 
-Parse = Callable[[Any], Any]
-
-
-class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
-    """What a setting may be; reads and writes its values, also as absl's parser of its flag."""
-
-    # `parse` raises for what is not of this kind; `none` is the text that stands for None (None: a value must be there)
-    # Of what is `private` no error tells what was found.
-    def __init__(
-        self,
-        expected: str,
-        parse: Parse,
-        write: Callable[[Any], str] = str,
-        none: str | None = None,
-        private: bool = False,
-    ):
-        self.expected = self.syntactic_help = expected if none is None else f"{expected}, or {none or 'nothing'}"
-        self.may_be_none = none is not None
-        self._read, self._write, self._none, self._private = parse, write, none, private
-
-    def parse(self, argument: Any) -> Any:
-        """The value that a text, or an object of a program, stands for; InvalidArgumentError if it stands for none."""
-        empty = argument is None or (isinstance(argument, str) and argument.strip().lower() in ("", self._none))
-        if empty and self.may_be_none:
-            return None
-        try:
-            return self._read(argument)
-        except (TypeError, ValueError, OverflowError) as error:
-            why = f": {error}" if str(error) else ""
-            found = f"{'something else' if self._private else _text.shown(repr(argument))}{why}"
-            raise InvalidArgumentError(f"expected {self.expected}, found {found}") from None
-
-    def serialize(self, value: Any) -> str:
-        """The text that `parse` reads as this value."""
-        return str(self._none) if value is None else self._write(value)
-
-    def flag_type(self) -> str:  # absl calls it, for --helpxml
-        return self.expected
-
-
-def _number(of_text: Callable[[str], Any], of_object: Parse, least: float, most: float = MAX_INT) -> Parse:
-    def parse(value: Any) -> Any:
-        if isinstance(value, bool):
-            raise TypeError("a bool is no number")
-        number = of_text(value) if isinstance(value, str) else of_object(value)
-        if not least <= number <= most:
-            raise ValueError(f"it is not from {least} to {most}")
-        return number
-
-    return parse
-
-
-def _text_like(pattern: str) -> Parse:
-    def parse(value: Any) -> str:
-        if not isinstance(value, str) or not re.fullmatch(pattern, value, re.DOTALL):
-            raise ValueError
-        return value
-
-    return parse
-
-
-def _list_of(parse: Parse) -> Parse:
-    def parse_all(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, bytes | Mapping):
-            raise TypeError("it is no list")
-        return tuple(map(parse, absl_flags.ListParser().parse(value) if isinstance(value, str) else value))
-
-    return parse_all
-
-
-def _integer(least: int = 0, none: str | None = None) -> Kind:
-    return Kind(f"an integer of at least {least}", _number(int, operator.index, least), none=none)
-
-
-def _nbytes(least: int = 1, most: int = MAX_INT, none: str | None = None) -> Kind:
-    parse = _number(_units.parse_nbytes, operator.index, least, most)
-    return Kind("bytes, such as 4096, 8GB or 512MiB", parse, _units.exact_nbytes, none)
-
-
-def _secs(least: float = 0.001, none: str | None = None) -> Kind:
-    parse = _number(_units.parse_secs, float, least, MAX_SECS)
-    expected = f"seconds, such as 90, 10min or 1.5h, of at least {least}"
-    return Kind(expected, parse, lambda value: repr(value).removesuffix(".0"), none)
-
-
-def _bool(none: str | None = None) -> Kind:
-    return Kind("true or false", absl_flags.BooleanParser().parse, lambda value: "true" if value else "false", none)
-
-
-def _choice(*words: str) -> Kind:
-    return Kind(" or ".join(words), absl_flags.EnumParser(words).parse)
-
-
-_EPOCH = _number(int, operator.index, 0)
-_PATH = Kind("a path or URL", path_text, none="")
-_TEXT = Kind("a text", _text_like(r"[^\0]+"), none="")
-_NAME = _text_like("[A-Za-z0-9][A-Za-z0-9._-]*")
-_PREFIX = Kind("letters, digits, '.', '_' and '-', a letter or digit first", _NAME, none="")
-_CSV = absl_flags.CsvListSerializer(",").serialize
-_TEXTS = Kind("texts with commas between them", _list_of(_text_like(r"\S|\S.*\S")), _CSV)
+_PATH = Kind("a path or URL", path_text, ("/runs/1", "gs://bucket/run"), none="")
+_TEXT = Kind("a text", matching(r"[^\0]+"), ("accuracy",), none="")
+_PREFIX = Kind(
+    "letters, digits, '.', '_' and '-', a letter or digit first",
+    matching("[A-Za-z0-9][A-Za-z0-9._-]*"),
+    ("epoch", "none"),
+    none="",
+)
+_TEXTS = Kind(
+    "texts with commas between them",
+    list_of(matching(r"\S|\S.*\S")),
+    (("a", "b*"), ("c,d", '"e"')),
+    write=absl_flags.CsvListSerializer(",").serialize,
+)
 _EPOCHS = Kind(
     "epochs (integers of at least 0) with commas between them",
-    lambda value: tuple(sorted(set(_list_of(_EPOCH)(value)))),
-    lambda value: ",".join(map(str, value)),
+    lambda value: tuple(sorted(set(list_of(epoch_number)(value)))),
+    ((1, 7),),
+    write=lambda value: ",".join(map(str, value)),
 )
 _RESUME = Kind(
     "auto, never, must, or the number of an epoch",
-    lambda value: value if value in ("auto", "never", "must") else _EPOCH(value),
+    lambda value: value if value in ("auto", "never", "must") else epoch_number(value),
+    (12, "must"),
 )
-_STORE = Kind(
-    "settings of a bucket, such as endpoint=http://host:9000&region=eu-west-1",
-    lambda value: BucketSettings.of(value, "settings") or None,
-    lambda value: BucketSettings.of(value, "settings").query(),
-    none="",
-    private=True,  # somebody may have put a secret there
+_HANDLER = Kind(
+    "json, json:FILE or sqlite:FILE",
+    matching(r"json(:\S(.*\S)?)?|sqlite:\S(.*\S)?"),
+    ("sqlite:/tmp/runs.sqlite", "json", "json:/a b"),
+    none=NONE,
 )
-_HANDLER = Kind("json, json:FILE or sqlite:FILE", _text_like(r"json(:\S(.*\S)?)?|sqlite:\S(.*\S)?"), none=NONE)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A row of the table of settings."""
+    """A row of the table of settings.
+
+    Attributes:
+        kind: the values that it may have.
+        owner: the class or function that has the option which it decides, such as `JobRunner`.
+        option: the name of that option.
+        default: its value where none is given.
+        help: what it is for.
+        needs: the settings without which it says nothing, each with the reason.
+        writes: whether it says nothing where everything is only read.
+    """
 
     kind: Kind
-    owner: str  # the class or function that has the option which it decides, such as `JobRunner`
-    option: str = ""  # its name there
-    default: Any = None
-    help: str = ""
+    owner: str
+    option: str
+    default: Any
+    help: str
+    needs: Mapping[str, str]
+    writes: bool
 
 
-def _of(default: Any, kind: Kind, owner: str, option: str = "") -> Any:
-    return dataclasses.field(default=default, metadata={"setting": Setting(kind, owner, option)})
+def _of(
+    default: Any,
+    kind: Kind,
+    owner: str,
+    *,
+    help: str,
+    option: str = "",
+    needs: Mapping[str, str] | None = None,
+    writes: bool = False,
+) -> Any:
+    """A field of `Settings`. `option` is the name of the option that it decides, if it has another name."""
+    row = Setting(kind=kind, owner=owner, option=option, default=default, help=help, needs=needs or {}, writes=writes)
+    return dataclasses.field(default=default, metadata={_ROW: row})
+
+
+def _storage(
+    name: str, *, kind: Kind | None = None, needs: Mapping[str, str] | None = None, writes: bool = False
+) -> Any:
+    """A field of `Settings` for the storage option of this name, where default, kind and help stand."""
+    option = STORAGE_OPTIONS[name]
+    default = option.kind.parse(getattr(StorageOptions(), name))
+    return _of(default, kind or option.kind, STORAGE, help=option.help, needs=needs, writes=writes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,142 +117,210 @@ class Settings:
 
     A value may be given as it is or as a text, as on a command line (`"8GB"`, `"10min"`). Each setting decides one
     option of `orbax.checkpoint.CheckpointManagerOptions`, `StorageOptions`, `CheckpointManager`, `JobRunner` or
-    `follow`; docs/configure.md lists which. Settings that contradict each other are refused.
-
-    Attributes:
-        directory: Where the epochs are: a path, or gs://… or s3://….
-        read_only: Never write, wait for no other process. For evaluators.
-        create: Create the directory if it is missing; else that is an error.
-        node: Name of this process's node, and of its folder in an epoch. Empty: process_0, process_1 and so on.
-        step_prefix: What an epoch's folder is named before _ and the number. Empty: the number alone.
-        step_format_fixed_length: Digits of the number in an epoch's folder name, filled up with zeros.
-        save_interval_steps: Save the epochs (Orbax's steps) that this number divides. 0: only save_on_steps. The first,
-            and the last of a run, are saved in any case.
-        save_on_steps: Save these epochs, too: numbers with commas between them.
-        enable_async_checkpointing: Save in the background, while training goes on; else save() waits, and raises what
-            went wrong.
-        max_to_keep: Keep so many epochs: the latest, or with best_metric the best. The latest is always kept. None:
-            all.
-        keep_period: Beyond max_to_keep, keep the epochs that this number divides.
-        keep_time_interval_secs: Beyond max_to_keep, keep one epoch for every so many seconds.
-        best_metric: Name of the metric that ranks epochs: the best ones are kept, instead of the latest. One in an
-            inner mapping is named outer/inner. NaN is worst.
-        best_mode: Whether a high or a low best_metric is good.
-        keep_checkpoints_without_metrics: Keep every epoch that lacks best_metric, beyond max_to_keep; else delete all
-            of them but the latest.
-        todelete_subdir: Move deleted epochs to this folder in the directory, instead of removing them.
-        max_blocked_secs: How long save() may hold training while storage is behind; then the new save fails. None:
-            until older saves have ended.
-        save_timeout_secs: A save fails if a node has not reported after so many seconds.
-        open_timeout_secs: How long opening, deleting and rolling back wait for other processes.
-        restore_timeout_secs: How long restoring the latest epoch waits for other processes.
-        restore_memory_limit_bytes: Host memory that a restore may need beyond its result: it then reads so much at a
-            time. None: all at once.
-        host_memory_limit_bytes: Host memory per process for copies of what is being saved: save() waits for room. None:
-            half the machine's.
-        snapshot: Where arrays on GPUs and TPUs are copied to before save() returns: device, pinned_host or host. auto:
-            device where its memory allows, else pinned_host.
-        io_threads: Threads per process that read or write files.
-        part_bytes: Continue a data file in another one past this size; on object stores also cut larger arrays by rows.
-            None: never on file systems, 64MiB on object stores.
-        broadcast_restore: The processes of a job read once, together, what several of them need. None: if Orbax's
-            single_host_load_and_broadcast asks for it.
-        block_bytes: Unit of writing, checksums and verified reading.
-        replica_split_bytes: Replicated arrays above this size are written by several processes.
-        direct_io: Write large files past the page cache; false keeps the newest epoch in it. File systems only.
-        orbax_view: Also write the index through which stock Orbax reads epochs; file systems and gs://.
-        verify: Check the blocks of arrays that are read against their checksums; other files always are.
-        mirror: Another directory, as a rule a bucket, that committed epochs are copied to in the background.
-        mirror_every: Copy every n-th committed epoch, and the newest at the end.
-        mirror_keep: Keep so many epochs in the mirror, the newest ones. None: all.
-        mirror_backlog: So many epochs may wait for the mirror; if there are more, the oldest is not mirrored.
-        local_disks: The directory is on a disk of each process's own; needs a mirror.
-        store: How a bucket is reached: name=value with & between them, as in a URL's query, which comes first. Names:
-            endpoint, account, region, profile, requester_pays, anonymous, retries, first_retry_secs,
-            longest_retry_secs, concurrency.
-        metadata_handler: Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many
-            runs.
-        resume: auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. must:
-            refused if there are none. A number: go back to this epoch; later ones are quarantined.
-        include: Checkpoint only blobs that match one of these patterns. Empty: all.
-        exclude: Do not checkpoint blobs that match one of these patterns.
-        unsaved_blobs: What to do after the first epoch about blobs that stay from epoch to epoch and are not
-            checkpointed.
-        preemption_deadline_secs: How long after a preemption notice an epoch may go on whose tasks ask
-            ws.should_stop(); then it is dropped, or saved as it is if it is resumable. None: until its end.
-        max_consecutive_save_failures: End the run when more saves than this in a row have failed. None: never.
-        raise_if_not_saved: End with an error if the last epoch could not be saved.
-        save_every_secs: Save the first epoch that ends so long after the last save began. None: as the policies say.
-        exchange_timeout_secs: How long the processes of a run wait for one that gives no sign of life.
-        progress: Show a progress bar. None: where output is a terminal or a notebook, and else a line per epoch.
-        follow_interval_secs: How often an evaluator looks for new epochs.
-        follow_timeout_secs: An evaluator ends when there was no new epoch for so long. None: never.
+    `follow`; docs/configure.md lists them all. Settings that contradict each other are refused.
 
     Raises:
         InvalidArgumentError: names the setting, what was expected and what was found.
     """
 
     # Where
-    directory: str | None = _of(None, _PATH, MANAGER)
-    read_only: bool = _of(False, _bool(), OPTIONS)
-    create: bool = _of(True, _bool(), OPTIONS)
-    node: str | None = _of(None, _TEXT, MANAGER)
-    step_prefix: str | None = _of(None, _PREFIX, OPTIONS)
-    step_format_fixed_length: int | None = _of(None, _integer(1, NONE), OPTIONS)
+    directory: str | None = _of(None, _PATH, MANAGER, help="Where the epochs are: a path, or gs://… or s3://….")
+    read_only: bool = _of(False, boolean(), OPTIONS, help="Never write, wait for no other process. For evaluators.")
+    create: bool = _of(True, boolean(), OPTIONS, help="Create the directory if it is missing; else that is an error.")
+    node: str | None = _of(
+        None,
+        _TEXT,
+        MANAGER,
+        help="Name of this process's node, and of its folder in an epoch. Empty: process_0, process_1 and so on.",
+    )
+    step_prefix: str | None = _of(
+        None, _PREFIX, OPTIONS, help="What an epoch's folder is named before _ and the number. Empty: the number alone."
+    )
+    step_format_fixed_length: int | None = _of(
+        None,
+        integer(1, none=NONE),
+        OPTIONS,
+        help="Digits of the number in an epoch's folder name, filled up with zeros.",
+    )
 
     # What is saved, and when
-    save_interval_steps: int = _of(1, _integer(), OPTIONS)
-    save_on_steps: tuple[int, ...] = _of((), _EPOCHS, OPTIONS)
-    enable_async_checkpointing: bool = _of(True, _bool(), OPTIONS)
+    save_interval_steps: int = _of(
+        1,
+        integer(),
+        OPTIONS,
+        help="Save the epochs (Orbax's steps) that this number divides. 0: only save_on_steps. The first, and the last"
+        " of a run, are saved in any case.",
+        writes=True,
+    )
+    save_on_steps: tuple[int, ...] = _of(
+        (), _EPOCHS, OPTIONS, help="Save these epochs, too: numbers with commas between them.", writes=True
+    )
+    enable_async_checkpointing: bool = _of(
+        True,
+        boolean(),
+        OPTIONS,
+        help="Save in the background, while training goes on; else save() waits, and raises what went wrong.",
+        writes=True,
+    )
 
     # What is kept
-    max_to_keep: int | None = _of(None, _integer(1, NONE), OPTIONS)
-    keep_period: int | None = _of(None, _integer(1, NONE), OPTIONS)
-    keep_time_interval_secs: float | None = _of(None, _secs(1, NONE), OPTIONS, "keep_time_interval")
-    best_metric: str | None = _of(None, _TEXT, OPTIONS, "best_fn")
-    best_mode: Literal["max", "min"] = _of("max", _choice("max", "min"), OPTIONS)
-    keep_checkpoints_without_metrics: bool = _of(True, _bool(), OPTIONS)
-    todelete_subdir: str | None = _of(None, _TEXT, OPTIONS)
+    max_to_keep: int | None = _of(
+        None,
+        integer(1, none=NONE),
+        OPTIONS,
+        help="Keep so many epochs: the latest, or with best_metric the best. The latest is always kept. None: all.",
+        writes=True,
+    )
+    keep_period: int | None = _of(
+        None,
+        integer(1, none=NONE),
+        OPTIONS,
+        help="Beyond max_to_keep, keep the epochs that this number divides.",
+        needs={"max_to_keep": _EVERY_EPOCH},
+        writes=True,
+    )
+    keep_time_interval_secs: float | None = _of(
+        None,
+        secs(1, none=NONE),
+        OPTIONS,
+        help="Beyond max_to_keep, keep one epoch for every so many seconds.",
+        option="keep_time_interval",
+        needs={"max_to_keep": _EVERY_EPOCH},
+        writes=True,
+    )
+    best_metric: str | None = _of(
+        None,
+        _TEXT,
+        OPTIONS,
+        help="Name of the metric that ranks epochs: the best ones are kept, instead of the latest. One in an inner "
+        "mapping is named outer/inner. NaN is worst.",
+        option="best_fn",
+    )
+    best_mode: Literal["max", "min"] = _of(
+        "max",
+        choice("max", "min"),
+        OPTIONS,
+        help="Whether a high or a low best_metric is good.",
+        needs={"best_metric": _NO_RANK},
+    )
+    keep_checkpoints_without_metrics: bool = _of(
+        True,
+        boolean(),
+        OPTIONS,
+        help="Keep every epoch that lacks best_metric, beyond max_to_keep; else delete all of them but the latest.",
+        needs={"best_metric": _NO_RANK, "max_to_keep": _EVERY_EPOCH},
+        writes=True,
+    )
+    todelete_subdir: str | None = _of(
+        None,
+        _TEXT,
+        OPTIONS,
+        help="Move deleted epochs to this folder in the directory, instead of removing them.",
+        writes=True,
+    )
 
     # Waiting, memory and bytes
-    max_blocked_secs: float | None = _of(_STORAGE.max_blocked_secs, _secs(none=NONE), STORAGE)
-    save_timeout_secs: float = _of(_STORAGE.save_timeout_secs, _secs(), STORAGE)
-    open_timeout_secs: float = _of(_STORAGE.open_timeout_secs, _secs(), STORAGE)
-    restore_timeout_secs: float = _of(_STORAGE.restore_timeout_secs, _secs(), STORAGE)
-    restore_memory_limit_bytes: int | None = _of(_STORAGE.restore_memory_limit_bytes, _nbytes(none=NONE), STORAGE)
-    host_memory_limit_bytes: int | None = _of(_STORAGE.host_memory_limit_bytes, _nbytes(none=NONE), STORAGE)
-    snapshot: Literal["auto", "device", "pinned_host", "host"] = _of("auto", _choice(*SNAPSHOTS), STORAGE)
-    io_threads: int = _of(_STORAGE.io_threads, _integer(1), STORAGE)
-    part_bytes: int | None = _of(_STORAGE.part_bytes, _nbytes(none=NONE), STORAGE)
-    broadcast_restore: bool | None = _of(_STORAGE.broadcast_restore, _bool(NONE), STORAGE)
-    block_bytes: int = _of(_STORAGE.block_bytes, _nbytes(4096, 256 * 2**20), STORAGE)
-    replica_split_bytes: int = _of(_STORAGE.replica_split_bytes, _nbytes(), STORAGE)
-    direct_io: bool = _of(_STORAGE.direct_io, _bool(), STORAGE)
-    orbax_view: bool = _of(_STORAGE.orbax_view, _bool(), STORAGE)
-    verify: bool = _of(_STORAGE.verify, _bool(), STORAGE)
-    mirror: str | None = _of(None, _PATH, STORAGE)
-    mirror_every: int = _of(_STORAGE.mirror_every, _integer(1), STORAGE)
-    mirror_keep: int | None = _of(_STORAGE.mirror_keep, _integer(1, NONE), STORAGE)
-    mirror_backlog: int = _of(_STORAGE.mirror_backlog, _integer(1), STORAGE)
-    local_disks: bool = _of(_STORAGE.local_disks, _bool(), STORAGE)
-    store: Mapping[str, Any] | None = _of(None, _STORE, STORAGE)
+    max_blocked_secs: float | None = _storage("max_blocked_secs")
+    save_timeout_secs: float = _storage("save_timeout_secs")
+    open_timeout_secs: float = _storage("open_timeout_secs")
+    restore_timeout_secs: float = _storage("restore_timeout_secs")
+    restore_memory_limit_bytes: int | None = _storage("restore_memory_limit_bytes")
+    host_memory_limit_bytes: int | None = _storage("host_memory_limit_bytes", writes=True)
+    snapshot: Literal["auto", "device", "pinned_host", "host"] = _storage("snapshot")
+    io_threads: int = _storage("io_threads")
+    part_bytes: int | None = _storage("part_bytes")
+    broadcast_restore: bool | None = _storage("broadcast_restore")
+    block_bytes: int = _storage("block_bytes")
+    replica_split_bytes: int = _storage("replica_split_bytes")
+    direct_io: bool = _storage("direct_io")
+    orbax_view: bool = _storage("orbax_view")
+    verify: bool = _storage("verify")
+    mirror: str | None = _storage("mirror", kind=_PATH)
+    mirror_every: int = _storage("mirror_every")
+    mirror_keep: int | None = _storage("mirror_keep")
+    mirror_backlog: int = _storage("mirror_backlog")
+    local_disks: bool = _storage(
+        "local_disks",
+        needs={"mirror": "no disk has the whole of an epoch, so a host that is replaced needs a mirror"},
+    )
+    store: Mapping[str, Any] | None = _storage("store")
 
     # The run
-    metadata_handler: str | None = _of(None, _HANDLER, MANAGER)
-    resume: Literal["auto", "never", "must"] | int = _of("auto", _RESUME, RUNNER)
-    include: tuple[str, ...] = _of((), _TEXTS, RUNNER)
-    exclude: tuple[str, ...] = _of((), _TEXTS, RUNNER)
-    unsaved_blobs: Literal["warn", "error", "ignore"] = _of("warn", _choice("warn", "error", "ignore"), RUNNER)
-    preemption_deadline_secs: float | None = _of(None, _secs(0, NONE), RUNNER, "deadline_secs")
-    max_consecutive_save_failures: int | None = _of(5, _integer(none=NONE), RUNNER)
-    raise_if_not_saved: bool = _of(True, _bool(), RUNNER)
-    save_every_secs: float | None = _of(None, _secs(none=NONE), RUNNER)
-    exchange_timeout_secs: float = _of(600.0, _secs(), RUNNER)
-    progress: bool | None = _of(None, _bool(NONE), RUNNER)
+    metadata_handler: str | None = _of(
+        None,
+        _HANDLER,
+        MANAGER,
+        help="Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many runs.",
+        writes=True,
+    )
+    resume: Literal["auto", "never", "must"] | int = _of(
+        "auto",
+        _RESUME,
+        RUNNER,
+        help="auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. must: "
+        "refused if there are none. A number: go back to this epoch; later ones are quarantined.",
+        writes=True,
+    )
+    include: tuple[str, ...] = _of(
+        (), _TEXTS, RUNNER, help="Checkpoint only blobs that match one of these patterns. Empty: all.", writes=True
+    )
+    exclude: tuple[str, ...] = _of(
+        (), _TEXTS, RUNNER, help="Do not checkpoint blobs that match one of these patterns.", writes=True
+    )
+    unsaved_blobs: Literal["warn", "error", "ignore"] = _of(
+        "warn",
+        choice("warn", "error", "ignore"),
+        RUNNER,
+        help="What to do after the first epoch about blobs that stay from epoch to epoch and are not checkpointed.",
+        writes=True,
+    )
+    preemption_deadline_secs: float | None = _of(
+        None,
+        secs(0, none=NONE),
+        RUNNER,
+        help="How long after a preemption notice an epoch may go on whose tasks ask ws.should_stop(); then it is "
+        "dropped, or saved as it is if it is resumable. None: until its end.",
+        option="deadline_secs",
+        writes=True,
+    )
+    max_consecutive_save_failures: int | None = _of(
+        5,
+        integer(none=NONE),
+        RUNNER,
+        help="End the run when more saves than this in a row have failed. None: never.",
+        writes=True,
+    )
+    raise_if_not_saved: bool = _of(
+        True, boolean(), RUNNER, help="End with an error if the last epoch could not be saved.", writes=True
+    )
+    save_every_secs: float | None = _of(
+        None,
+        secs(none=NONE),
+        RUNNER,
+        help="Save the first epoch that ends so long after the last save began. None: as the policies say.",
+        writes=True,
+    )
+    exchange_timeout_secs: float = _of(
+        600.0, secs(), RUNNER, help="How long the processes of a run wait for one that gives no sign of life."
+    )
+    progress: bool | None = _of(
+        None,
+        boolean(none=NONE),
+        RUNNER,
+        help="Show a progress bar. None: where output is a terminal or a notebook, and else a line per epoch.",
+    )
 
     # Following
-    follow_interval_secs: float = _of(1.0, _secs(), FOLLOW, "interval_secs")
-    follow_timeout_secs: float | None = _of(None, _secs(0, NONE), FOLLOW, "timeout_secs")
+    follow_interval_secs: float = _of(
+        1.0, secs(), FOLLOW, help="How often an evaluator looks for new epochs.", option="interval_secs"
+    )
+    follow_timeout_secs: float | None = _of(
+        None,
+        secs(0, none=NONE),
+        FOLLOW,
+        help="An evaluator ends when there was no new epoch for so long. None: never.",
+        option="timeout_secs",
+    )
 
     def __post_init__(self) -> None:
         for name, value in checked({name: getattr(self, name) for name in SETTINGS}).items():
@@ -395,25 +408,12 @@ def _with_directory(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table() -> dict[str, Setting]:
-    helps = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", Settings.__doc__ or "", re.MULTILINE)
-    texts = {name: " ".join(text.split()) for name, text in helps}
-    table = {}
-    for field in dataclasses.fields(Settings):
-        row, name = field.metadata["setting"], field.name
-        text = texts.get(name, "")  # `python -OO` has no docstrings
-        table[name] = dataclasses.replace(row, option=row.option or name, default=field.default, help=text)
-    return table
+    rows = {field.name: field.metadata[_ROW] for field in dataclasses.fields(Settings)}
+    return {name: dataclasses.replace(row, option=row.option or name) for name, row in rows.items()}
 
 
 SETTINGS: Mapping[str, Setting] = _table()
 """All settings, by name."""
-
-_WRITES = (
-    *("save_interval_steps", "save_on_steps", "enable_async_checkpointing", "host_memory_limit_bytes"),
-    *("max_to_keep", "keep_period", "keep_time_interval_secs", "keep_checkpoints_without_metrics", "todelete_subdir"),
-    *("metadata_handler", "resume", "include", "exclude", "unsaved_blobs", "preemption_deadline_secs"),
-    *("max_consecutive_save_failures", "raise_if_not_saved", "save_every_secs"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,15 +437,17 @@ class Rule:
             raise InvalidArgumentError(f"{changed[self.name]} {other}: {self.why}")
 
 
-RULES = (
-    *(Rule(name, "read_only", False, "where everything is only read, nothing is saved or deleted") for name in _WRITES),
-    Rule("keep_period", "max_to_keep", True, "without it every epoch is kept"),
-    Rule("keep_time_interval_secs", "max_to_keep", True, "without it every epoch is kept"),
-    Rule("local_disks", "mirror", True, "no disk has the whole of an epoch, so a host that is replaced needs a mirror"),
-    Rule("best_mode", "best_metric", True, "without it no epoch is ranked"),
-    Rule("keep_checkpoints_without_metrics", "best_metric", True, "without it no epoch is ranked"),
-    Rule("keep_checkpoints_without_metrics", "max_to_keep", True, "without it every epoch is kept"),
-)
+def _rules() -> Iterator[Rule]:
+    for name, row in SETTINGS.items():
+        if row.writes:
+            yield Rule(name, "read_only", False, "where everything is only read, nothing is saved or deleted")
+    for name, row in SETTINGS.items():
+        for other, why in row.needs.items():
+            yield Rule(name, other, True, why)
+
+
+RULES = tuple(_rules())
+"""What the settings exclude and need."""
 
 
 def checked(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

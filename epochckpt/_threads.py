@@ -99,16 +99,17 @@ class Future(Generic[T]):
 
 
 class Once:
-    """Something that exactly one caller does: the first that claims it."""
+    """Something that exactly one caller does: the first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     @property
-    def claimed(self) -> bool:
+    def taken(self) -> bool:
+        """Whether somebody was the first."""
         return self._lock.locked()
 
-    def claim(self) -> bool:
+    def first(self) -> bool:
         """Whether the caller is the first."""
         return self._lock.acquire(blocking=False)
 
@@ -200,7 +201,7 @@ class Lane:
     def __init__(self) -> None:
         self._jobs: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
         self._busy = threading.Lock()  # its holder runs the jobs; no thread waits for it
-        self._coming: Once | None = None  # claimed by the thread that was started last, when it begins
+        self._coming: Once | None = None  # taken by the thread that was started last, when it begins
         _lanes.add(self)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
@@ -214,14 +215,14 @@ class Lane:
         queued = bool(self._jobs)
         # A thread that has not begun will find the job. An interrupt between the next lines makes one thread too many,
         # which ends at once.
-        if queued and not self._busy.locked() and (self._coming is None or self._coming.claimed):
+        if queued and not self._busy.locked() and (self._coming is None or self._coming.taken):
             coming = Once()
             start(lambda: self._drain(coming))
             self._coming = coming
         return queued
 
     def _drain(self, coming: Once) -> None:
-        coming.claim()
+        coming.first()
         while self._jobs and self._busy.acquire(blocking=False):
             try:
                 while self._jobs:

@@ -142,9 +142,13 @@ class StepExistsError(EpochExistsError, _StepAlreadyExistsV1):
 
 
 def join_orbax() -> None:
-    """Makes these errors those of Orbax, too: `except` clauses of its users catch them.
+    """Makes these errors subclasses of Orbax's errors, so that `except` clauses that name Orbax's classes catch them.
 
-    The managers call it when they are imported. What only looks at a directory does not wait for Orbax's import.
+    The managers call it when they are imported, which imports Orbax anyway. The bases cannot be the right ones from the
+    start: `directory` raises these errors, too, and a look at a directory (`epochckpt ls`) must not wait for Orbax's
+    import. Nor can the managers raise subclasses of their own: an `except` clause looks at real bases only, so each
+    call of a manager, a reader or a job that may meet a missing epoch would have to catch the error of `directory` and
+    raise another one in its place. Therefore the bases change, once, here and nowhere else.
     """
     from orbax.checkpoint import v1
     from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
@@ -516,7 +520,9 @@ class CoordinationError(EpochCheckpointError, RuntimeError):
 
 
 class CoordinationTimeoutError(CoordinationError, TimeoutError):
-    """Another process did not answer in time."""
+    """Another process did not answer in time; `processes` has the numbers of those, as far as they are known."""
+
+    processes: Sequence[int] = ()
 
 
 _DAMAGE = frozenset({errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENAMETOOLONG})

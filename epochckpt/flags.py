@@ -12,7 +12,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import flags as absl_flags
 
-from epochckpt._settings import RULES, SETTINGS, Kind, Rule, Settings, checked, from_config, read
+from epochckpt._kinds import Kind
+from epochckpt._settings import RULES, SETTINGS, Rule, Settings, checked, from_config, read
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.jobs import Job, JobRunner
 from epochckpt.manager import CheckpointManager

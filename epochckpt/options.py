@@ -5,32 +5,23 @@ from __future__ import annotations
 import dataclasses
 import re
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from epochckpt import _text, _units
 from epochckpt._durations import Duration
+from epochckpt._kinds import NONE, Kind, boolean, choice, integer, matching, nbytes, option, options_of, secs
 from epochckpt.errors import InvalidArgumentError
 
 SECRET = re.compile("key|secret|token|passw|credential|signature|auth", re.IGNORECASE)
 """In the name of what looks like a secret, which is neither taken as a setting nor shown."""
 
 _MAX_SECS = 3600.0
-SNAPSHOTS = ("auto", "device", "pinned_host", "host")  # the values of `StorageOptions.snapshot`
-
-
-def _matching(pattern: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise ValueError
-        return value
-
-    return parse
 
 
 def _endpoint(value: Any) -> str:
     # An epath.Path has removed a slash.
-    scheme, host = _matching(r"https?://?[^/@?#\s]+(?:/[^@?#\s]*)?")(value).rstrip("/").split(":", 1)
+    scheme, host = matching(r"https?://?[^/@?#\s]+(?:/[^@?#\s]*)?")(value).rstrip("/").split(":", 1)
     return f"{scheme}://{host.lstrip('/')}"
 
 
@@ -39,69 +30,74 @@ def _true_or_false(value: Any) -> bool:
 
 
 def _payer(value: Any) -> bool | str:
-    found = str(value) if isinstance(value, bool) else _matching(r"[\w.:-]+")(value)
+    found = str(value) if isinstance(value, bool) else matching(r"[\w.:-]+")(value)
     return {"true": True, "false": False}.get(found.lower(), found)
 
 
-def _count(least: int, most: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        number = int(value) if isinstance(value, str) else value
-        if type(number) is not int or not least <= number <= most:
-            raise ValueError
-        return number
-
-    return parse
-
-
 def _pause(value: Any) -> float:
-    secs = _units.parse_secs(value) if isinstance(value, str) else value
-    if isinstance(secs, bool) or not isinstance(secs, int | float) or not 0 < secs <= _MAX_SECS:
+    pause = _units.parse_secs(value) if isinstance(value, str) else value
+    if isinstance(pause, bool) or not isinstance(pause, int | float) or not 0 < pause <= _MAX_SECS:
         raise ValueError
-    return float(secs)
+    return float(pause)
 
 
-_BUCKET: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "endpoint": ("http://host:port or https://host:port, perhaps with a path, without a password", _endpoint),
-    "account": ("the name of a storage account", _matching(r"[\w-]+")),
-    "region": ("the name of a region", _matching(r"[\w-]+")),
-    "profile": ("the name of a profile in ~/.aws", _matching(r"[^\x00-\x1f\x7f]+")),
-    "requester_pays": ("true or false; on gs:// the project that pays", _payer),
-    "anonymous": ("true or false", _true_or_false),
-    "retries": ("an integer from 0 to 100", _count(0, 100)),
-    "first_retry_secs": ("seconds, such as 0.5 or 2s, of at most an hour", _pause),
-    "longest_retry_secs": ("seconds, such as 10 or 1min, of at most an hour", _pause),
-    "concurrency": ("an integer from 1 to 1000", _count(1, 1000)),
-}
+_ENDPOINT = Kind(
+    "http://host:port or https://host:port, perhaps with a path, without a password",
+    _endpoint,
+    ("http://localhost:9000", "https://[::1]"),
+)
+_PAUSE = Kind("seconds, such as 0.5 or 2s, of at most an hour", _pause, (0.5, 2.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BucketSettings(Mapping[str, Any]):
     """How a bucket is reached: a mapping of the settings that are given. Secrets are none of them.
 
-    Attributes:
-        endpoint: the server, as `https://host:port` or `https://host/path`; else the cloud's own.
-        account: the storage account that the container belongs to (Azure).
-        region: of the bucket (S3).
-        profile: of `~/.aws`: its credentials, and its region and endpoint where they are not given (S3; needs boto3).
-        requester_pays: who reads pays: true (S3), or the project that pays (Google).
-        anonymous: credentials are neither looked for nor sent: for public buckets.
-        retries: how often a request is repeated that the store refuses for the moment.
-        first_retry_secs: the pause before a request is repeated; each further one is twice as long.
-        longest_retry_secs: the longest pause.
-        concurrency: largest number of requests under way at once: uploads of chunks of 8 MiB, reads of up to 16 MiB,
-            and small ones. Beside the state, a save holds this many chunks in memory.
+    A setting that concerns servers or identities is for the schemes whose rows name it, see `storage.schemes`.
     """
 
-    endpoint: str | None = None
-    account: str | None = None
-    region: str | None = None
-    profile: str | None = None
-    requester_pays: bool | str | None = None
-    anonymous: bool | None = None
-    retries: int | None = None
-    first_retry_secs: float | None = None
-    longest_retry_secs: float | None = None
-    concurrency: int | None = None
+    endpoint: str | None = option(
+        None,
+        _ENDPOINT,
+        "The server: `https://host:port`, or `https://host/path` where a gateway serves the store below a path; on "
+        "`gs` with credentials, unless `anonymous`. Without it the cloud's own.",
+    )
+    account: str | None = option(
+        None,
+        Kind("the name of a storage account", matching(r"[\w-]+"), ("account-1",)),
+        "The storage account that the container belongs to.",
+    )
+    region: str | None = option(
+        None, Kind("the name of a region", matching(r"[\w-]+"), ("eu-west-1",)), "The bucket's region."
+    )
+    profile: str | None = option(
+        None,
+        Kind("the name of a profile in ~/.aws", matching(r"[^\x00-\x1f\x7f]+"), ("a profile",)),
+        "A profile of `~/.aws`: its credentials, and its region and endpoint where they are not given; needs boto3.",
+    )
+    requester_pays: bool | str | None = option(
+        None,
+        Kind("true or false; on gs:// the project that pays", _payer, (True, "project-1")),
+        "Who reads pays: `true` on S3; on Google Cloud Storage the project that pays.",
+    )
+    anonymous: bool | None = option(
+        None,
+        Kind("true or false", _true_or_false, (False,)),
+        "`true`: credentials are neither looked for nor sent. For public buckets.",
+    )
+    retries: int | None = option(
+        None, integer(0, 100), "How often a request is repeated that the store refuses for the moment (8)."
+    )
+    first_retry_secs: float | None = option(
+        None, _PAUSE, "The pause before a request is repeated (0.2 s); each further one is twice as long."
+    )
+    longest_retry_secs: float | None = option(None, _PAUSE, "The longest of these pauses (8 s).")
+    concurrency: int | None = option(
+        None,
+        integer(1, 1000),
+        "Requests under way at once, where there are many (16): uploads of chunks of 8 MiB, reads of up to 16 MiB, and "
+        "small ones. Beside the state, a save holds this many chunks in memory.",
+    )
 
     @classmethod
     def of(cls, values: Any, where: str) -> BucketSettings:
@@ -121,13 +117,13 @@ class BucketSettings(Mapping[str, Any]):
             raise InvalidArgumentError(f"{where}: expected settings by name, got {type(values).__name__}")
         found = {}
         for name, value in values.items():
-            if name not in _BUCKET:
+            if name not in BUCKET_SETTINGS:
                 raise InvalidArgumentError(f"{where}: {_unknown(str(name))}")
-            expected, parse = _BUCKET[name]
+            kind = BUCKET_SETTINGS[name].kind
             try:
-                found[name] = None if value is None else parse(value)
-            except (ValueError, TypeError, KeyError):
-                raise InvalidArgumentError(f"{where}: {name} is wrong; expected {expected}") from None
+                found[name] = None if value is None else kind.read(value)
+            except (ValueError, TypeError, KeyError, OverflowError):
+                raise InvalidArgumentError(f"{where}: {name} is wrong; expected {kind.expected}") from None
         made = cls(**found)
         if made.anonymous and (made.profile or made.requester_pays):
             other = "profile" if made.profile else "requester_pays"
@@ -143,12 +139,12 @@ class BucketSettings(Mapping[str, Any]):
         return urllib.parse.urlencode(texts, safe=":/")
 
     def __getitem__(self, name: str) -> Any:
-        if name in _BUCKET and (value := getattr(self, name)) is not None:
+        if name in BUCKET_SETTINGS and (value := getattr(self, name)) is not None:
             return value
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in _BUCKET if getattr(self, name) is not None)
+        return (name for name in BUCKET_SETTINGS if getattr(self, name) is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -158,6 +154,10 @@ class BucketSettings(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+BUCKET_SETTINGS = options_of(BucketSettings)
+"""All settings of buckets, by name."""
 
 
 def _of_query(text: str, where: str) -> dict[str, str]:
@@ -178,7 +178,7 @@ def _unknown(name: str) -> str:
             "in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, or "
             "AZURE_STORAGE_ACCOUNT_KEY), or name a profile of ~/.aws"
         )
-    return f"there is no setting {shown}; {_text.near(name, _BUCKET)}"
+    return f"there is no setting {shown}; {_text.near(name, BUCKET_SETTINGS)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,62 +246,108 @@ class StorageOptions:
         local_disks: each process of the job has a disk of its own, and the directory is another one on each. It needs a
             `mirror`. A process keeps on its disk what its devices hold, and reads the rest from the mirror. An epoch is
             committed on all disks or on none, and stock Orbax reads it in the mirror only. See docs/buckets.md.
-        store: how buckets are reached: `endpoint`, `account`, `region`, `profile`, `requester_pays`, `anonymous`,
-            `retries`, `first_retry_secs`, `longest_retry_secs`, `concurrency`; see the page on buckets. What the query
-            of a URL says comes first, the environment last. It is ignored on file systems.
+        store: how buckets are reached, by the names of settings that docs/buckets.md lists. What the query of a URL
+            says comes first, the environment last. It is ignored on file systems.
     """
 
-    io_threads: int = 2
-    block_bytes: int = 4 * 2**20
-    part_bytes: int | None = None
-    replica_split_bytes: int = 16 * 2**20
-    host_memory_limit_bytes: int | None = None
-    snapshot: Literal["auto", "device", "pinned_host", "host"] = "auto"
-    max_blocked_secs: Duration[float | None] = Duration(10.0, none=True)
-    save_timeout_secs: Duration[float] = Duration(600.0)
-    open_timeout_secs: Duration[float] = Duration(300.0)
-    restore_timeout_secs: Duration[float] = Duration(600.0)
-    restore_memory_limit_bytes: int | None = None
-    direct_io: bool = True
-    broadcast_restore: bool | None = None
-    orbax_view: bool = True
-    verify: bool = True
-    mirror: str | None = None
-    mirror_every: int = 1
-    mirror_keep: int | None = None
-    mirror_backlog: int = 4
-    local_disks: bool = False
-    store: Mapping[str, Any] = BucketSettings()
+    io_threads: int = option(2, integer(1), "Threads per process that read or write files.")
+    block_bytes: int = option(4 * 2**20, nbytes(4096, 256 * 2**20), "Unit of writing, checksums and verified reading.")
+    part_bytes: int | None = option(
+        None,
+        nbytes(none=NONE),
+        "Continue a data file in another one past this size; on object stores also cut larger arrays by rows. None: "
+        "never on file systems, 64MiB on object stores.",
+    )
+    replica_split_bytes: int = option(
+        16 * 2**20, nbytes(), "Replicated arrays above this size are written by several processes."
+    )
+    host_memory_limit_bytes: int | None = option(
+        None,
+        nbytes(none=NONE),
+        "Host memory per process for copies of what is being saved: save() waits for room. None: half the machine's.",
+    )
+    snapshot: Literal["auto", "device", "pinned_host", "host"] = option(
+        "auto",
+        choice("auto", "device", "pinned_host", "host"),
+        "Where arrays on GPUs and TPUs are copied to before save() returns: device, pinned_host or host. auto: device "
+        "where its memory allows, else pinned_host.",
+    )
+    max_blocked_secs: Duration[float | None] = option(
+        Duration(10.0, none=True),
+        secs(none=NONE),
+        "How long save() may hold training while storage is behind; then the new save fails. None: until older saves "
+        "have ended.",
+    )
+    save_timeout_secs: Duration[float] = option(
+        Duration(600.0), secs(), "A save fails if a node has not reported after so many seconds."
+    )
+    open_timeout_secs: Duration[float] = option(
+        Duration(300.0), secs(), "How long opening, deleting and rolling back wait for other processes."
+    )
+    restore_timeout_secs: Duration[float] = option(
+        Duration(600.0), secs(), "How long restoring the latest epoch waits for other processes."
+    )
+    restore_memory_limit_bytes: int | None = option(
+        None,
+        nbytes(none=NONE),
+        "Host memory that a restore may need beyond its result: it then reads so much at a time. None: all at once.",
+    )
+    direct_io: bool = option(
+        True,
+        boolean(),
+        "Write large files past the page cache; false keeps the newest epoch in it. File systems only.",
+    )
+    broadcast_restore: bool | None = option(
+        None,
+        boolean(none=NONE),
+        "The processes of a job read once, together, what several of them need. None: if Orbax's "
+        "single_host_load_and_broadcast asks for it.",
+    )
+    orbax_view: bool = option(
+        True, boolean(), "Also write the index through which stock Orbax reads epochs; file systems and gs://."
+    )
+    verify: bool = option(
+        True, boolean(), "Check the blocks of arrays that are read against their checksums; other files always are."
+    )
+    mirror: str | None = option(
+        None,
+        Kind("a path or URL", matching(".+"), ("gs://bucket/run",), none=""),
+        "Another directory, as a rule a bucket, that committed epochs are copied to in the background.",
+    )
+    mirror_every: int = option(1, integer(1), "Copy every n-th committed epoch, and the newest at the end.")
+    mirror_keep: int | None = option(
+        None, integer(1, none=NONE), "Keep so many epochs in the mirror, the newest ones. None: all."
+    )
+    mirror_backlog: int = option(
+        4, integer(1), "So many epochs may wait for the mirror; if there are more, the oldest is not mirrored."
+    )
+    local_disks: bool = option(False, boolean(), "The directory is on a disk of each process's own; needs a mirror.")
+    store: Mapping[str, Any] = option(
+        BucketSettings(),
+        Kind(
+            "settings of a bucket, such as endpoint=http://host:9000&region=eu-west-1",
+            lambda value: BucketSettings.of(value, "settings") or None,
+            ({"endpoint": "http://localhost:9000", "anonymous": True, "retries": 3},),
+            write=lambda value: BucketSettings.of(value, "settings").query(),
+            none="",
+            private=True,  # somebody may have put a secret there
+        ),
+        "How a bucket is reached: name=value with & between them, as in a URL's query, which comes first. Names: "
+        f"{', '.join(BUCKET_SETTINGS)}.",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store", BucketSettings.of(self.store, "StorageOptions.store"))
         for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
-            if isinstance(value, BucketSettings) or kind.startswith("Duration"):
+            if field.name == "store" or isinstance(field.default, Duration):  # checked as it was set
                 continue
-            if value is None and kind.endswith("None"):
-                continue
-            if field.name == "snapshot":
-                if value not in SNAPSHOTS:
-                    words = ", ".join(map(repr, SNAPSHOTS))
-                    raise InvalidArgumentError(f"StorageOptions.snapshot must be one of {words}, got {value!r}")
-                continue
-            if kind.startswith("bool"):
-                if not isinstance(value, bool):
-                    raise InvalidArgumentError(f"StorageOptions.{field.name} must be a bool, got {value!r}")
-                continue
-            if kind.startswith("str"):
-                if not isinstance(value, str) or not value:
-                    raise InvalidArgumentError(f"StorageOptions.{field.name} must be a path or URL, got {value!r}")
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not value > 0:
-                raise InvalidArgumentError(f"StorageOptions.{field.name} must be a positive number, got {value!r}")
-        if not 4096 <= self.block_bytes <= 256 * 2**20:
-            raise InvalidArgumentError(
-                f"StorageOptions.block_bytes must be between 4 KiB and 256 MiB, got {self.block_bytes}"
-            )
+            STORAGE_OPTIONS[field.name].kind.check(f"StorageOptions.{field.name}", getattr(self, field.name))
         if self.local_disks and self.mirror is None:
             raise InvalidArgumentError(
                 "StorageOptions.local_disks needs a mirror: no disk has the whole of an epoch, so that a host which is "
                 "replaced could not go on. Name a bucket that all hosts reach"
             )
+
+
+STORAGE_OPTIONS = options_of(StorageOptions)
+"""All storage options, by name."""

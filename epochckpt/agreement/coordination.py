@@ -2,8 +2,10 @@
 
 Guarantees:
 - no call waits longer than its timeout. Calls of JAX's client that honour none run where they can be abandoned;
-- there are no barriers, and a key is written once;
-- a process that makes a common call alone (see `Calls`) raises in the end, and is in step again with the next one.
+- there are no barriers, and a key is written once, unless `again` is passed.
+
+Values are put, got and gathered here, and nothing else: `collective` has how processes agree by them. Reports of saves
+and of copies use these three directly: they arrive late, are collected in the background, and hold up no process.
 
 The processes that take part are numbered here and nowhere else: the primary is number 0, the others follow in the order
 of their JAX process indices. As a rule these numbers are those indices.
@@ -18,7 +20,6 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
-from absl import logging
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline
@@ -74,30 +75,6 @@ class Coordinator:
         with contextlib.suppress(errors.CoordinationError):
             return self.get(key, 0.001)
 
-    def agree(self, key: str, decide: Callable[[], T], timeout_secs: float) -> T:
-        """The primary decides, and every process returns its answer (JSON), or raises its error."""
-        if self.processes == 1:
-            return decide()
-        if not self.primary:
-            return value_of(self.get(key, timeout_secs))
-        return _answered(decide, lambda answer: self.put(key, answer))
-
-    def gather_all(self, prefix: str, own: Any, timeout_secs: float) -> list[Any]:
-        """On the primary: the values of all processes, in their order, of which the primary's is given.
-
-        Raises the error of a process that has put one, or a CoordinationTimeoutError that names late processes.
-        """
-        if "error" in own:
-            raise errors.from_wire(own["error"])
-        found, missing = self.gather(prefix, set(range(1, self.processes)), Deadline(timeout_secs))
-        for process, value in sorted(found.items()):
-            if "error" in value:
-                logging.error("%s: %s", self.named([process]), value["error"].get("message"))
-                raise errors.from_wire(value["error"])
-        if missing:
-            raise errors.CoordinationTimeoutError(f"{self.named(missing)} did not answer within {timeout_secs:g} s")
-        return [own, *(found[process] for process in range(1, self.processes))]
-
     def gather(self, prefix: str, missing: set[int], deadline: Deadline) -> tuple[dict[int, Any], set[int]]:
         """Waits until every process in `missing` has put `prefix/<process>`, or one of them an error, or the deadline.
 
@@ -115,33 +92,6 @@ class Coordinator:
             if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in found.values()):
                 break
         return found, missing
-
-
-def value_of(answer: Mapping[str, Any]) -> Any:
-    """The value in an answer; raises the error if the answer is one."""
-    if "error" in answer:
-        raise errors.from_wire(answer["error"])
-    return answer["value"]
-
-
-def _answered(decide: Callable[[], T], publish: Callable[[dict[str, Any]], None]) -> T:
-    """Publishes the result of `decide`, or its error, and returns or raises it."""
-    try:
-        value = decide()
-    except BaseException as error:  # Ctrl-C, too
-        publish({"error": errors.to_wire(error)})
-        raise
-    publish({"value": value})
-    return value
-
-
-def answered(act: Callable[[], Any], prefix: str, coordinator: Coordinator, again: bool = False) -> None:
-    """On another process than the primary: puts what `act` returns (an object as JSON), or its error, for a gather.
-
-    An error of `act` is raised. With `again` this replaces what was put there before.
-    """
-    key = f"{prefix}/{coordinator.process}"
-    _answered(act, lambda answer: coordinator.put(key, answer.get("value", answer), again))
 
 
 class JaxCoordinator(Coordinator):
@@ -210,118 +160,13 @@ class RecentKeys:
             owner.forget(old)
 
 
-_KEPT_ANSWERS = 128  # answers and votes that are kept for a process that is behind
-_openings = RecentKeys(_KEPT_ANSWERS // 4)
+_openings = RecentKeys(32)
 
 
 def forget_opening(coordinator: Coordinator, *keys: str) -> None:
     """On the primary: forgets the keys of an opening, or of a closed manager, once some more have come."""
     if coordinator.primary and coordinator.processes > 1:
         _openings.add(coordinator, *keys)
-
-
-class Calls:
-    """The common calls of one manager: the primary acts, and the other processes take its answer.
-
-    The key of an answer is `call/<save>/<call>/<count>`: the last common save (`after`), the call's text (`reload()`),
-    and how often the call was made since that save. So a process that makes a common call alone is out of step for that
-    call only, and the next common save starts all counts anew:
-
-    - another process than the primary waits in vain, raises, and does not count the call;
-    - the primary answers at once. Another process that makes this call next takes that answer, unless it has received
-      a later one: the primary numbers all its answers, and calls are made in one order everywhere.
-    """
-
-    def __init__(self, coordinator: Coordinator, prefix: str, after: Callable[[], str]):
-        self._coordinator, self._prefix, self._after = coordinator, prefix, after
-        self._save, self._counts = "", collections.Counter[str]()
-        self._serial = 0  # of the last answer that the primary has given, or that this process has received
-        self._votes, self._voting = 0, ""
-        self._kept = RecentKeys(_KEPT_ANSWERS)
-
-    def answer(self, call: str, decide: Callable[[], Any], timeout_secs: float) -> Any:
-        """The result of `decide` on the primary (JSON), or its error, on every process that makes this call."""
-        if self._coordinator.processes == 1:
-            return decide()
-        if not self._coordinator.primary:
-            return value_of(self._receive(call, timeout_secs)[1])
-        base, key = self._next(call)
-        return _answered(decide, lambda answer: self._publish(base, key, answer))
-
-    def poll(self, call: str, tell: Callable[[], Any], decide: Callable[[list[Any]], Any], timeout_secs: float) -> Any:
-        """The same, where the primary decides from what every process tells (an object as JSON)."""
-        if not self._coordinator.primary:
-            return value_of(self._receive(call, timeout_secs, tell)[1])
-        told = f"{self._next(call)[1]}/told"
-
-        def decided() -> Any:
-            return decide(self._coordinator.gather_all(told, tell(), timeout_secs / 2))
-
-        return self.answer(call, decided, timeout_secs)
-
-    @contextlib.contextmanager
-    def vote(self, call: str, candidates: Sequence[int], timeout_secs: float) -> Generator[tuple[list[int], str]]:
-        """A vote on epochs, see `restore_vote`: gives the primary's candidates, and the prefix of this vote's keys.
-
-        A vote that ends because a process did not come does not count as a call.
-        """
-        if self._coordinator.processes == 1:
-            yield list(candidates), ""
-            return
-        key = ""
-        if self._coordinator.primary:
-            self._votes += 1
-            base, key = self._next(call)
-            answer = {"candidates": list(candidates), "vote": f"{self._prefix}/vote/{self._votes}"}
-            self._publish(base, key, answer)
-            self._kept.add(self._coordinator, answer["vote"])
-        else:
-            base, answer = self._receive(call, timeout_secs)
-        self._voting = answer["vote"].rpartition("/")[2]
-        try:
-            yield answer["candidates"], answer["vote"]
-        except errors.CoordinationTimeoutError:
-            self._counts[base] -= 1
-            if self._coordinator.primary:
-                self._coordinator.forget(key)  # a process that comes now waits for the next vote
-            raise
-        finally:
-            self._voting = ""
-
-    def _next(self, call: str) -> tuple[str, str]:
-        """The name that a call is counted under, and the key of its answer."""
-        if self._save != self._after():
-            self._save = self._after()
-            self._counts.clear()
-        base = f"{self._save or 'start'}/{call}{self._voting and f'-in-vote-{self._voting}'}"
-        return base, f"{self._prefix}/call/{base}/{self._counts[base]}"
-
-    def _publish(self, base: str, key: str, answer: dict[str, Any]) -> None:
-        """On the primary: answers a call."""
-        self._serial += 1
-        self._counts[base] += 1
-        self._kept.add(self._coordinator, key)
-        self._coordinator.put(key, {**answer, "serial": self._serial})
-
-    def _receive(self, call: str, timeout_secs: float, tell: Callable[[], Any] | None = None) -> tuple[str, Any]:
-        """On the other processes: counts a call; returns the name that it is counted under, and its answer."""
-        while True:
-            base, key = self._next(call)
-            if tell is not None:
-                answered(tell, f"{key}/told", self._coordinator, again=True)
-            try:
-                answer = self._coordinator.get(key, timeout_secs)
-            except errors.CoordinationTimeoutError:
-                raise errors.CoordinationTimeoutError(
-                    f"the primary, {self._coordinator.named([0])}, did not answer {call} within {timeout_secs:g} s: it "
-                    "did not make this call, or does not answer at all. In a job of several processes all make it. "
-                    "Nothing has changed here; status(epoch) looks at storage from this process alone"
-                ) from None
-            self._counts[base] += 1
-            if answer["serial"] > self._serial:
-                self._serial = answer["serial"]
-                return base, answer
-            # Else the primary made this call alone, before one that this process has received the answer of.
 
 
 class Preemption:

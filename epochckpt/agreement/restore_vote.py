@@ -1,7 +1,7 @@
 """Whether an epoch can be restored, agreed by vote; and which one `restore(None)` takes: the newest that can.
 
-Each process restores (and so verifies) its part of the candidate, and votes. The primary publishes that the epoch is
-accepted, or the first error. Guarantees:
+A vote is a collective call: each process restores (and so verifies) its part of the candidate, and tells whether it
+could. The decision is that the epoch is accepted, or the first error. Guarantees:
 
 - every wait is bounded, and an epoch that one process finds damaged is used by none;
 - an epoch that was deleted shows that the list is old: the next candidate is the newest that storage has then;
@@ -10,25 +10,22 @@ accepted, or the first error. Guarantees:
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from absl import logging
 
 from epochckpt import _monitoring, errors
-from epochckpt._threads import Deadline
+from epochckpt.agreement.collective import Timeouts, hear_secs, meet
 from epochckpt.agreement.coordination import Coordinator
 
-_MARGIN_SECS = 60.0
 _LOOKS = 16  # at a directory whose epochs are deleted again and again
 ALONE = "All processes of a job restore together; one that restores alone needs a manager with read_only=True"
 
+# Errors that are about the epoch; another one stops every process.
+_VERDICTS = (errors.DamagedError, errors.FormatError, errors.EpochNotFoundError)
+
 T = TypeVar("T")
 Look = tuple[Sequence[int], Mapping[int, str]]  # committed epochs, ascending, and the damage of others
-
-
-def patience(timeout_secs: float) -> float:
-    """How long the other processes wait for the primary, which waits for all of them."""
-    return 2 * timeout_secs + _MARGIN_SECS
 
 
 def newest_readable(
@@ -54,7 +51,7 @@ def newest_readable(
     damaged: Mapping[int, str] = {}
     gone: list[int] = []
     looks = 0
-    for vote in itertools.count(1):
+    for number in itertools.count(1):
         left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
         if not left and looks <= _LOOKS:
             (found, damaged), looks = look_again(rejected), looks + 1
@@ -62,7 +59,7 @@ def newest_readable(
         if not left:
             break
         epoch = left[-1]
-        value, error = try_together(lambda epoch=epoch: restore(epoch), coordinator, f"{prefix}/{vote}", timeout_secs)
+        value, error = vote(lambda epoch=epoch: restore(epoch), coordinator, f"{prefix}/{number}", timeout_secs)
         if error is None:
             return epoch, value[0], rejected
         if not isinstance(error, errors.EpochNotFoundError):
@@ -84,64 +81,40 @@ def newest_readable(
     raise errors.DamagedError(directory, problem) from rejected.get(newest)
 
 
-def try_together(
+def vote(
     restore: Callable[[], T], coordinator: Coordinator, key: str, timeout_secs: float
 ) -> tuple[list[T], Exception | None]:
-    """Restores an epoch and votes; returns its value, and why it cannot be used, as all processes decide.
+    """Restores an epoch in a collective call; returns its value, and why it cannot be used, as all processes decide.
 
     An error that says nothing about the epoch is raised.
     """
-    value: list[T] = []
-    mine: Exception | None = None
-    try:
-        value.append(restore())
-    except Exception as caught:
-        mine = caught
-    error = mine
-    if coordinator.processes > 1:
-        error = _vote(coordinator, key, mine, timeout_secs) or mine
-    # An error that says nothing about the epoch stops this process. Where storage is silent, all take the verdict.
-    if mine is not None and not _is_verdict(mine) and not (isinstance(mine, errors.StorageError) and error is not mine):
-        raise mine
-    if error is not None and not _is_verdict(error):
-        raise error
-    return value, error
-
-
-def _is_verdict(error: Exception) -> bool:
-    """Whether an error is about the epoch; another one stops every process."""
-    return isinstance(error, errors.DamagedError | errors.FormatError | errors.EpochNotFoundError)
-
-
-def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_secs: float) -> Exception | None:
-    """Votes; returns the verdict of all processes: None to accept the epoch, else the first error."""
-
-    def wire(error: Exception | None) -> dict[str, Any]:
-        return {"ok": True} if error is None else {"error": errors.to_wire(error)}
-
-    if not coordinator.primary:
-        coordinator.put(f"{key}/vote/{coordinator.process}", wire(error))
+    if coordinator.processes == 1:
         try:
-            verdict = coordinator.get(f"{key}/verdict/0", patience(timeout_secs))
-        except errors.EpochCheckpointError as silence:
-            if error is not None and not _is_verdict(error):
-                return error
-            if not isinstance(silence, errors.CoordinationTimeoutError):
-                raise
-            late = f"the primary, {coordinator.named([0])}, did not say within {patience(timeout_secs):g} s"
-            raise errors.CoordinationTimeoutError(f"{late} whether all can restore the epoch") from None
-        return errors.from_wire(verdict["error"]) if "error" in verdict else None
-    # The primary waits for the votes, unless it rejects the epoch itself.
-    answer = error
-    if error is None:
-        others = set(range(1, coordinator.processes))
-        votes, missing = coordinator.gather(f"{key}/vote", others, Deadline(timeout_secs))
-        bad = [errors.from_wire(vote["error"]) for _, vote in sorted(votes.items()) if "error" in vote]
-        if bad:
-            answer = next((e for e in bad if not _is_verdict(e)), bad[0])
-        elif missing:
-            late = coordinator.named(missing)
-            problem = f"{late} did not say within {timeout_secs:g} s whether it can restore. {ALONE}"
-            answer = errors.CoordinationTimeoutError(problem)
-    coordinator.put(f"{key}/verdict/0", wire(answer))
-    return answer
+            return [restore()], None
+        except _VERDICTS as error:
+            return [], error
+    value: list[T] = []
+
+    def act() -> None:
+        value.append(restore())
+
+    patience = Timeouts(
+        collect_secs=timeout_secs,
+        hear_secs=hear_secs(timeout_secs),
+        late_text=f"{{names}} did not say within {{secs:g}} s whether it can restore. {ALONE}",
+        silent_text="the primary, {names}, did not say within {secs:g} s whether all can restore the epoch",
+    )
+    outcome = meet(coordinator, key, act, lambda _: None, patience, weigh=_weigh)
+    # An error that says nothing about the epoch stops this process. Where storage is silent, all take the verdict.
+    own = outcome.own
+    heard = outcome.serial is not None
+    if own is not None and not isinstance(own, _VERDICTS) and not (heard and isinstance(own, errors.StorageError)):
+        raise own
+    if outcome.error is not None and not isinstance(outcome.error, _VERDICTS):
+        raise outcome.error
+    return value, outcome.error
+
+
+def _weigh(failures: Sequence[Exception]) -> Exception:
+    """An error that says nothing about the epoch stops all processes."""
+    return next((error for error in failures if not isinstance(error, _VERDICTS)), failures[0])

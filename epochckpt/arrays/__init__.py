@@ -4,9 +4,9 @@ Promises: every node computes the same plan without talking; no byte reaches the
 Nothing here decides whether an epoch exists: see `epochckpt.directory`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.arrays.node_files import NodeFile, Pack
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from epochckpt.arrays.reader import EpochReader, Request
     from epochckpt.arrays.targets import Shardings, TreeMetadata
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "NodeFile": "node_files",
             "Pack": "node_files",
             "Planner": "planner",
@@ -24,7 +24,8 @@ else:
             "Request": "reader",
             "Shardings": "targets",
             "TreeMetadata": "targets",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __all__ = ["EpochReader", "NodeFile", "Pack", "Planner", "Request", "Shardings", "TreeMetadata"]

@@ -90,7 +90,7 @@ class NodeFile:
         self.size, self.data_start, self.cells = file.size, file.data_start, file.cells
         self._reader: Reader | None = None
         self._ends = np.zeros(0, dtype=np.int64)
-        self._sums: tuple[str, ...] = ()
+        self._sums = checksums.BlockSums(checksums.WRITTEN)
 
     @property
     def epoch(self) -> Epoch:
@@ -100,15 +100,16 @@ class NodeFile:
 
     def open(self) -> None:
         """Opens the file, and compares both records and its size."""
-        if not self._sums:  # once: leaves are also read one by one, and a file may hold thousands
+        if not self._sums.values:  # once: leaves are also read one by one, and a file may hold thousands
             where = self.epoch.path(self.node)
             mine = self.epoch.node_files(self.node).get(self.name)
             if mine is None or (mine.size, mine.data_start, mine.cells) != (self.size, self.data_start, self.cells):
                 raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
             self._ends = ends = self._cut(mine.block_bytes)
-            if len(ends) != len(mine.xxh3):
-                raise FormatError(where, f"has {len(mine.xxh3)} checksums for the {len(ends)} blocks of {self.path}")
-            self._sums = mine.xxh3
+            count = len(mine.sums.values)
+            if len(ends) != count:
+                raise FormatError(where, f"has {count} checksums for the {len(ends)} blocks of {self.path}")
+            self._sums = mine.sums
         size = self.size or None  # nothing is read of an empty file, so that it is looked for
         self._reader = reader = self.epoch.guard(self.path, lambda: self.epoch.store.open_reader(self.path, size))
         try:
@@ -235,12 +236,14 @@ class NodeFile:
 
     def _verify(self, block: int, piece: memoryview) -> None:
         began = time.monotonic()
-        found = f"{checksums.xxh3(piece):016x}"
+        kind = self._sums.kind
+        found = kind.of(piece)
         self.epoch.count(verify_secs=time.monotonic() - began)
-        if found != self._sums[block]:
+        expected = self._sums.values[block]
+        if found != expected:
             self.epoch.check_present(f"{self.path} changed")
             start, end = self._bounds(block)
-            problem = f"bytes {start}-{end} differ from what was written (xxh3 {self._sums[block]}, found {found})"
+            problem = f"bytes {start}-{end} differ from what was written ({kind.name} {expected}, found {found})"
             raise DamagedError(self.path, problem, self._leaf_at(start), self._leaves_in(start, end))
 
     def _leaf_at(self, offset: int) -> str | None:

@@ -170,7 +170,7 @@ class EpochReader:
             if node in nodes and files:
                 files = [f for f in self.node_record(node).files if f.item == item and f.name]
             else:  # their checksums are those of their contents
-                files = [dataclasses.replace(f, xxh3=(f"{checksums.xxh3(carried[f.name]):016x}",)) for f in files]
+                files = [dataclasses.replace(f, sums=checksums.WRITTEN.sums([carried[f.name]])) for f in files]
             found += [(node, file) for file in files]
         return found
 

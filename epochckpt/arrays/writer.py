@@ -100,7 +100,7 @@ def write_file(
             data = file.read(length)
             if len(data) != length:
                 raise OSError(f"{path}: the file that its handler wrote became shorter while it was copied")
-            sums.append(f"{checksums.xxh3(data):016x}")
+            sums.append(checksums.WRITTEN.of(data))
             return data
 
         if size <= block_bytes:
@@ -109,7 +109,8 @@ def write_file(
             with writing(store, path, size) as writer:
                 for offset in range(0, size, block_bytes):
                     writer.write(offset, block(offset))
-    return DataFile(item, 0, size, 0, 0, block_bytes, tuple(sums), name)
+    record = DataFile(item=item, part=0, size=size, block_bytes=block_bytes, name=name)
+    return dataclasses.replace(record, sums=checksums.BlockSums(checksums.WRITTEN, tuple(sums)))
 
 
 class _File(Generic[FileT]):
@@ -136,7 +137,8 @@ class _File(Generic[FileT]):
 
     def written(self) -> FileT:
         """The record of the file, once all of its blocks are written."""
-        return dataclasses.replace(self.record, xxh3=tuple(self.sums))
+        sums = checksums.BlockSums(checksums.WRITTEN, tuple(self.sums))
+        return dataclasses.replace(self.record, sums=sums)
 
     def write_all(self, store: Store) -> None:
         """Opens the file, writes its blocks in order, and makes it durable."""
@@ -145,11 +147,11 @@ class _File(Generic[FileT]):
                 start, end = self._bounds(block, block + 1)
                 parts = list(self._parts(start, end))
                 data = parts[0] if len(parts) == 1 else b"".join(parts)
-                self.sums[block] = f"{checksums.xxh3(data):016x}"
+                self.sums[block] = checksums.WRITTEN.of(data)
                 writer.write(start, data)
                 first, last = self._runs(start, end)
                 sampled = last - first == 1 and self.buffers[first].sample is not None
-                if sampled and f"{checksums.xxh3(data):016x}" != self.sums[block]:
+                if sampled and checksums.WRITTEN.of(data) != self.sums[block]:
                     raise BufferChangedError(self.epoch, self.plan.name(self.runs[first]))
                 self._release(start, end)
 
@@ -169,7 +171,7 @@ class _File(Generic[FileT]):
             self._rest = bytes(buffer[stop - begin : end - begin])
         for block in range(first, last):
             start, end = self._bounds(block, block + 1)
-            self.sums[block] = f"{checksums.xxh3(buffer[start - begin : end - begin].data):016x}"
+            self.sums[block] = checksums.WRITTEN.of(buffer[start - begin : end - begin].data)
         writer.write(begin, buffer[: stop - begin].data)
         memory.give(buffer)
 

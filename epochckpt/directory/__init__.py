@@ -4,20 +4,21 @@ Promises: an epoch that is listed can be restored; it appears, is replaced and g
 a newer one has fenced off changes nothing any more.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.directory.kinds import commits_of
     from epochckpt.directory.protocol import Commits
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "commits_of": "kinds",
             "Commits": "protocol",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __all__ = ["Commits", "commits_of"]

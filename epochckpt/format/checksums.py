@@ -1,8 +1,11 @@
-"""xxh3 checksums of blocks, records that carry their own checksum, and user data as strict JSON."""
+"""Checksums of blocks, records that carry their own checksum, and user data as strict JSON."""
 
+from __future__ import annotations
+
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import xxhash
@@ -13,8 +16,10 @@ _FIELD = b'{"checksum":"xxh3:'
 _ZEROS = b"0" * 16
 _MAX_DEPTH = 100  # of user data
 
+Buffer = bytes | bytearray | memoryview
 
-def xxh3(data: bytes | bytearray | memoryview) -> int:
+
+def xxh3(data: Buffer) -> int:
     """xxh3-64 of a contiguous buffer. Releases the interpreter lock above 64 KiB."""
     return xxhash.xxh3_64_intdigest(data)
 
@@ -23,6 +28,52 @@ def digest(data: bytes | memoryview) -> str:
     """xxh3-128 of a record, or of a contiguous buffer, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
+
+# -- blocks of files ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSums:
+    """The checksums of the blocks of one file, in their order."""
+
+    kind: BlockChecksum
+    values: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockChecksum:
+    """A kind of checksum that the blocks of a file may have.
+
+    Attributes:
+        name: the field of a file in `node.json` that holds the checksums of its blocks.
+        digits: how many hex digits a checksum has.
+        compute: the checksum of a contiguous buffer.
+    """
+
+    name: str
+    digits: int
+    compute: Callable[[Buffer], int]
+
+    def of(self, block: Buffer) -> str:
+        """The checksum of a block, in hex digits."""
+        return f"{self.compute(block):0{self.digits}x}"
+
+    def sums(self, blocks: Iterable[Buffer]) -> BlockSums:
+        """The checksums of all blocks of a file."""
+        return BlockSums(self, tuple(map(self.of, blocks)))
+
+
+BLOCK_CHECKSUMS = {row.name: row for row in (BlockChecksum(name="xxh3", digits=16, compute=xxh3),)}
+"""The kinds of checksums that blocks may have, by name. To add a kind, add a row.
+
+Versions before that cannot read it: as long as it is `WRITTEN`, records need a feature in `requires`.
+"""
+
+WRITTEN = BLOCK_CHECKSUMS["xxh3"]
+"""The kind that new files get. Every kind is read."""
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 

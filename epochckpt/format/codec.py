@@ -237,11 +237,22 @@ class Stored:
     key: str
     codec: Codec[Any]
     optional: bool  # left out where it is empty, and then read as its default
+    key_of: Callable[[Any], str] | None = None  # the key that a value lies under, where that depends on the value
 
 
-def stored(key: str, codec: Codec[Any], *, optional: bool = False, **field: Any) -> Any:
-    """A field of a dataclass that lies in files under `key`; `field` is what `dataclasses.field` takes."""
-    return dataclasses.field(metadata={_KEY: Stored(key, codec, optional)}, **field)
+def stored(
+    key: str,
+    codec: Codec[Any],
+    *,
+    optional: bool = False,
+    key_of: Callable[[Any], str] | None = None,
+    **field: Any,
+) -> Any:
+    """A field of a dataclass that lies in files under `key`; `field` is what `dataclasses.field` takes.
+
+    With `key_of`, the value says what key it is written under, and the codec looks for it under all of them.
+    """
+    return dataclasses.field(metadata={_KEY: Stored(key, codec, optional, key_of)}, **field)
 
 
 @functools.cache
@@ -255,9 +266,10 @@ def pack(record: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for attribute, field in table(type(record)).items():
         value = getattr(record, attribute)
+        key = field.key if field.key_of is None else field.key_of(value)
         value = value if field.codec.write is None else field.codec.write(value)
         if value or not field.optional:
-            found[field.key] = value
+            found[key] = value
     return found
 
 

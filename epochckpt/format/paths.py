@@ -188,7 +188,7 @@ def attempt_in(path: str) -> str | None:
 
 
 def node_staging_folder(node: str, token: str) -> str:
-    """Staging folder of a job that saves epochs of one node only; see `jobs.caffe2_epochs`."""
+    """Staging folder of a job that saves epochs of one node only; see `caffe2.epochs`."""
     return f"node-{folder_name(node)}-{token}{TMP_SUFFIX}"
 
 

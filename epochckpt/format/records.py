@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from epochckpt.format import checksums, codec, paths
+from epochckpt.format.checksums import BlockSums
 from epochckpt.format.codec import (
     BOOLEAN,
     INTEGER,
@@ -34,13 +35,24 @@ _ATTEMPT = codec.name(limit=80)
 _TEXT = codec.text()
 _NODE = codec.name(paths.is_node_name)
 _FEATURES = codec.strings(f"names of features, of at most {MAX_FEATURE} characters", 0, MAX_FEATURE)
-_SUMS = codec.strings("strings of 16 hex digits", 16, 16)
 _FILE_PATH: Codec[str] = codec.plain(
     "a relative path, or nothing", lambda found: all(path == "" or paths.is_file_path(path) for path in found)
 )
 _NODE_SECS: Codec[float] = codec.plain(
     "seconds", lambda found: all(type(s) in (int, float) and 0 <= s < 1e12 for s in found), lambda secs: round(secs, 6)
 )
+
+
+def _read_sums(fields: Fields, key: str) -> BlockSums:
+    """The checksums of a file, which lie under the name of their kind; without any, the error names `key`."""
+    kind = next((kind for name, kind in checksums.BLOCK_CHECKSUMS.items() if name in fields.data), None)
+    if kind is None:
+        raise fields.fail(key, f"checksums of blocks, as one of {', '.join(checksums.BLOCK_CHECKSUMS)}")
+    hex_digits = codec.strings(f"strings of {kind.digits} hex digits", kind.digits, kind.digits)
+    return BlockSums(kind, hex_digits.read(fields, kind.name))
+
+
+_SUMS: Codec[BlockSums] = Codec(_read_sums, lambda sums: list(sums.values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +65,10 @@ class DataFile:
     data_start: int = stored("data_start", SIZE, default=0)  # offset of the tensors in a data file
     cells: int = stored("cells", SIZE, default=0)  # in a data file
     block_bytes: int = stored("block_bytes", codec.integer(1, 2**31), default=0)  # of the blocks with a checksum each
-    xxh3: tuple[str, ...] = stored("xxh3", _SUMS, default=())  # one per block, 16 hex digits; empty in `epoch.json`
+    # One per block; none in `epoch.json`.
+    sums: BlockSums = stored(
+        checksums.WRITTEN.name, _SUMS, key_of=lambda sums: sums.kind.name, default=BlockSums(checksums.WRITTEN)
+    )
     # Path inside the item's folder, for files that a handler wrote; empty for data files.
     name: str = stored("name", _FILE_PATH, default="")
 
@@ -218,7 +233,7 @@ class EpochRecord:
     )
     # (length, xxh3-128) of the Orbax view's files, by path in the epoch's folder; its links follow from the rest.
     orbax_view: Mapping[str, tuple[int, str]] | None = stored("orbax_view", Codec(_read_view), default=None)
-    # One node only, whose files lie beside the record, see `jobs.caffe2_epochs`.
+    # One node only, whose files lie beside the record, see `caffe2.epochs`.
     per_node: bool = stored("per_node", BOOLEAN, optional=True, default=False)
     # The attempt that a copy was made of, if it could not keep that id.
     copied_from: str = stored("copied_from", codec.text(80), optional=True, default="")
@@ -289,6 +304,6 @@ def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
         "leaves": [row[:6] + row[7:] for row in described["leaves"]],
         "grids": described["grids"],
         "values": {str(k): v for k, v in sorted(item.values.items())},
-        "files": [[f.part, f.size, f.data_start, f.block_bytes, f.xxh3] for f in files],
+        "files": [[f.part, f.size, f.data_start, f.block_bytes, f.sums.values] for f in files],
     }
     return checksums.digest(json.dumps(content, separators=(",", ":")).encode())

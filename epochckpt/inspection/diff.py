@@ -225,14 +225,18 @@ class _Comparison:
         return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(details))
 
     def _files_of_same_checksums(self, item: str, node: str) -> dict[str, bool]:
-        """For each file of handlers that both epochs have with the same unit of checksums: whether it is the same.
+        """Whether a file of handlers is the same, for each that both epochs have with comparable checksums.
 
         Stock Orbax has no checksums.
         """
         readers = self._before.native_of(item, node), self._after.native_of(item, node)
         one, other = ({} if r is None else {f.name: f for _, f in r.item_files(item)} for r in readers)
         both = ((name, f, other[name]) for name, f in one.items() if name in other)
-        return {name: (a.size, a.xxh3) == (b.size, b.xxh3) for name, a, b in both if a.block_bytes == b.block_bytes}
+        return {
+            name: (a.size, a.sums) == (b.size, b.sums)
+            for name, a, b in both
+            if a.block_bytes == b.block_bytes and a.sums.kind == b.sums.kind
+        }
 
 
 def _changes(one: FileRow | LeafRow | None, other: FileRow | LeafRow | None) -> str:

@@ -1,12 +1,12 @@
-"""A whole training run: jobs and their tasks, stop conditions, resume, the runner, and Caffe2's managers.
+"""A whole training run: jobs and their tasks, stop conditions, resume, and the runner.
 
 Promises: a run ends with all that it trained on storage, or its `RunResult` and exit code tell what is not; a run that
 is started again goes on after the newest epoch that all nodes can read.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.jobs.job import Cluster, Job, Node, Task, TaskGroup, epoch_limiter
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from epochckpt.jobs.upload import CopyUpload
     from epochckpt.jobs.workspace import Workspace
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "Cluster": "job",
             "Job": "job",
             "Node": "job",
@@ -33,8 +33,9 @@ else:
             "LocalSession": "session",
             "CopyUpload": "upload",
             "Workspace": "workspace",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __all__ = [
     "Cluster",

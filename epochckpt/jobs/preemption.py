@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt.agreement import coordination
-from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.run_calls import RunCalls
 
 
 class Notice:
@@ -64,8 +64,8 @@ class Stopper:
     A `resumable` epoch is left at once. Any other goes on for `deadline_secs` after the notice; None: until it is done.
     """
 
-    def __init__(self, notice: Notice, exchange: Exchange, resumable: bool, deadline_secs: float | None):
-        self._notice, self._exchange = notice, exchange
+    def __init__(self, notice: Notice, calls: RunCalls, resumable: bool, deadline_secs: float | None):
+        self._notice, self._calls = notice, calls
         self._resumable, self._deadline_secs = resumable, deadline_secs
         self._noticed: float | None = None
         self._refusals = 0
@@ -96,7 +96,7 @@ class Stopper:
         if self._resumable or self._deadline_secs is None:
             return self._resumable
         end = self._noticed + self._deadline_secs
-        return self._exchange.broadcast("time left to finish the epoch", lambda: time.monotonic() >= end)
+        return self._calls.broadcast("time left to finish the epoch", lambda: time.monotonic() >= end)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """One run of a job, from setup to the last save. The order of steps is that of Caffe2's JobRunner.
 
-An epoch is one exchange: each process trains the epoch and reports what its stop conditions say, whether it left the
-epoch in the middle, and whether it can save; the primary decides from all reports, and adds how earlier saves have
+An epoch is one collective call: each process trains the epoch and reports what its stop conditions say, whether it left
+the epoch in the middle, and whether it can save; the primary decides from all reports, and adds how earlier saves have
 ended. So stop, preemption and the results of saves are common to all processes. A save that fails never stops training.
 """
 
@@ -20,10 +20,10 @@ from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
 from epochckpt.jobs.backends.base import BESIDE, WENT_BACK_TO, CheckpointBackend, Names, Restored
-from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import EPOCH, ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
+from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
@@ -79,7 +79,7 @@ class TrainingRun:
     settings: RunSettings
     resume_from_epoch: int | None
     session: Session
-    exchange: Exchange
+    calls: RunCalls
     backend: CheckpointBackend | None
     handler: HandlerNotifier
     notice: Notice
@@ -102,7 +102,7 @@ class TrainingRun:
 
     def train(self) -> RunResult:
         """Runs the job; see `JobRunner.train`."""
-        if self.exchange.primary and all(condition is stop.preempted for condition in self.job.stop_conditions):
+        if self.calls.primary and all(condition is stop.preempted for condition in self.job.stop_conditions):
             remedy = "job.stop_when(ec.stop.max_epochs(…)), for example, ends it"
             logging.warning("the job has no stop condition: it trains until it is preempted or killed; %s", remedy)
 
@@ -160,7 +160,7 @@ class TrainingRun:
                 self._check_targets(restored, backend.directory)
             return time.monotonic() - began
 
-        secs = self.exchange.gather("restore", restore, list)
+        secs = self.calls.collective("restore", restore, list)
         (restored,) = found
         if restored is None:
             return None
@@ -231,7 +231,7 @@ class TrainingRun:
                     raise InvalidArgumentError(problem)
                 logging.warning("%s", problem)
 
-        self.exchange.gather("the names of blobs", report, decide)
+        self.calls.collective("the names of blobs", report, decide)
 
     def _blobs_here(self) -> list[str]:
         """The names of the blobs of all nodes of this process."""
@@ -349,7 +349,7 @@ class TrainingRun:
             stop.load_states(conditions, notes.get("stop"))  # callables may have counted this
             return any(held)
 
-        return self.exchange.gather("whether training is over", report, any)
+        return self.calls.collective("whether training is over", report, any)
 
     # -- one epoch -----------------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class TrainingRun:
         epoch, self._in_epoch = _TrainedEpoch(number), number
         self._begun = self._begun if self._result.partial else self._result.epoch
         steps = range(0) if self.job.unit == EPOCH else range(self._begun, number)
-        stopper = Stopper(self.notice, self.exchange, self.job.resumable, self.settings.deadline_secs)
+        stopper = Stopper(self.notice, self.calls, self.job.resumable, self.settings.deadline_secs)
         for workspace in self.session.workspaces().values():
             workspace.epoch, workspace.steps = number, steps
             workspace.set_stopper(stopper.of_one_node())
@@ -365,7 +365,7 @@ class TrainingRun:
         def train() -> list[str | None]:
             # Conditions on metrics answer alike everywhere: every process shows them the primary's.
             returned = self.session.run(self.job.epoch_group)
-            epoch.metrics = self.exchange.broadcast(
+            epoch.metrics = self.calls.broadcast(
                 f"metrics of {self._named(number)}", lambda: metric_lib.merge(returned.get(self.session.nodes[0], []))
             )
             epoch.preempted, epoch.interrupted = self.notice.ask(number), stopper.stopped
@@ -410,7 +410,7 @@ class TrainingRun:
         self._save(epoch, dataclasses.replace(verdict, stop=stops), force=bool(reason))
 
     def _agree(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> _Verdict:
-        """The exchange at the end of an epoch; prepares the save.
+        """The collective call at the end of an epoch; prepares the save.
 
         `train` gives for each stop condition why it is true here, "" if it is false, None if it has no vote here.
         """
@@ -462,7 +462,7 @@ class TrainingRun:
                 "results": self._take_results(),
             }
 
-        verdict = _Verdict(**self.exchange.gather(f"end of {self._named(epoch.number)}", report, decide))
+        verdict = _Verdict(**self.calls.collective(f"end of {self._named(epoch.number)}", report, decide))
         self._enter(verdict.results)
         limit, failures = self.settings.max_consecutive_save_failures, self._failures_in_a_row
         if limit is not None and failures > limit and not verdict.fenced_off:
@@ -569,7 +569,7 @@ class TrainingRun:
             return {"results": results, "saved": saved, "fenced_off": why, "retry": retry}
 
         for _ in range(2):
-            answer = self.exchange.gather("last save", report, decide)
+            answer = self.calls.collective("last save", report, decide)
             self._enter(answer["results"])
             if answer["saved"]:
                 return
@@ -625,7 +625,7 @@ class TrainingRun:
         """Upload, download, exit. A run that is preempted here does all of it again when it is started again."""
         epoch, upload = self._result.epoch, None
         if self._result.last_committed_epoch == epoch:
-            upload = self.exchange.together("upload", lambda: self.upload(epoch))
+            upload = self.calls.together("upload", lambda: self.upload(epoch))
         for group in (upload, self.job.download_group, self.job.exit_group):
             self._set(preempted=self.notice.ask(epoch))
             if self._result.preempted:
@@ -651,7 +651,7 @@ class TrainingRun:
         """Runs a group that runs once; an error on one process is raised on all."""
         for workspace in self.session.workspaces().values():
             workspace.set_stopper(self.notice.poll)
-        self.exchange.together(f"group {group.name}", lambda: self.session.run(group))
+        self.calls.together(f"group {group.name}", lambda: self.session.run(group))
 
     def _chosen(self, names: Iterable[str]) -> list[str]:
         """The blobs to checkpoint, by the patterns of the user."""

@@ -17,11 +17,11 @@ from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
 from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
 from epochckpt.jobs.blobs import traced_init
-from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
 from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
+from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import DistributedSession, Session, default_session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handlers
@@ -206,24 +206,24 @@ class JobRunner:
         self._result = None
         if session is None:
             session = default_session(self.job.session_class)
-        backend, exchange, handler = self._open(session)
+        backend, calls, handler = self._open(session)
         self._session = session
 
         def open_backend() -> None:
             if backend is not None:
-                backend.open(session, exchange)
+                backend.open(session, calls)
                 self._introduced = None
                 self._introduce(handler, backend)
 
-        exchange.together("beginning of the run", open_backend)
+        calls.together("beginning of the run", open_backend)
         distributed = isinstance(session, DistributedSession)
         with (
             listening(distributed, backend is not None and backend.asks_jax) as notice,
-            bar(self._progress, exchange.primary, self.job.stop_conditions, self.job.unit) as show_epoch,
+            bar(self._progress, calls.primary, self.job.stop_conditions, self.job.unit) as show_epoch,
         ):
             named = self.resume_from_epoch
             self._run = TrainingRun(
-                self.job, self._settings, named, session, exchange, backend, handler, notice, show_epoch, self._upload
+                self.job, self._settings, named, session, calls, backend, handler, notice, show_epoch, self._upload
             )
             try:
                 result = self._run.train()
@@ -249,8 +249,8 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        backend, exchange, handler = self._open_saved(session, "load_blobs_from_checkpoints")
-        backend.open(session, exchange, beside=True)
+        backend, calls, handler = self._open_saved(session, "load_blobs_from_checkpoints")
+        backend.open(session, calls, beside=True)
         names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
         began = time.monotonic()
         loaded = backend.load_blobs(names, epoch_number(epoch))
@@ -273,7 +273,7 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        backend, exchange, handler = self._open_saved(session, "save_checkpoints")
+        backend, calls, handler = self._open_saved(session, "save_checkpoints")
         run, notes = self._run, dict[str, Any]()
 
         def look() -> list[bool]:
@@ -288,12 +288,12 @@ class JobRunner:
             if run is not None and run.backend is not None and run.names and run.session is session:
                 backend, names = run.backend, run.names
             else:
-                backend.open(session, exchange, beside=run is not None and bool(run.names))
+                backend.open(session, calls, beside=run is not None and bool(run.names))
                 kept = self.job.nodes_to_checkpoint() or session.nodes
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
                 backend.agree_on_names(names)
 
-            accessible, exists = exchange.broadcast("whether storage is there", look)
+            accessible, exists = calls.broadcast("whether storage is there", look)
             if not accessible:
                 raise SaveError(epoch, NOT_ACCESSIBLE)
             prepared = backend.prepare(epoch, names)
@@ -326,13 +326,13 @@ class JobRunner:
             raise InvalidArgumentError(f"{name}.build() must return a TaskGroup, got {type(group).__name__}")
         return group
 
-    def _open_saved(self, session: Session, verb: str) -> tuple[CheckpointBackend, Exchange, HandlerNotifier]:
-        backend, exchange, handler = self._open(session)
+    def _open_saved(self, session: Session, verb: str) -> tuple[CheckpointBackend, RunCalls, HandlerNotifier]:
+        backend, calls, handler = self._open(session)
         if backend is None:
             raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
-        return backend, exchange, handler
+        return backend, calls, handler
 
-    def _open(self, session: Session) -> tuple[CheckpointBackend | None, Exchange, HandlerNotifier]:
+    def _open(self, session: Session) -> tuple[CheckpointBackend | None, RunCalls, HandlerNotifier]:
         """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
         found, expected = type(session).__name__, self.job.session_class
@@ -352,13 +352,15 @@ class JobRunner:
             workspace.set_init_tracer(traced_init(self.job.init_group, workspace))
 
         # The metadata handler is the manager's, or this runner's.
-        handler, calls = self._handler, frozenset[str]()
+        handler = self._handler
+        handler_calls = frozenset[str]()
         if backend is not None and backend.handler is not None:
-            handler, calls = backend.handler, backend.handler_calls
+            handler = backend.handler
+            handler_calls = backend.handler_calls
         accessible = None if backend is None else backend.accessible
-        notifier = HandlerNotifier(handler, session.coordinator.primary, calls, accessible)
+        notifier = HandlerNotifier(handler, session.coordinator.primary, handler_calls, accessible)
         option = "JobRunner(exchange_timeout_secs=…)"
-        return backend, Exchange(session.coordinator, session.nodes, self._timeout, option=option), notifier
+        return backend, RunCalls(session.coordinator, session.nodes, self._timeout, option=option), notifier
 
 
 def run(

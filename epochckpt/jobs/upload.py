@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Generator
 from typing import Any
@@ -21,15 +22,13 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.format import NodeEntry
-from epochckpt.jobs.caffe2_epochs import NodeCommits, NodeEpochs
-from epochckpt.jobs.caffe2_managers import Manager
-from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Task, TaskGroup
+from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.numbers import epoch_number
-from epochckpt.saving.attempt import NodeReport
+from epochckpt.saving.reports import NodeReport
 from epochckpt.storage import open_store, plain
 from epochckpt.tiers import EpochCopy, check_place
 
@@ -99,14 +98,13 @@ class CopyUpload(UploadTaskGroupBuilder):
             InvalidArgumentError: no epoch of this manager can be copied, or the destination lies in its directory.
         """
         epoch = epoch_number(epoch)
-        upload = _node_upload if isinstance(checkpoint_manager, Manager) else _epoch_upload
         with TaskGroup("upload") as group:
-            Task(upload(epoch, checkpoint_manager, self), name="upload")
+            Task(upload_task(checkpoint_manager, epoch, self), name="upload")
         return group
 
 
 @contextlib.contextmanager
-def _uploading(epoch: int, destination: str) -> Generator[None]:
+def uploading(epoch: int, destination: str) -> Generator[None]:
     """Turns what the destination refuses into an UploadError."""
     try:
         yield
@@ -121,20 +119,29 @@ def _uploading(epoch: int, destination: str) -> Generator[None]:
         raise UploadError(epoch, destination, reason) from error
 
 
-def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Workspace], None]:
+@functools.singledispatch
+def upload_task(manager: Any, epoch: int, asked: CopyUpload) -> Callable[[Workspace], None]:
+    """The task that copies an epoch of a manager; InvalidArgumentError: its epochs cannot be copied.
+
+    A package with managers of its own registers how their epochs are copied, as `caffe2` does.
+    """
+    del epoch, asked
+    raise InvalidArgumentError(
+        "CopyUpload copies epochs of an epochckpt.CheckpointManager or of a manager of epochckpt.caffe2, got "
+        f"{type(manager).__module__}.{type(manager).__name__}; for others write an UploadTaskGroupBuilder"
+    )
+
+
+@upload_task.register(CheckpointManager)
+def _epoch_upload(manager: CheckpointManager, epoch: int, asked: CopyUpload) -> Callable[[Workspace], None]:
     """A task that copies an epoch of our manager, once for all nodes of this process."""
-    if not isinstance(manager, CheckpointManager):
-        raise InvalidArgumentError(
-            "CopyUpload copies epochs of an epochckpt.CheckpointManager or of a manager of epochckpt.caffe2, got "
-            f"{type(manager).__module__}.{type(manager).__name__}; for others write an UploadTaskGroupBuilder"
-        )
     coordinator, nodes, ran = coordination.connect(False), manager.node_names, set[str]()
     here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
     option = "CopyUpload(timeout_secs=…)"
-    exchange = Exchange(coordinator, nodes, asked.timeout_secs, option=option, signs=False)
-    uploading = _uploading(epoch, asked.destination)
+    calls = RunCalls(coordinator, nodes, asked.timeout_secs, option=option, signs=False)
+    guarded = uploading(epoch, asked.destination)
 
-    @uploading
+    @guarded
     def open_copy(progress: Callable[[int], None]) -> EpochCopy:
         reader, names = manager.source(epoch)
         if reader is None:
@@ -155,16 +162,16 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
             upload_now(work)
 
     def upload_now(work: _progress.Work) -> None:
-        copy = exchange.together("opening of the upload", lambda: open_copy(work.advance))
+        copy = calls.together("opening of the upload", lambda: open_copy(work.advance))
 
-        @uploading
+        @guarded
         def begin() -> str | None:
             return copy.writer.incarnation if copy.begin(asked.replace) else None
 
         # The primary looks at the destination and makes room, every process copies, and the primary publishes.
-        incarnation = exchange.broadcast("beginning of the upload", begin)
+        incarnation = calls.broadcast("beginning of the upload", begin)
         if incarnation is not None:
-            if not exchange.primary:
+            if not calls.primary:
                 copy.join(copy.commits.join(incarnation))
             copied: list[NodeEntry] = []  # on the primary, of all processes
 
@@ -174,9 +181,9 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
             def collect(reports: list[Any]) -> None:
                 copied.extend(NodeReport.from_wire(wire).entry for report in reports for wire in report)
 
-            with copy.giving_up() if exchange.primary else contextlib.nullcontext():
-                exchange.gather("upload of the nodes' folders", uploading(copy_own), collect)
-                exchange.broadcast("end of the upload", uploading(lambda: publish(copy, copied)))
+            with copy.giving_up() if calls.primary else contextlib.nullcontext():
+                calls.collective("upload of the nodes' folders", guarded(copy_own), collect)
+                calls.broadcast("end of the upload", guarded(lambda: publish(copy, copied)))
 
     def upload(workspace: Workspace) -> None:
         if workspace.node in ran:  # the group runs again
@@ -184,29 +191,5 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
         if not ran:
             upload_once()
         ran.add(workspace.node)
-
-    return upload
-
-
-def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[Workspace], None]:
-    """A task that copies an epoch of Caffe2's managers, each node's by itself."""
-    source, target = open_store(manager.db_prefix), open_store(asked.address)
-    if not (source.renames and target.renames):
-        problem = "epochs of single nodes can be copied from a file system only to a directory of one"
-        raise UnsupportedError(f"{source.root}: {problem}; the destination is {target.root}")
-    check_place(source, target)
-
-    @_uploading(epoch, target.root)
-    def upload(workspace: Workspace) -> None:
-        for node in (each.node_name for each in manager.managers([workspace.node]).values()):
-            reader = NodeEpochs(manager.db_prefix, node).reader(epoch).native
-            assert reader is not None, "epochs of single nodes are ours"
-            target.make_root()
-            with _progress.work(f"uploading checkpoint {epoch}") as work:
-                copy = EpochCopy(reader, NodeCommits(target, node), progress=work.advance)
-                if copy.begin(asked.replace):
-                    with copy.giving_up():
-                        copy.publish()
-                        copy.leave()
 
     return upload

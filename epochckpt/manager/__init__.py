@@ -3,9 +3,9 @@
 Promises: `CheckpointManager` has Orbax's interface; what only reads needs no other process and no permission to write.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.manager.manager import CheckpointManager
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from epochckpt.manager.restoring import Asked, Response
     from epochckpt.manager.status import EpochStatus, NodeStatus, SaveResult, Verification
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "CheckpointManager": "manager",
             "HandlerNotifier": "notifier",
             "CheckpointReader": "reader",
@@ -28,8 +28,9 @@ else:
             "NodeStatus": "status",
             "SaveResult": "status",
             "Verification": "status",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __all__ = [
     "Asked",

@@ -16,10 +16,10 @@ from orbax.checkpoint import checkpoint_manager
 
 from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
-from epochckpt.agreement import Calls, coordination
+from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
-from epochckpt.arrays.snapshot import checked_json, root_metadata
+from epochckpt.arrays.snapshot import Snapshot, checked_json, root_metadata
 from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.errors import (
     EpochExistsError,
@@ -41,10 +41,10 @@ from epochckpt.manager.restoring import Asked, Response, Restores
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
-from epochckpt.saving import Attempt, Attempts, Claim, History, opening, retention
+from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, opening, retention
 from epochckpt.saving.common_calls import CommonCalls
 from epochckpt.saving.hosts import Hosts
-from epochckpt.saving.saver import LONG_SECS
+from epochckpt.saving.queue import LONG_SECS
 from epochckpt.tiers import LedgerFile, Mirror
 
 T = TypeVar("T")
@@ -109,7 +109,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             item_names: names of the items, if several are saved together with `args.Composite`.
             item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
                 select what our engine does; others are run.
-            logger: an Orbax logger, which is given an entry for every commit and every `restore`.
+            logger: an Orbax logger, which is given an entry for every commit and every `restore`; without it Orbax's
+                `StandardLogger`, which writes the entries to the log at INFO.
             handler_registry: an Orbax `CheckpointHandlerRegistry`, instead of item_handlers.
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
@@ -163,14 +164,21 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._listener = outcomes.Listener(*outcome, self._mirror)
         self._hosts = Hosts.of(opened, self._options, self._mirror, self._storage.open_timeout_secs)
         self._claim = Claim(self._commits, opened.refused, self._claimed, root_files, self._hosts)
-        saving = self._storage, self._history, self._options, self._listener, self._hosts
-        self._attempts = Attempts(opened, self._claim, *saving)
+        self._saves = SaveQueue(
+            opened=opened,
+            claim=self._claim,
+            options=self._storage,
+            history=self._history,
+            policies=self._options,
+            listener=self._listener,
+            hosts=self._hosts,
+        )
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
-        self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
+        self._calls = CollectiveCalls(coordinator, opened.prefix, lambda: self._saves.last)
         common = self._options, self._mirror, self._hosts, self._storage.open_timeout_secs
         self._common = CommonCalls(self._commits, self._claim, self._history, *common)
-        parts = self._commits, self._history, self._attempts, self._step_log
+        parts = self._commits, self._history, self._saves, self._step_log
         self._restores = Restores(*parts, self._storage, self._look)
         self._restores.connect(coordinator, self._calls)
         self._closed = self._ended = self._forked = False
@@ -203,7 +211,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         nodes = self._nodes.renamed(names)
         if nodes == self._nodes:
             return
-        if self._attempts.last:
+        if self._saves.last:
             raise InvalidArgumentError(
                 f"{self.root}: nodes are named before the first save; this manager has saved as "
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
@@ -216,7 +224,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._notifier.introduce()
 
     def _take_nodes(self, nodes: Nodes) -> None:
-        self._nodes = self._attempts.nodes = nodes
+        self._nodes = nodes
+        self._saves.name_nodes(nodes)
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
         context = items_lib.RestoreContext(self._handlers, nodes, self._storage.restore_memory_limit_bytes)
         pool = _threads.Pool(max(self._storage.io_threads, self._store.concurrency))
@@ -278,7 +287,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             CoordinationTimeoutError: the primary's answer did not come in time.
             StorageError: storage does not answer; this manager knows what it knew before.
         """
-        self._attempts.drain()
+        self._saves.drain()
         self._look()
 
     def _look(self) -> None:
@@ -327,20 +336,31 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
         """Whether the options ask for this epoch to be saved, after those that were requested so far.
 
-        It is False if this epoch or a later one was requested; with `ignore_later` those do not count.
+        It is False if this epoch or a later one was requested; with `ignore_later` those do not count. It is False, and
+        that is logged, if a folder that is no epoch lies in its place (see `foreign_folders`). Such a folder does not
+        keep epochs of other numbers from being saved.
         """
         step = epoch_number(step)
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self.root)
             return False
-        requested = self._history.requested(self._attempts.in_flight())
+        requested = self._history.requested(self._saves.saving())
         if ignore_later or step in self._overwrites:
             requested = [info for info in requested if info.step < step]
         if requested and requested[-1].step >= step:
             logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
         saving, preempted, pace = self.is_saving_in_progress, self.reached_preemption(step), self._history.pace
-        return retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace)
+        if not retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace):
+            return False
+        if step in self._foreign and step not in self._overwrites:
+            logging.error("%s", self._blocked(step))
+            return False
+        return True
+
+    def _blocked(self, step: int) -> str:
+        """Why an epoch cannot be saved whose place a foreign folder has, and what to do."""
+        return f"checkpoint {step} cannot be saved: {self._foreign[step]}; then call reload(), or take another number"
 
     def save(
         self,
@@ -374,7 +394,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             Whether the epoch is to be saved. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
-            EpochExistsError: with force, the epoch exists; or a foreign folder lies in its place.
+            EpochExistsError: with force, the epoch exists, or a folder that is no epoch lies in its place.
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
             InvalidArgumentError: something in `args` cannot be saved; names it.
@@ -392,8 +412,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return False
         # An epoch that exists is only replaced with permission, which this save uses up, whatever comes of it.
         overwrite = self._overwrites.pop(step, None)
-        number = self._attempts.next_try(step)
-        exists = step in [attempt.epoch for attempt in self._attempts.in_flight()] or self._history.is_known(step)
+        number = self._saves.next_try(step)
+        exists = step in [save.epoch for save in self._saves.saving()] or self._history.is_known(step)
         if exists and overwrite is None:
             if self._history.is_own(step):
                 self._say_requested(step)
@@ -408,11 +428,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 "looked, reload() or claim() tells"
             )
         if step in self._foreign and overwrite is None:
-            raise EpochExistsError(
-                f"checkpoint {step} cannot be saved: {self._foreign[step]}; then call reload(), or take another number"
-            )
-        timeout = self._storage.save_timeout_secs
-        attempt: Attempt | None = None
+            raise EpochExistsError(self._blocked(step))
+        snapshot: Snapshot | None = None
         try:
             # Plan the save, wait until older ones leave room for it, then copy what can still change.
             planned = time.monotonic()
@@ -422,57 +439,61 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             items_lib.check_names([item.name for item in to_save], self._nodes.folders, self._item_names)
             plan = self._planner.plan(to_save)
             ready = time.monotonic()
-            attempt = Attempt(
-                step,
-                number,
-                Deadline(timeout),
-                default_item=not multi,
-                metrics=self._metrics_of(step, metrics),
-                custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
-                replaces=self._history.damaged.get(step) or overwrite,
-                started=began,
-            )
-            behind = self._attempts.make_room(step, plan.copied_bytes, plan.runs_handlers)
+            kept_metrics = self._metrics_of(step, metrics)
+            kept_metadata = checked_json(dict(custom_metadata or {}), "custom_metadata")
+            behind = self._saves.make_room(step, plan.copied_bytes, plan.runs_handlers)
             room = time.monotonic()
-            if behind is None:
-                attempt.snapshot = plan.snapshot()  # handlers begin to write here, and nothing after it may be refused
+            # Handlers begin to write with the snapshot, and nothing after it may be refused.
+            snapshot = Snapshot() if behind is not None else plan.snapshot()
             if (copying_secs := time.monotonic() - room) > LONG_SECS:
                 text = "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: "
-                size, secs = _units.nbytes(attempt.snapshot.copied_bytes), _units.secs(copying_secs)
+                size, secs = _units.nbytes(snapshot.copied_bytes), _units.secs(copying_secs)
                 logging.log_first_n(logging.WARNING, text + "%s", 3, step, size, secs)
             # Hand it to the background. The time starts now: the snapshot has waited for the device.
-            attempt.deadline = Deadline(timeout)
-            attempt.blocked_secs = time.monotonic() - began
-            attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
-            attempt.nbytes = plan.nbytes / self._coordinator.processes
-            attempt.log_entry = self._step_log.begun(
-                step,
-                self.root,
-                began=began,
-                planned=planned,
-                ready=ready,
-                room=room,
-                nbytes=plan.nbytes,
-                preempted=not force and self.reached_preemption(step),
-                waits=not self._async,
+            blocked_secs = time.monotonic() - began
+            request = SaveRequest(
+                epoch=step,
+                number=number,
+                default_item=not multi,
+                metrics=kept_metrics,
+                custom_metadata=kept_metadata,
+                replaces=self._history.damaged.get(step) or overwrite,
+                started_ns=time.time_ns() - round(blocked_secs * 1e9),
+                started=began,
+                blocked_secs=blocked_secs,
+                nbytes=plan.nbytes / self._coordinator.processes,
+                log_entry=self._step_log.begun(
+                    step,
+                    self.root,
+                    began=began,
+                    planned=planned,
+                    ready=ready,
+                    room=room,
+                    nbytes=plan.nbytes,
+                    preempted=not force and self.reached_preemption(step),
+                    waits=not self._async,
+                ),
+                refusal=behind,
             )
+            save = Save(request, snapshot, Deadline(self._storage.save_timeout_secs))
             self._history.begin(step)
             if behind is None:
-                self._attempts.submit(attempt)
+                self._saves.submit(save)
             else:
-                self._attempts.refuse(attempt, behind)
-        except BaseException as error:  # Ctrl-C, too, and it may come when the attempt is already submitted
-            if attempt is not None and attempt not in self._attempts.pending():
-                attempt.snapshot.drop()
+                self._saves.refuse(save, behind)
+        except BaseException as error:  # Ctrl-C, too, and it may come when the save is already submitted
+            if snapshot is not None and all(save.snapshot is not snapshot for save in self._saves.pending()):
+                snapshot.drop()
             if self._coordinator.processes > 1:  # the other processes need not wait for this one
-                self._attempts.submit(Attempt(step, number, Deadline(timeout), error=errors.copied(step, error)))
+                refused = SaveRequest(epoch=step, number=number, refusal=errors.copied(step, error))
+                self._saves.submit(Save(refused, Snapshot(), Deadline(self._storage.save_timeout_secs)))
             raise
         self._multi = multi
         if not self._async:
             try:
                 self.wait_until_finished()
             except RemovalError as failure:  # of older epochs, not of this save, which is committed
-                self._attempts.failures.append(errors.kept(failure))
+                self._saves.in_flight.failures.append(errors.kept(failure))
         return True
 
     def _metrics_of(self, epoch: int, metrics: Any) -> Any:
@@ -495,8 +516,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _say_requested(self, epoch: int) -> None:
         """Logs why an epoch that this manager has saved just now is not saved once more."""
         again = f"{self.root}: checkpoint {epoch} is not saved again, because this manager"
-        failure = self._attempts.failure(epoch)
-        if epoch in [attempt.epoch for attempt in self._attempts.in_flight()]:
+        failure = self._saves.in_flight.failure(epoch)
+        if epoch in [save.epoch for save in self._saves.saving()]:
             logging.info("%s is saving it now; wait_until_finished() waits for that", again)
         elif failure is None:
             logging.info("%s has just saved it", again)
@@ -522,7 +543,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._hosts is not None:
             raise UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
         self._claim.check(epoch)
-        self._attempts.drain(epoch)
+        self._saves.drain(epoch)
         if self._claim.known:
             self._claim.stager.check(epoch)
         if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
@@ -532,7 +553,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save of this process has not ended yet."""
-        return bool(self._attempts.pending())
+        return bool(self._saves.pending())
 
     def wait_until_finished(self) -> None:
         """Waits until every save is committed or has failed, and the files of deleted epochs are removed.
@@ -542,14 +563,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             RemovalError: what `delete` has deleted could not be removed; or (RetentionError) an epoch that the options
                 no longer keep could not be deleted, which is raised once. After a failed save this is a note there.
         """
-        self._step_log.waited(self._attempts.drain_removals)
+        self._step_log.waited(self._saves.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
         self._history.forget_failed()
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
         """Raises the failures of saves and removals that have ended, each once; does not wait."""
-        failures = self._attempts.pop_errors()
+        failures = self._saves.in_flight.pop_errors()
         if failures:
             saves = [failure for failure in failures if isinstance(failure, SaveError)]
             error = SaveErrorGroup(saves) if len(saves) > 1 else (saves or failures)[0]
@@ -639,7 +660,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             EpochNotFoundError: there is no epoch.
             DamagedError: none of the epochs can be read by every process.
         """
-        self._attempts.drain()
+        self._saves.drain()
         return self._restores.newest(restore, among)
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
@@ -666,11 +687,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def status(self, epoch: int) -> status.EpochStatus:
         """The status of an epoch, from storage and from the saves of this process."""
         epoch = epoch_number(epoch)
-        for attempt in self._attempts.in_flight():
-            if attempt.epoch == epoch:
-                return status.EpochStatus(epoch, "saving", attempt.state)
+        for save in self._saves.saving():
+            if save.epoch == epoch:
+                return status.EpochStatus(epoch, "saving", save.describe())
         found = self._readers.status(epoch)
-        failure = self._attempts.failure(epoch)
+        failure = self._saves.in_flight.failure(epoch)
         if found.state == "absent" and failure is not None:
             return status.EpochStatus(epoch, *failure)
         return found
@@ -752,7 +773,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             logging.warning("%s is read only: checkpoint %d is not deleted", self.root, step)
             return
         self._check_open("delete")
-        self._attempts.drain()
+        self._saves.drain()
 
         def decide() -> None:
             remote = self._is_remote(step)
@@ -761,13 +782,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
             def hide() -> None:
                 if not remote:
-                    self._attempts.remove(retention.unlist(self._claim.writer, step, self._options.todelete_subdir))
+                    self._saves.remove(retention.unlist(self._claim.writer, step, self._options.todelete_subdir))
 
             self._withdraw(None, [step], hide)
 
         def follow(hosts: Hosts) -> None:
             for epoch in hosts.here([step]):
-                self._attempts.remove(retention.unlist(self._claim.writer, epoch, self._options.todelete_subdir))
+                self._saves.remove(retention.unlist(self._claim.writer, epoch, self._options.todelete_subdir))
 
         self._write("delete", step, decide, follow)
         self._history.drop([step])
@@ -791,7 +812,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         epoch = epoch_number(epoch)
         self._check_open("rollback_to")
-        self._attempts.drain()
+        self._saves.drain()
 
         def decide() -> None:
             remote = self._is_remote(epoch)
@@ -885,7 +906,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._ended or self._forked:
             return
         self._restores.drain()
-        self._step_log.waited(self._attempts.drain_removals)
+        self._step_log.waited(self._saves.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
         if self._mirror is not None:
             self._mirror.close(self._storage.save_timeout_secs)
@@ -908,14 +929,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit(0) claims success
             self.close()
             return
-        if pending := self._attempts.pending():
+        if pending := self._saves.pending():
             logging.error(
                 "%s: %s left the block of this manager. Before it is raised, close() waits up to %.0f s for the save "
                 "of checkpoint %s",
                 self.root,
                 type(error).__name__,
-                self._attempts.longest_secs,
-                ", ".join(str(attempt.epoch) for attempt in pending),
+                self._saves.longest_secs,
+                ", ".join(str(save.epoch) for save in pending),
                 exc_info=None if isinstance(error, SystemExit) else error,
             )
         try:
@@ -926,7 +947,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
-        epochs, timeout_secs = [a.epoch for a in self._attempts.pending()], self._attempts.longest_secs
+        epochs, timeout_secs = [save.epoch for save in self._saves.pending()], self._saves.longest_secs
         if self._mirror is not None:
             timeout_secs += self._storage.save_timeout_secs
         deadline, closing = Deadline(timeout_secs), _threads.start(self.close)
@@ -956,7 +977,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """In a forked child: this process can only read; its parent goes on with what is being saved."""
         self._forked = True
         self._coordinator = coordination.Coordinator()
-        self._calls = Calls(self._coordinator, "", lambda: self._attempts.last)
+        self._calls = CollectiveCalls(self._coordinator, "", lambda: self._saves.last)
         self._readers.begin = apart
         self._restores.connect(self._coordinator, self._calls)
-        self._attempts.after_fork()
+        self._saves.after_fork()

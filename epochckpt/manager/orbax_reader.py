@@ -179,13 +179,23 @@ class OrbaxReader(CheckpointReader):
                 self.item(name).check(types=False)
         return super()._item_metadata(name, kind)
 
-    def _leaf_metadata(self, item: str, leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
-        found = super()._leaf_metadata(item, leaf, shardings, directory)
+    def _storage(self, item: str, arrays: ArrayItem, number: int) -> ocp.metadata.StorageMetadata | None:
+        stored = self.item(item).leaves[arrays.leaves[number].sharding]
+        if stored.array is None:
+            return None
+        return ocp.metadata.StorageMetadata(chunk_shape=stored.array.chunks, write_shape=stored.write_shape)
+
+    def _leaf_metadata(
+        self, item: str, arrays: ArrayItem, number: int, shardings: Shardings, directory: epath.Path
+    ) -> Any:
+        found = super()._leaf_metadata(item, arrays, number, shardings, directory)
+        leaf = arrays.leaves[number]
         stored = self.item(item).leaves[leaf.sharding]
         if isinstance(found, ocp.metadata.Metadata):
-            found.name = stored.param or found.name
-        if isinstance(found, ocp.metadata.ArrayMetadata) and stored.array is not None:
-            found.storage = ocp.metadata.StorageMetadata(stored.array.chunks, stored.write_shape)
+            found.name = stored.param
+        if isinstance(found, ocp.metadata.ScalarMetadata):
+            found.dtype = found.dtype if stored.array is None else stored.array.dtype
+        elif isinstance(found, ocp.metadata.ArrayMetadata):
             found.sharding = _sharding(self.item(item), leaf)
         return found
 

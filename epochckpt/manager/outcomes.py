@@ -15,8 +15,8 @@ from epochckpt.errors import SaveError, StorageBehindError
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import SaveResult
 from epochckpt.orbax.step_log import StepLog
-from epochckpt.saving import Attempt, History
-from epochckpt.saving.attempt import Committed
+from epochckpt.saving import History, Save
+from epochckpt.saving.reports import Committed
 from epochckpt.tiers import Mirror
 
 _KEPT = 1000  # results that are kept until they are popped; the newest
@@ -24,7 +24,7 @@ _KEPT = 1000  # results that are kept until they are popped; the newest
 
 @dataclasses.dataclass(eq=False)
 class Listener:
-    """The `saving.saver.SaveListener` of a manager, which also hears of its claim to the directory."""
+    """The `saving.in_flight.SaveListener` of a manager, which also hears of its claim to the directory."""
 
     _commits: Commits
     _options: ocp.CheckpointManagerOptions
@@ -32,7 +32,7 @@ class Listener:
     _notifier: HandlerNotifier
     _log: StepLog
     _mirror: Mirror | None = None
-    heard: Callable[[Attempt, SaveError | None], None] = lambda attempt, failure: None  # of every attempt that ends
+    heard: Callable[[Save, SaveError | None], None] = lambda save, failure: None  # of every save that ends
     _results: collections.deque[SaveResult] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_KEPT))
 
     def pop_results(self) -> list[SaveResult]:
@@ -52,24 +52,24 @@ class Listener:
             text = "%s: since this manager opened it, another run has %s: all_steps() follows that"
             logging.warning(text, self._commits.store.root, told)
 
-    def announce(self, attempt: Attempt, commit: Committed) -> None:
+    def announce(self, save: Save, commit: Committed) -> None:
         if self._mirror is not None:
             self._mirror.committed(commit.epoch)
-        self._notifier.committed(commit.epoch, attempt.node_secs)
-        nbytes = sum(file.size for report in attempt.node_reports for file in report.entry.files)
-        secs = attempt.elapsed_secs, time.monotonic() - attempt.writing
-        self._log.committed(attempt.log_entry, commit.committed_ns, *secs, nbytes, attempt.node_secs)
+        self._notifier.committed(commit.epoch, save.node_secs)
+        nbytes = sum(file.size for report in save.node_reports for file in report.entry.files)
+        secs = save.elapsed_secs, time.monotonic() - save.writing_since
+        self._log.committed(save.request.log_entry, commit.committed_ns, *secs, nbytes, save.node_secs)
         callback = getattr(self._options.async_options, "post_finalization_callback", None)
         if callback is not None:
             callback()
 
-    def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
-        self.heard(attempt, failure)
+    def ended(self, save: Save, failure: SaveError | None) -> None:
+        self.heard(save, failure)
         if failure is not None:
             _monitoring.event("/epochckpt/write/failure", kind=type(failure).__name__)
-        if attempt.error is not None:  # this process could not begin it: `save` has raised the error
+        if save.request.was_raised:
             return
         detail = "" if failure is None else failure.reason
-        times = attempt.blocked_secs, attempt.elapsed_secs, attempt.node_secs
+        times = save.request.blocked_secs, save.elapsed_secs, save.node_secs
         behind = isinstance(failure, StorageBehindError)
-        self._results.append(SaveResult(attempt.epoch, failure is None, detail, *times, behind=behind))
+        self._results.append(SaveResult(save.epoch, failure is None, detail, *times, behind=behind))

@@ -21,7 +21,7 @@ from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
-from epochckpt.orbax import linked_view, object_view
+from epochckpt.orbax import linked_view, object_view, steps
 
 PIECE_ELEMENTS = 2**22  # the most that a piece of an array has, unless the caller asks for another number
 _SCALARS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
@@ -148,9 +148,20 @@ class CheckpointReader(abc.ABC):
         return self.path / self.record.node_folder(names.index(node))
 
     def item_metadata(self) -> Any:
-        """Orbax's metadata of every item, usable as restore targets: a TreeMetadata for an item of arrays."""
+        """Orbax's metadata of every item, usable as restore targets: a TreeMetadata for an item of arrays.
+
+        As in Orbax, metrics are an item beside named ones; nothing is known of it.
+        """
         found = {name: self._item_metadata(name, kind) for name, kind in self.item_kinds().items()}
-        return found[next(iter(found))] if self.record.default_item and len(found) == 1 else ocp.args.Composite(**found)
+        if self.record.default_item and len(found) == 1:
+            return found[next(iter(found))]
+        if self._has_metrics():
+            found[steps.METRICS] = None
+        return ocp.args.Composite(**found)
+
+    def _has_metrics(self) -> bool:
+        """Whether the epoch was saved with metrics."""
+        return self.record.metrics is not None or steps.METRICS in self.item_handlers()
 
     def _item_metadata(self, name: str, kind: str) -> Any:
         if kind != "arrays":
@@ -158,7 +169,10 @@ class CheckpointReader(abc.ABC):
         item, directory = self.arrays(name).record.items[name], self.path / name
         assert item.arrays is not None, "its kind says so"
         shardings = self._shardings(name, item.arrays)
-        pairs = [(leaf.path, self._leaf_metadata(name, leaf, shardings, directory)) for leaf in item.arrays.leaves]
+        pairs = [
+            (leaf.path, self._leaf_metadata(name, item.arrays, number, shardings, directory))
+            for number, leaf in enumerate(item.arrays.leaves)
+        ]
         return TreeMetadata(tree_lib.nest(pairs, str(directory)), item.custom_metadata)
 
     def _files_metadata(self, name: str) -> Any:
@@ -169,9 +183,16 @@ class CheckpointReader(abc.ABC):
         """The saved shardings of an item's arrays."""
         return Shardings(arrays)
 
-    def _leaf_metadata(self, item: str, leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
+    @abc.abstractmethod
+    def _storage(self, item: str, arrays: ArrayItem, number: int) -> ocp.metadata.StorageMetadata | None:
+        """The shapes in which an array of an item lies in the files, as far as they are known."""
+
+    def _leaf_metadata(
+        self, item: str, arrays: ArrayItem, number: int, shardings: Shardings, directory: epath.Path
+    ) -> Any:
         """Orbax's metadata of a leaf, one of `ocp.metadata.ArrayMetadata` and its kin; an empty node as it is."""
-        common = {"name": leaf.name, "directory": directory}
+        leaf = arrays.leaves[number]
+        common = {"name": ".".join(str(key) for _, key in leaf.path), "directory": directory}
         if leaf.kind in tree_lib.EMPTY_KINDS:
             return tree_lib.empty_value(leaf.kind)
         if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
@@ -185,12 +206,18 @@ class CheckpointReader(abc.ABC):
             described = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
         elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
             described = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
-        return ocp.metadata.ArrayMetadata(**common, shape=leaf.shape, sharding=described, dtype=leaf.dtype)
+        storage = self._storage(item, arrays, number)
+        return ocp.metadata.ArrayMetadata(
+            **common, shape=leaf.shape, sharding=described, dtype=leaf.dtype, storage=storage
+        )
 
     def step_metadata(self) -> Any:
         """Orbax's StepMetadata."""
+        handlers = self.item_handlers()
+        if self._has_metrics():
+            handlers[steps.METRICS] = ocp.handlers.JsonCheckpointHandler.typestr()
         return ocp.metadata.StepMetadata(
-            item_handlers=self.item_handlers(),
+            item_handlers=handlers,
             item_metadata=self.item_metadata(),
             metrics=self.metrics() or {},
             init_timestamp_nsecs=self.record.started_ns,
@@ -254,6 +281,11 @@ class NativeReader(CheckpointReader):
             self.native.check_present("it was being verified")
         note = NO_VIEW if found is None else ""
         return Verification(self.record.epoch, self.record.nbytes, damage, note, tuple((found or {}).values()))
+
+    def _storage(self, item: str, arrays: ArrayItem, number: int) -> ocp.metadata.StorageMetadata:
+        cell = arrays.cell_shape(number)
+        on_devices = arrays.leaves[number].kind in ("jax", "prng")  # Orbax records what was written of these only
+        return ocp.metadata.StorageMetadata(chunk_shape=cell, write_shape=cell if on_devices else None)
 
     def _files_metadata(self, name: str) -> Any:
         return items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)

@@ -13,8 +13,8 @@ from absl import logging
 
 from epochckpt import _monitoring, _progress
 from epochckpt._threads import Pool
-from epochckpt.agreement import Calls, Coordinator
-from epochckpt.agreement.restore_vote import patience
+from epochckpt.agreement import CollectiveCalls, Coordinator
+from epochckpt.agreement.collective import hear_secs
 from epochckpt.arrays import EpochReader
 from epochckpt.arrays.broadcast import CHUNK_BYTES, Sharing, decide
 from epochckpt.arrays.items import RestoreContext
@@ -49,7 +49,7 @@ def apart(epoch: int) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def together(coordinator: Coordinator, calls: Calls, storage: StorageOptions, asked: bool) -> Begin:
+def together(coordinator: Coordinator, calls: CollectiveCalls, storage: StorageOptions, asked: bool) -> Begin:
     """Restores in which all processes of the job share what they read, where the options ask for that."""
     wanted = asked if storage.broadcast_restore is None else storage.broadcast_restore
     if not wanted or coordinator.processes == 1 or storage.local_disks:
@@ -60,8 +60,8 @@ def together(coordinator: Coordinator, calls: Calls, storage: StorageOptions, as
 
     def begin(epoch: int) -> Sharing:
         def agree(told: Any) -> Any:
-            answer, wait = functools.partial(decide, names=coordinator.named), patience(storage.restore_timeout_secs)
-            return calls.poll(f"restore({epoch})", lambda: told, answer, wait)
+            answer = functools.partial(decide, names=coordinator.named)
+            return calls.collective(f"restore({epoch})", lambda: told, answer, hear_secs(storage.restore_timeout_secs))
 
         return Sharing(coordinator.ids, agree, storage.restore_timeout_secs, chunk_bytes)
 

@@ -14,8 +14,9 @@ from absl import logging
 
 from epochckpt import _monitoring, _progress, _threads, errors
 from epochckpt._threads import Deadline, Future
-from epochckpt.agreement import Calls, Coordinator
-from epochckpt.agreement.restore_vote import Look, newest_readable, patience, try_together
+from epochckpt.agreement import CollectiveCalls, Coordinator
+from epochckpt.agreement.collective import hear_secs
+from epochckpt.agreement.restore_vote import Look, newest_readable, vote
 from epochckpt.directory import Commits
 from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.manager.numbers import epoch_number
@@ -24,7 +25,7 @@ from epochckpt.manager.readers import Readers, apart
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import step_log
 from epochckpt.orbax.step_log import StepLog
-from epochckpt.saving import Attempts, History
+from epochckpt.saving import History, SaveQueue
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -79,7 +80,7 @@ class ReadAhead(Generic[T]):
         self._asked = _threads.Once()
 
     def __call__(self, epoch: int) -> T:
-        ahead = epoch == self.epoch and self._asked.claim()
+        ahead = epoch == self.epoch and self._asked.first()
         return self.future.result() if ahead else self._restore(epoch)
 
 
@@ -102,7 +103,7 @@ def finished_by_caller(finish: Callable[[], T], after: Future[T] | None) -> Resp
     def wait(timeout: float | None) -> T:
         if after is not None and not after.wait(timeout):
             raise TimeoutError(f"no result within {timeout} s")
-        if once.claim():
+        if once.first():
             found.run(finish)
         return found.result(timeout)
 
@@ -118,16 +119,16 @@ class Restores:
         self,
         commits: Commits,
         history: History,
-        attempts: Attempts,
+        saves: SaveQueue,
         step_log: StepLog,
         storage: StorageOptions,
         look: Callable[[], None],
     ):
-        self._commits, self._history, self._attempts, self._step_log = commits, history, attempts, step_log
+        self._commits, self._history, self._saves, self._step_log = commits, history, saves, step_log
         self._storage, self._look = storage, look
         self._reading = weakref.WeakSet[Future]()  # a result is its caller's alone
 
-    def connect(self, coordinator: Coordinator, calls: Calls) -> None:
+    def connect(self, coordinator: Coordinator, calls: CollectiveCalls) -> None:
         """Says who takes part in the restores to come."""
         self._coordinator, self._calls = coordinator, calls
 
@@ -176,7 +177,7 @@ class Restores:
     def _run(self, step: int | None, asked: Asked[T], ahead: Callable[[int], T] | None, notes: Mapping[str, int]) -> T:
         readers, use = asked
         began = time.monotonic()
-        self._attempts.drain(step)
+        self._saves.drain(step)
         read = time.monotonic()
         self._step_log.restoring()
         restore = ahead or (lambda epoch: readers.restore(epoch, use))
@@ -199,8 +200,8 @@ class Restores:
         own = commits is self._commits  # of another directory nothing is remembered
         wait = self._storage.restore_timeout_secs
         known = [info.step for info in self._history.committed() if own and info.step == epoch]
-        with self._calls.vote(f"restore({epoch})", known, patience(wait)) as (listed, prefix):
-            value, error = try_together(restore, self._coordinator, f"{prefix}/1", wait)
+        with self._calls.vote(f"restore({epoch})", known, hear_secs(wait)) as (listed, prefix):
+            value, error = vote(restore, self._coordinator, f"{prefix}/1", wait)
         if error is None:
             return value[0]
         if own and isinstance(error, errors.EpochNotFoundError):
@@ -252,13 +253,13 @@ class Restores:
             if commits is self._commits:
                 self._look()
             else:
-                history.adopt(self._calls.answer("look", commits.list_epochs, 2 * self._storage.open_timeout_secs))
+                history.adopt(self._calls.broadcast("look", commits.list_epochs, 2 * self._storage.open_timeout_secs))
             return allowed(), {e: c.damage for e, c in history.damaged.items() if among is None or e in among}
 
         candidates, wait = allowed() if among is None else list(among), self._storage.restore_timeout_secs
         within = _voting.set(True)
         try:
-            with self._calls.vote("restore(None)", candidates, patience(wait)) as (found, prefix):
+            with self._calls.vote("restore(None)", candidates, hear_secs(wait)) as (found, prefix):
                 epoch, value, rejected = newest_readable(
                     found, restore_one, look_again, self._coordinator, prefix, wait, commits.store.root
                 )

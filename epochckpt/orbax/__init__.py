@@ -4,9 +4,9 @@ Promises: no other package knows the names of Orbax's files. What an option of O
 name; the view that is written beside an epoch lets stock Orbax read the epoch without epochckpt.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.orbax.handlers import Handlers, HandlerSave
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from epochckpt.orbax.steps import OrbaxRecord
     from epochckpt.orbax.view import Views
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "Handlers": "handlers",
             "HandlerSave": "handlers",
             "StepNames": "step_names",
             "OrbaxRecord": "steps",
             "Views": "view",
-        },
-    )
+        }
+        return lookup(__name__, modules, name)
+
 
 __all__ = ["HandlerSave", "Handlers", "OrbaxRecord", "StepNames", "Views"]

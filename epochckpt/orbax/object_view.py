@@ -18,7 +18,7 @@ from epochckpt.format import paths as layout
 from epochckpt.orbax import ocdbt, steps
 from epochckpt.orbax.linked_view import check_known, compare_file, damage_of, same
 from epochckpt.orbax.steps import COMMIT, STEP_RECORD
-from epochckpt.orbax.view import View, Views, copies
+from epochckpt.orbax.view import METRICS_FILE, View, Views, copies
 from epochckpt.storage import Store
 
 _SMALL = {
@@ -85,7 +85,7 @@ def is_complete(store: Store, folder: str) -> bool:
 def is_small(path: str) -> bool:
     """Whether a file of a view may be called so, as far as it holds nothing that can be restored."""
     *_, above, name = f"/{path}".split("/")
-    return name in _SMALL or above == steps.ARRAY_RECORDS
+    return name in _SMALL or above == steps.ARRAY_RECORDS or path == METRICS_FILE
 
 
 def is_remainder(store: Store, folder: str, files: Collection[str]) -> bool:

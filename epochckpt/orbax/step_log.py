@@ -22,10 +22,14 @@ from epochckpt.orbax.events import Saves
 
 
 class StepLog:
-    """The logger of one manager: an object with `log_entry`, or None. What it raises is logged and harms nothing."""
+    """The logger of one manager, an object with `log_entry`. What it raises is logged and harms nothing.
+
+    None: Orbax's own, which writes the entries to the log at INFO.
+    """
 
     def __init__(self, logger: Any, root: str, policy: Any, primary: bool, asynchronous: bool):
-        self._logger, self._events = logger, Saves(root, policy, primary, asynchronous)
+        self._logger = logger or ocp.logging.StandardLogger()
+        self._events = Saves(root, policy, primary, asynchronous)
         self.waited, self.restoring = self._events.waited, self._events.restoring
         self._last: float | None = None  # when the last save was asked for, monotonic
 
@@ -68,7 +72,7 @@ class StepLog:
 
     def committed(
         self,
-        entry: dict[str, Any],
+        entry: Mapping[str, Any],
         committed_ns: int,
         secs: float,
         writing_secs: float,
@@ -107,8 +111,7 @@ class StepLog:
         )
 
     def _log(self, entry: dict[str, Any]) -> None:
-        if self._logger is not None:
-            _threads.logged("the logger of the manager failed", lambda: self._logger.log_entry(entry))
+        _threads.logged("the logger of the manager failed", lambda: self._logger.log_entry(entry))
 
 
 def say_restored(step: int, directory: str, secs: float, nbytes: float, notes: Mapping[str, int]) -> None:

@@ -45,6 +45,7 @@ from epochckpt.orbax.steps import COMMIT, array_key
 _TEXT = "string"
 _BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax's array handler calls its array; other handlers: nothing
 
+METRICS_FILE = "metrics/metrics"  # where the view of an epoch has its metrics
 ALIAS_FILE = f"{layout.DEFAULT_ITEM}/{layout.JSON_FILE}"  # where the view of an epoch has aliases
 _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.steps: so it is never taken for one of Orbax's
 _MAX_NOTED = 100  # leaves that a record names as unsupported
@@ -178,7 +179,7 @@ class Views:
             _add_aliases(view, handlers, {node.folder for node in record.nodes})
         if record.metrics is not None:
             view.folders.append("metrics")
-            view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
+            view.files[METRICS_FILE] = json.dumps(record.metrics).encode()
             handlers["metrics"] = _json_handler()
         step = {
             "item_handlers": handlers,

@@ -3,25 +3,27 @@
 Promises: only the primary commits and deletes; every wait is bounded, and its error names the node that is late.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochckpt._lazy import names_of
+from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
-    from epochckpt.saving.attempt import Attempt
     from epochckpt.saving.claiming import Claim
+    from epochckpt.saving.queue import SaveQueue
     from epochckpt.saving.retention import EpochInfo, History
-    from epochckpt.saving.saver import Attempts
+    from epochckpt.saving.save import Save, SaveRequest
 else:
-    __getattr__ = names_of(
-        __name__,
-        {
-            "Attempt": "attempt",
+
+    def __getattr__(name: str) -> Any:
+        modules = {
             "Claim": "claiming",
             "EpochInfo": "retention",
             "History": "retention",
-            "Attempts": "saver",
-        },
-    )
+            "Save": "save",
+            "SaveQueue": "queue",
+            "SaveRequest": "save",
+        }
+        return lookup(__name__, modules, name)
 
-__all__ = ["Attempt", "Attempts", "Claim", "EpochInfo", "History"]
+
+__all__ = ["Claim", "EpochInfo", "History", "Save", "SaveQueue", "SaveRequest"]

@@ -5,8 +5,8 @@ Guarantees:
 - the first save, delete, rollback or replacement claims the directory, on the primary, on the thread that writes. It
   fences off the run that claimed before, and logs which process that was;
 - a manager that was fenced off stays so: it never claims again, and its next save raises;
-- the other processes learn of the claim from the primary's answer to a common call, or from what the primary publishes
-  for each save until every process has reported once.
+- the other processes learn of the claim from the primary's answer to a collective call, or from what the primary
+  publishes for each save until every process has reported once.
 """
 
 from __future__ import annotations

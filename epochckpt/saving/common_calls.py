@@ -1,4 +1,4 @@
-"""What all processes of a job ask of a manager together: to look at storage, and to change the directory.
+"""The collective calls of a manager: to look at storage, and to change the directory.
 
 The primary looks, and decides; with local disks (see `hosts`) each process looks at its own, and does on it what the
 primary has done on its own.
@@ -12,7 +12,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from epochckpt import _threads
-from epochckpt.agreement import Calls
+from epochckpt.agreement import CollectiveCalls
 from epochckpt.directory import Commits
 from epochckpt.errors import FencedError, UnfinishedError
 from epochckpt.saving import opening
@@ -38,7 +38,7 @@ class CommonCalls:
         self._commits, self._claim, self._history, self._options = commits, claim, history, options
         self._mirror, self._hosts, self._wait_secs = mirror, hosts, wait_secs
 
-    def survey(self, calls: Calls) -> Survey:
+    def survey(self, calls: CollectiveCalls) -> Survey:
         """On every process: what is on storage now."""
         known, hosts, wait_secs = self._history.damaged, self._hosts, 2 * self._wait_secs
 
@@ -46,13 +46,14 @@ class CommonCalls:
             return opening.survey(self._commits, self._options, known, self._mirror).to_wire()
 
         if hosts is None:
-            return Survey.from_wire(calls.answer("reload()", look, wait_secs))
-        found = Survey.from_wire(calls.poll("reload()", hosts.look, lambda told: hosts.survey(told, known), wait_secs))
+            return Survey.from_wire(calls.broadcast("reload()", look, wait_secs))
+        wire = calls.collective("reload()", hosts.look, lambda told: hosts.survey(told, known), wait_secs)
+        found = Survey.from_wire(wire)
         hosts.ignore(found)
         return found
 
     def change(
-        self, calls: Calls, call: str, epoch: int, decide: Callable[[], Any], follow: Callable[[Hosts], None]
+        self, calls: CollectiveCalls, call: str, epoch: int, decide: Callable[[], Any], follow: Callable[[Hosts], None]
     ) -> None:
         """The primary claims the directory, unless this manager has, and decides; every process learns of the claim.
 
@@ -79,8 +80,8 @@ class CommonCalls:
 
         try:
             if hosts is not None:  # the primary decides when all have claimed their disks
-                learn(calls.answer(f"claim before {call}", take, wait_secs))
-            claim = calls.answer(call, claimed, wait_secs)
+                learn(calls.broadcast(f"claim before {call}", take, wait_secs))
+            claim = calls.broadcast(call, claimed, wait_secs)
             learn(claim)
             self._history.drop(claim["lost"])
             self._history.forget_gone()

@@ -7,7 +7,8 @@ See `StorageOptions.local_disks`, and `disks` for which epochs count. Guarantees
   puts its part in place, and the verdict is that all have. A save that fails after that is taken back everywhere, on
   the primary before its verdict;
 - that is: the primary says `record/<attempt>/0` before the verdict, or in its place where the attempt has failed by
-  then, and the others answer `placed/<attempt>/<process>`;
+  then, and the others tell below `placed/<attempt>`. No process waits for these answers while it trains, so this is
+  no collective call: its halves `tell` and `collect` are made where the save has got to;
 - what is left of a commit that a kill has interrupted is on some of the disks only. The next claim moves it aside.
 """
 
@@ -17,20 +18,23 @@ import base64
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import errors
-from epochckpt.agreement import coordination
+from epochckpt.agreement import collective
+from epochckpt.agreement.collective import Timeouts
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.directory.protocol import ReplaceCondition, Staging, Writer
 from epochckpt.directory.rename import PosixWriter, RenameCommits
 from epochckpt.format import paths
 from epochckpt.saving import disks, opening
-from epochckpt.saving.attempt import Attempt
 from epochckpt.saving.opening import Opened, Survey
+from epochckpt.saving.save import Save
+
+T = TypeVar("T")
 
 _PLACING_SECS = 30.0  # what other processes get at least to put their part of a save in place
 _KEPT = 64  # keys in the coordination service
@@ -105,16 +109,15 @@ class Hosts:
         agreed = self._meet(f"{key}/disk", claimed, decide, wait_secs)
         survey = Survey.from_wire(agreed["survey"])
 
-        def moved() -> dict[str, Any]:
+        def moved() -> None:
             writer = self._claimed
             self._move_aside(writer, self.ignore(survey))
             if agreed["mirror"]:
                 writer.overwrite(paths.MIRROR_RECORD, agreed["mirror"].encode())
             write(writer)
-            return {}
 
         # A disk whose record names this claim proves that no disk has anything that is left of earlier runs.
-        self._meet(f"{key}/moved", moved, lambda _: {}, wait_secs)
+        self._meet(f"{key}/moved", moved, lambda _: None, wait_secs)
         node, ids = self._nodes.names[me], tuple(agreed["disks"])
         self._record = dataclasses.replace(self._record, node=node, disks=ids, claim=incarnation)
         self._claimed.overwrite(paths.HOST_RECORD, self._record.to_bytes())
@@ -134,69 +137,63 @@ class Hosts:
                 logging.warning("%s/%s: what this disk has of checkpoint %d was moved there", store.root, folder, epoch)
         self._commits.ignored = frozenset()
 
-    def _meet(
-        self, key: str, act: Callable[[], Any], decide: Callable[[list[Any]], Any], wait_secs: float
-    ) -> Mapping[str, Any]:
-        """Every process acts; the primary decides from what all have returned (objects as JSON), and all get that."""
-        if self._coordinator.primary:
-            return self._coordinator.agree(
-                f"{key}/all/0",
-                lambda: decide(self._coordinator.gather_all(f"{key}/each", act(), wait_secs)),
-                wait_secs,
-            )
-        coordination.answered(act, f"{key}/each", self._coordinator, again=True)
-        return self._coordinator.agree(f"{key}/all/0", dict, 2 * wait_secs)
+    def _meet(self, key: str, act: Callable[[], Any], decide: Callable[[list[Any]], T], wait_secs: float) -> T:
+        """A collective call of the hosts; the primary waits for the others for `wait_secs`."""
+        patience = Timeouts(collect_secs=wait_secs, hear_secs=2 * wait_secs)
+        return collective.collective(self._coordinator, key, act, decide, patience)
 
     # -- a save --------------------------------------------------------------------------------------------------
 
     def commit(
         self,
-        attempt: Attempt,
+        save: Save,
         staging: Staging,
         record: bytes,
         check: Callable[[], None],
-        key: Callable[[str, Attempt], str],
+        key: Callable[[str, Save], str],
     ) -> None:
         """On the primary: has all processes put their part of a save in place, and waits until they have.
 
-        `key` gives the prefixes of an attempt's keys. SaveError says that a process has not.
+        `key` gives the prefixes of a save's keys. SaveError says that a process has not.
         """
         check()
         text = base64.b64encode(zlib.compress(record, 1)).decode()
-        self._coordinator.put(f"{key('record', attempt)}/0", {"record": text})
-        attempt.offered = True
-        self._keys.add(self._coordinator, key("record", attempt), key("placed", attempt))
-        self._claimed.publish(staging, record, lambda: None, attempt.replaces)
+        self._coordinator.put(f"{key('record', save)}/0", {"record": text})
+        save.offered = True
+        self._keys.add(self._coordinator, key("record", save), key("placed", save))
+        self._claimed.publish(staging, record, lambda: None, save.request.replaces)
+        patience = Timeouts(collect_secs=max(save.deadline.left(), _PLACING_SECS), hear_secs=0.0)
         try:
-            self._coordinator.gather_all(key("placed", attempt), {}, max(attempt.deadline.left(), _PLACING_SECS))
+            collective.collect(self._coordinator, key("placed", save), patience)
         except errors.CoordinationTimeoutError as error:
-            raise errors.SaveError(attempt.epoch, f"its commit is not on all disks: {error}") from error
+            raise errors.SaveError(save.epoch, f"its commit is not on all disks: {error}") from error
 
-    def place(self, offer: Mapping[str, Any], prefix: str, attempt: Attempt, id: str) -> None:
+    def place(self, offer: Mapping[str, Any], prefix: str, save: Save, id: str) -> None:
         """On the other processes: puts this process's part in place, and tells the primary."""
 
-        def placed() -> dict[str, Any]:
-            record, here = zlib.decompress(base64.b64decode(offer["record"])), attempt.replaces
+        def placed() -> None:
+            record, here = zlib.decompress(base64.b64decode(offer["record"])), save.request.replaces
             if here is not None:  # it was found damaged together, and here it may be another attempt
-                here = ReplaceCondition(self._commits.read_attempt(attempt.epoch), here.damage)
-            self._claimed.publish(self._claimed.staging(attempt.epoch, id), record, lambda: None, here)
-            return {}
+                here = ReplaceCondition(self._commits.read_attempt(save.epoch), here.damage)
+            self._claimed.publish(self._claimed.staging(save.epoch, id), record, lambda: None, here)
 
-        coordination.answered(placed, prefix, self._coordinator)
+        failure = collective.tell(self._coordinator, prefix, placed)
+        if failure is not None:
+            raise failure
 
-    def take_back(self, attempt: Attempt, id: str, failure: BaseException) -> BaseException:
+    def take_back(self, save: Save, id: str, failure: BaseException) -> BaseException:
         """Takes this process's part of a failed save out of sight, if it is in place, and removes it.
 
         Returns why the save has failed; an UncertainError if that could not be done.
         """
-        if self._coordinator.primary and not attempt.offered:
+        if self._coordinator.primary and not save.offered:
             return failure
         try:
-            if self.writer is not None and self._commits.read_attempt(attempt.epoch) == id:
-                self.writer.unlist(attempt.epoch)()
+            if self.writer is not None and self._commits.read_attempt(save.epoch) == id:
+                self.writer.unlist(save.epoch)()
         except Exception as problem:
             reason = f"{errors.say(failure)}; and it could not be taken out of sight here ({errors.say(problem)})"
-            return errors.UncertainError(attempt.epoch, reason)
+            return errors.UncertainError(save.epoch, reason)
         return failure
 
     def here(self, epochs: Sequence[int]) -> list[int]:
@@ -211,21 +208,19 @@ class Hosts:
         return {"id": paths.new_id(), "mirror": self._mirror.text()}
 
     def follow(self, order: Mapping[str, str], act: Callable[[], None]) -> None:
-        """After the primary has acted on its own disk: the others do so on theirs, and the primary waits for them.
+        """After the primary has acted on its own disk: the other processes do so on theirs, and all wait for all.
 
         Raises:
-            CoordinationTimeoutError: on the primary: a process did not say in time that it has. What the primary has
-                done holds, and the next run makes that process follow.
+            CoordinationTimeoutError: a process did not say in time that it has. What the primary has done holds, and
+                the next run makes that process follow.
         """
         key = f"{self._prefix}/done/{order['id']}"
+
+        def follow() -> None:
+            if not self._coordinator.primary:
+                self._mirror.adopt(order["mirror"])
+                act()
+
+        self._meet(key, follow, lambda _: None, self.wait_secs)
         if self._coordinator.primary:
-            self._coordinator.gather_all(key, {}, self.wait_secs)
             self._keys.add(self._coordinator, key)
-            return
-
-        def done() -> dict[str, Any]:
-            self._mirror.adopt(order["mirror"])
-            act()
-            return {}
-
-        coordination.answered(done, key, self._coordinator)

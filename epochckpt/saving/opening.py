@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _monitoring, errors
-from epochckpt._threads import Deadline
 from epochckpt.agreement import Coordinator, coordination
+from epochckpt.agreement.collective import Timeouts, collective, hear_secs
 from epochckpt.directory import Commits, attached_metrics, commits_of
 from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.format import EpochRecord, Nodes, RunEntry, checksums, paths
@@ -320,29 +320,22 @@ def open_directory(
         disk = disks.look(here.store, names, host, coordinator.process, coordinator.processes)
         return {"node": own[0], "disk": disk.to_wire()}
 
-    # The primary looks at the directory, once it knows every node's name. The other processes take its answer. With
-    # local disks each says hello with what it finds on its own.
-    prefix, arguments = "", (directory, options, storage, names, item_names, mirror, coordinator)
+    # The primary looks at the directory, once it knows every node's name, and the other processes take its answer. With
+    # local disks every process tells what is on its own disk.
+    def decide(hellos: list[Any]) -> dict[str, Any]:
+        nodes = _checked_nodes(coordinator, hellos)
+        return _decide(directory, options, storage, names, item_names, mirror, coordinator, nodes, hellos)
+
     if coordinator.processes == 1:
-        answer = _decide(*arguments, own, [hello()])
+        prefix = ""
+        answer = _decide(directory, options, storage, names, item_names, mirror, coordinator, own, [hello()])
     else:
-        if not coordinator.primary:
-            try:
-                coordination.answered(hello, f"{base}/hello", coordinator)
-            except errors.CoordinationError as error:
-                problem = f"{coordinator.named([coordinator.process])} could not say hello ({error})"
-                remedy = "A process that was relaunched into a running job cannot join: restart the whole job"
-                raise errors.CoordinationError(f"{problem}. {remedy}") from error
         wait = storage.open_timeout_secs
-
-        def decide() -> dict[str, Any]:
-            hellos = _gather_hellos(coordinator, f"{base}/hello", hello(), wait)
-            return _decide(*arguments, [str(found["node"]) for found in hellos], hellos)
-
-        # The other processes wait longer: the primary may come late, and then waits for the latest of them.
-        answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
+        late = "{names} did not construct its CheckpointManager within {secs:g} s"
+        patience = Timeouts(collect_secs=wait, hear_secs=hear_secs(wait), late_text=late)
+        answer = collective(coordinator, base, hello, decide, patience)
         prefix = f"{base}/{answer['opening']}"
-        coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
+        coordination.forget_opening(coordinator, f"{base}/told", f"{base}/decision")
     # Each process opens the directory as the primary has resolved it.
     where, found = answer["directory"] if host is None else directory, tuple(answer["nodes"] or defaults)
     commits, there = _commits_at(where, options, names, storage), Survey.from_wire(answer["survey"])
@@ -370,21 +363,15 @@ def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> st
     return f"{base}/{_opens[base]}"
 
 
-def _gather_hellos(coordinator: Coordinator, prefix: str, own: dict[str, Any], wait: float) -> list[dict[str, Any]]:
-    others = set(range(1, coordinator.processes))
-    found, missing = coordinator.gather(prefix, others, Deadline(wait))
-    for answer in found.values():
-        coordination.value_of({"value": None, **answer})
-    if missing:
-        late = coordinator.named(missing)
-        raise errors.CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
-    hellos = [own, *(found[process] for process in sorted(others))]
+def _checked_nodes(coordinator: Coordinator, hellos: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the nodes, which differ."""
+    nodes = [str(hello["node"]) for hello in hellos]
     firsts: dict[str, int] = {}
-    for process, node in enumerate(hello["node"] for hello in hellos):
+    for process, node in enumerate(nodes):
         if (first := firsts.setdefault(node, process)) != process:
             both = f"{coordinator.named([first])} and {coordinator.named([process])}"
             raise errors.InvalidArgumentError(f"{both} both call their node {node!r}; node= must be unique")
-    return hellos
+    return nodes
 
 
 def _decide(

@@ -39,11 +39,12 @@ from epochckpt.errors import (
 )
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import events
-from epochckpt.saving.attempt import Attempt, Committed
 from epochckpt.saving.auto_interval import Context, Pace
 from epochckpt.saving.opening import Survey
 from epochckpt.saving.ranking import best_of, rank
+from epochckpt.saving.reports import Committed
 from epochckpt.saving.run_clock import RunClock
+from epochckpt.saving.save import Save
 
 _STEP = operator.attrgetter("step")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
@@ -60,9 +61,9 @@ class EpochInfo:
         self.is_unknown = False  # its metrics were asked for, and only a newer epochckpt can read them
 
     @classmethod
-    def of(cls, attempt: Attempt) -> EpochInfo:
+    def of(cls, save: Save) -> EpochInfo:
         """The info of an epoch that is being saved."""
-        return cls(attempt.epoch, (attempt.metrics, attempt.started_ns, ""))
+        return cls(save.epoch, (save.request.metrics, save.request.started_ns, ""))
 
     def _read(self) -> tuple[Any, int, str]:
         """(metrics, time_ns, attempt id), read once. A passing error is raised, and the next look tries again."""
@@ -183,9 +184,9 @@ class History:
         """Whether this manager has begun to save an epoch, and the caller has not waited for the end since."""
         return epoch in self._own
 
-    def fail(self, attempt: Attempt) -> None:
+    def fail(self, save: Save) -> None:
         """An epoch was requested, and could not be saved."""
-        self._requested[attempt.epoch] = EpochInfo.of(attempt)
+        self._requested[save.epoch] = EpochInfo.of(save)
 
     def commit(self, commit: Committed) -> None:
         """An epoch was requested, and committed; older epochs may have been deleted for it."""
@@ -233,9 +234,9 @@ class History:
         """Committed epochs, ascending."""
         return sorted(self._committed.values(), key=_STEP)
 
-    def requested(self, in_flight: Iterable[Attempt]) -> list[EpochInfo]:
+    def requested(self, in_flight: Iterable[Save]) -> list[EpochInfo]:
         """Requested epochs (committed ones among them), ascending, with those that are being saved."""
-        return sorted({**self._requested, **{a.epoch: EpochInfo.of(a) for a in in_flight}}.values(), key=_STEP)
+        return sorted({**self._requested, **{save.epoch: EpochInfo.of(save) for save in in_flight}}.values(), key=_STEP)
 
     def is_known(self, epoch: int) -> bool:
         """Whether an epoch exists or could not be saved."""

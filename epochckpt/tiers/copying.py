@@ -50,7 +50,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import NodeEntry, paths
 from epochckpt.options import StorageOptions
-from epochckpt.saving.attempt import NodeReport, ProcessReport
+from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.tiers.epoch_copy import EpochCopy
 from epochckpt.tiers.ledger import Copy, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import claim_of

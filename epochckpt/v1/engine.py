@@ -11,13 +11,14 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Future
+from epochckpt.agreement.collective import Timeouts, collective
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import items
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
 from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
-from epochckpt.saving import Attempt, EpochInfo
+from epochckpt.saving import EpochInfo, Save
 from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
 
@@ -36,7 +37,7 @@ _VOTE_SECS = 600.0  # how long a process may be behind the others when a save ha
 _KEPT_VOTES = 8
 
 
-_Outcome = tuple[Attempt, SaveError | None]  # an attempt that ends, and why it failed, if so
+_Outcome = tuple[Save, SaveError | None]  # a save that ends, and why it failed, if so
 
 
 class SaveResponse(Response[bool]):
@@ -48,10 +49,10 @@ class SaveResponse(Response[bool]):
 
     def _ended(self, timeout: float | None) -> bool:
         deadline = Deadline(math.inf if timeout is None else timeout)
-        attempt, failure = self._outcome.result(timeout)
-        if self._engine.is_pending(attempt) and not attempt.done.wait(None if timeout is None else deadline.left()):
+        save, failure = self._outcome.result(timeout)
+        if self._engine.is_pending(save) and not save.done.wait(None if timeout is None else deadline.left()):
             raise TimeoutError(f"no result within {timeout} s")
-        self._engine.settle(attempt)
+        self._engine.settle(save)
         if failure is not None:
             raise failure
         return True
@@ -69,7 +70,7 @@ class Engine(CheckpointManager):
         storage: StorageOptions | None,
         node: str | Sequence[str] | None,
     ):
-        self._ends: dict[str, Future[_Outcome]] = {}  # by attempt
+        self._ends: dict[str, Future[_Outcome]] = {}  # by the save's name
         self.waits = 0  # for saves in flight: each process makes these calls alike
         self._continuous: Continuous | None = None
         if options.save_decision_policy is None:
@@ -105,17 +106,17 @@ class Engine(CheckpointManager):
         finally:
             self._overwrites.pop(step, None)
             self._multi = None
-        name = f"{step}-{self._attempts.next_try(step) - 1}"
+        name = f"{step}-{self._saves.next_try(step) - 1}"
         end = self._ends.setdefault(name, Future())
         for other in [key for key, future in self._ends.items() if key != name and future.done()]:
             self._ends.pop(other, None)
         return SaveResponse(self, end)
 
     def _make_way(self, step: int, overwrite: bool) -> None:
-        """Lets a save take the place of an epoch, if that is asked for; an attempt that failed is in nobody's way."""
+        """Lets a save take the place of an epoch, if that is asked for; a save that failed is in nobody's way."""
         if overwrite:
-            self._attempts.drain(step)
-        in_flight = step in [attempt.epoch for attempt in self._attempts.in_flight()]
+            self._saves.drain(step)
+        in_flight = step in [save.epoch for save in self._saves.saving()]
         committed = step in self.all_steps()
         if (in_flight or committed) and not overwrite and self._history.is_own(step):
             return  # `save` says that it was requested just now
@@ -134,21 +135,21 @@ class Engine(CheckpointManager):
                 f"its place (in Orbax's words: Step {step} already exists)"
             )
 
-    def _hear(self, attempt: Attempt, failure: SaveError | None) -> None:
-        """Enters how an attempt has ended."""
-        if failure is not None and attempt.cancelled:
+    def _hear(self, save: Save, failure: SaveError | None) -> None:
+        """Enters how a save has ended."""
+        if failure is not None and save.cancel_requested:
             self.told(failure)
-        self._ends.setdefault(attempt.name, Future()).set((attempt, failure))
+        self._ends.setdefault(save.name, Future()).set((save, failure))
         if self._continuous is not None:
-            self._continuous.ended(attempt.name)
+            self._continuous.ended(save.name)
 
-    def settle(self, attempt: Attempt) -> None:
-        """The caller has been told how an attempt has ended."""
-        self._history.settle(attempt.epoch)
+    def settle(self, save: Save) -> None:
+        """The caller has been told how a save has ended."""
+        self._history.settle(save.epoch)
 
-    def is_pending(self, attempt: Attempt) -> bool:
-        """Whether an attempt still has to leave the saves in flight."""
-        return attempt in self._attempts.pending()
+    def is_pending(self, save: Save) -> bool:
+        """Whether a save still has to leave the saves in flight."""
+        return save in self._saves.pending()
 
     def wait_until_finished(self) -> None:
         try:
@@ -158,12 +159,12 @@ class Engine(CheckpointManager):
 
     def told(self, failure: SaveError | RemovalError) -> None:
         """The caller knows of a failure: `wait_until_finished` and `close` do not raise it once more."""
-        self._attempts.forget_error(failure)
+        self._saves.in_flight.forget_error(failure)
 
     def cancel(self) -> None:
         """No save that is in flight is committed any more, unless it is just being committed; all processes call it."""
-        for attempt in self._attempts.pending():
-            attempt.cancelled = True
+        for save in self._saves.pending():
+            save.cancel_requested = True
 
     # -- restoring and looking -----------------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class Engine(CheckpointManager):
 
     def look(self, step: int, look: Callable[[CheckpointReader], T]) -> T:
         """Calls a function with the reader of an epoch."""
-        self._attempts.drain(step)
+        self._saves.drain(step)
         return self._readers.read(step, look)
 
     def committed(self) -> list[EpochInfo]:
@@ -209,13 +210,13 @@ class Engine(CheckpointManager):
     def remove(self, step: int) -> Future[bool]:
         """Deletes an epoch, see `delete`; True when its files are removed, else RemovalError."""
         self.delete(step)
-        end = self._attempts.remove(lambda: None)  # in the same lane, after what was deleted
+        end = self._saves.remove(lambda: None)  # in the same lane, after what was deleted
 
         def wait() -> bool:
-            self._attempts.drain_removals()
+            self._saves.drain_removals()
             if not end.done():
                 raise RemovalError(self.root, step, f"it took more than {self._storage.save_timeout_secs:g} s")
-            for failure in list(self._attempts.failures):
+            for failure in list(self._saves.in_flight.failures):
                 if isinstance(failure, RemovalError) and failure.epoch == step:
                     raise failure
             return True
@@ -228,8 +229,8 @@ class Engine(CheckpointManager):
 
     @property
     def voting(self) -> tuple[Any, str, Callable[[], str]]:
-        """What `Continuous` needs: coordinator, prefix of keys, and the name of the last attempt."""
-        return self._coordinator, f"{self._prefix}/next", lambda: self._attempts.last
+        """What `Continuous` needs: coordinator, prefix of keys, and the name of the last save."""
+        return self._coordinator, f"{self._prefix}/next", lambda: self._saves.last
 
 
 def shown_names(reader: CheckpointReader, kinds: Mapping[str, str]) -> dict[str, str]:
@@ -305,19 +306,14 @@ class Continuous:
         prefix = f"{prefix}/{name}"
 
         def agree() -> int:
-            if coordinator.process:
-                coordinator.put(f"{prefix}/last/{coordinator.process}", answered)
-            following = coordinator.agree(f"{prefix}/next", gather, (1 if coordinator.primary else 2) * _VOTE_SECS)
+            patience = Timeouts(
+                collect_secs=_VOTE_SECS,
+                hear_secs=2 * _VOTE_SECS,
+                late_text=f"{{names}} did not end save {name} within {{secs:g}} s",
+            )
+            following = collective(coordinator, prefix, lambda: answered, lambda counts: max(counts) + 1, patience)
             if coordinator.primary:
                 self._kept.add(coordinator, prefix)
             return following
-
-        def gather() -> int:
-            others = set(range(1, coordinator.processes))
-            found, missing = coordinator.gather(f"{prefix}/last", others, Deadline(_VOTE_SECS))
-            if missing:
-                late = coordinator.named(missing)
-                raise errors.CoordinationTimeoutError(f"{late} did not end save {name} within {_VOTE_SECS:g} s")
-            return max([answered, *found.values()]) + 1
 
         _threads.start(lambda: vote.result.run(agree))

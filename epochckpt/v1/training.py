@@ -520,7 +520,7 @@ def _item_metadata(reader: CheckpointReader) -> Mapping[str, Any]:
 class NumpyMetadata:
     """What is known of an array that was on no device, with the attributes of Orbax's v1; a target that asks for NumPy.
 
-    `storage_metadata` is the chunks of an array in a step of stock Orbax; in our epochs it is None.
+    `storage_metadata` has the shapes of the array's parts in the files.
     """
 
     shape: tuple[int, ...]

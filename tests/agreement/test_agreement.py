@@ -29,7 +29,7 @@ from epochckpt.errors import (
     StorageBehindError,
     UncertainError,
 )
-from epochckpt.saving import opening, saver
+from epochckpt.saving import in_flight, opening, primary
 from epochckpt.storage import PosixStore
 from epochckpt.storage.posix import PosixWriter
 from tests.support.in_memory import InMemory, Service
@@ -188,7 +188,7 @@ def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(
         manager = job.open(max_blocked_secs=0.05 if number == slow else None)
         for epoch in (1, 2, 3):
             assert save(manager, epoch, metrics={"loss": epoch})
-        asked = [(info.step, info.metrics) for info in manager._history.requested(manager._attempts.in_flight())]
+        asked = [(info.step, info.metrics) for info in manager._history.requested(manager._saves.saving())]
         may = manager.should_save(3), manager.should_save(4)
         if number == slow:
             behind = r"checkpoint 3 .*storage is behind: .*checkpoint 1, .*\((writing|waiting|beginning)"
@@ -244,7 +244,7 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
             hear = manager._history.commit
 
             def late(done: Any) -> None:
-                manager._coordinator.get(f"{manager._prefix}/call/2-0/delete(2)/0", WAIT_SECS)
+                manager._coordinator.get(f"{manager._prefix}/call/2-0/delete(2)/0/decision", WAIT_SECS)
                 hear(done)
 
             manager._history.commit = late
@@ -262,7 +262,7 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
 
 def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past every timeout it is uncertain everywhere; when it takes place after all, the next save tells everybody."""
-    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 0.5)
+    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
     reached, go, rename = threading.Event(), threading.Event(), PosixStore.rename
 
     def hang(store: PosixStore, src: str, dst: str, **kwargs: Any) -> None:
@@ -280,8 +280,8 @@ def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: p
         assert save(manager, 1)
         assert reached.wait(WAIT_SECS)
         if number == 0:
-            manager._attempts.pending()[0].deadline = Deadline(0)
-        manager._attempts.drain()
+            manager._saves.pending()[0].deadline = Deadline(0)
+        manager._saves.drain()
         with pytest.raises(UncertainError, match="uncertain whether checkpoint 1 was committed"):
             manager.check_for_errors()
         between = manager.status(1).state, list(manager.all_steps())
@@ -301,7 +301,7 @@ def test_after_a_long_pause_nodes_that_do_not_compute_in_step_commit_again(
 ) -> None:
     """They stay as far apart as the pause has put them, further than the timeout: each is waited for that much longer,
     and one that is far ahead is held back."""
-    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 0.5)
+    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
     epochs, pace, timeout = range(24), 0.4, 4.0
 
     def process(number: int) -> Any:
@@ -332,7 +332,7 @@ def test_a_coordination_service_that_hangs_holds_no_training(job: Job) -> None:
             manager._coordinator.put = lambda key, value: (go.wait(WAIT_SECS), put(key, value))[1]
             for epoch in range(1, 5):
                 assert save(manager, epoch)
-                assert manager._attempts.pending()[-1].written.wait(WAIT_SECS)
+                assert manager._saves.pending()[-1].written.wait(WAIT_SECS)
             assert not go.is_set()
             go.set()
         else:
@@ -347,9 +347,9 @@ def test_a_coordination_service_that_hangs_holds_no_training(job: Job) -> None:
 
 def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a silent peer saves return at once; past a bounded number they fail and say what they would wait for."""
-    monkeypatch.setattr(saver, "_PATIENCE_SECS", 0.2)
+    monkeypatch.setattr(primary, "_PATIENCE_SECS", 0.2)
     limit, silent = 5.0, threading.Event()
-    epochs = range(1, saver._MAX_UNDECIDED + 5)
+    epochs = range(1, primary._MAX_UNDECIDED + 5)
 
     def process(number: int) -> Any:
         manager = job.open(save_timeout_secs=limit)
@@ -370,7 +370,7 @@ def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyP
     assert committed == []
     assert [e.epoch for e in errors] == list(epochs)
     late = [e for e in errors if isinstance(e, LateNodesError)]
-    assert 0 < len(late) <= saver._MAX_UNDECIDED + 1
+    assert 0 < len(late) <= primary._MAX_UNDECIDED + 1
     assert errors[: len(late)] == late
     assert {tuple(e.nodes) for e in late} == {("process_1",)}
     assert all("waiting for their nodes" in e.reason for e in errors[len(late) :])
@@ -427,8 +427,8 @@ def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, monkeypa
 
 def test_a_node_that_is_slow_but_answers_costs_no_save(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A primary far ahead of the others is held back in the background; none of its saves fails."""
-    monkeypatch.setattr(saver, "_PATIENCE_SECS", WAIT_SECS)
-    epochs = list(range(4 * saver._MAX_UNDECIDED))
+    monkeypatch.setattr(primary, "_PATIENCE_SECS", WAIT_SECS)
+    epochs = list(range(4 * primary._MAX_UNDECIDED))
 
     def process(number: int) -> Any:
         manager = job.open()
@@ -447,7 +447,7 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
 ) -> None:
     """A system call that does not return holds nobody past the save's bounds; what it still writes is not an epoch,
     and the snapshot of a save behind it is let go."""
-    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 0.5)
+    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
     go, finish = threading.Event(), PosixWriter.finish
 
     def hang(writer: PosixWriter) -> None:
@@ -459,7 +459,7 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
     try:
         assert save(manager, 1)
         assert save(manager, 2)
-        behind = manager._attempts.pending()[1]
+        behind = manager._saves.pending()[1]
         assert behind.snapshot.trees
         with pytest.raises(SaveErrorGroup, match="process_0") as caught:
             manager.wait_until_finished()
@@ -470,7 +470,7 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
     finally:
         monkeypatch.setattr(PosixWriter, "finish", finish)
         go.set()
-    assert manager._attempts._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert manager._saves._write_lane.submit(lambda: None).wait(WAIT_SECS)
     manager.close()
     with ec.CheckpointManager(tmp_path / "run") as again:
         assert again.all_steps() == []
@@ -480,7 +480,7 @@ def test_saving_goes_on_beside_a_write_that_hangs_without_holding_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     """Each save fails within its bound, as storage is behind, until `save` gives up the one that hangs."""
-    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 0.5)
+    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
     go, finish = threading.Event(), PosixWriter.finish
 
     def hang(writer: PosixWriter) -> None:
@@ -505,7 +505,7 @@ def test_saving_goes_on_beside_a_write_that_hangs_without_holding_training(
     assert isinstance(failed.pop(0), LateNodesError)
     assert failed
     assert all(isinstance(error, StorageBehindError) for error in failed.values())
-    assert manager._attempts._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert manager._saves._write_lane.submit(lambda: None).wait(WAIT_SECS)
     with contextlib.suppress(SaveError):
         manager.close()
     assert not set(manager.all_steps()) & {0, *failed}

@@ -13,11 +13,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt.caffe2 import epochs as caffe2_epochs
+from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.directory import placing
 from epochckpt.directory.rename import RenameCommits
 from epochckpt.format import paths
-from epochckpt.jobs import caffe2_epochs
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from epochckpt.orbax import StepNames
 from epochckpt.storage import PosixStore
 from tests.support.replace_jobs import no_exchange

@@ -19,17 +19,19 @@ import epochckpt as ec
 from epochckpt import _threads
 from epochckpt.errors import EpochExistsError
 from epochckpt.manager import manager, outcomes
-from epochckpt.saving import attempt, retention, saver
+from epochckpt.saving import in_flight, primary, queue, retention
+from epochckpt.saving import save as save_module
 from tests.support.interrupting import ctrl_c, interrupt
 
-MODULES = [attempt, saver, manager, outcomes, retention, _threads]  # what the training thread runs of ours
+# What the training thread runs of ours.
+MODULES = [save_module, queue, in_flight, primary, manager, outcomes, retention, _threads]
 EVERY = [pytest.param(False, id="line"), pytest.param(True, id="opcode", marks=pytest.mark.long)]
 
 
 @pytest.fixture
 def m(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ec.CheckpointManager]:
     """A manager that gives a save up after a few seconds: nothing here takes that long unless it is lost."""
-    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 1.0)
+    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 1.0)
     storage = ec.StorageOptions(save_timeout_secs=10, orbax_view=False)
     options = ocp.CheckpointManagerOptions(max_to_keep=3)
     with ec.CheckpointManager(tmp_path / "run", options=options, storage=storage) as opened:
@@ -185,11 +187,11 @@ def test_a_forked_child_reads_and_leaves_its_parents_saves_alone(tmp_path: pathl
 EXIT = """
 import dataclasses, sys, threading
 import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
-from epochckpt.saving import saver
+from epochckpt.saving import in_flight
 from epochckpt.manager import manager
 from epochckpt.storage import posix
 
-saver._VERDICT_MARGIN_SECS = manager._QUIET_SECS = 0.3
+in_flight.VERDICT_MARGIN_SECS = manager._QUIET_SECS = 0.3
 never = threading.Event()
 managers = [ec.CheckpointManager(f"{sys.argv[1]}/{i}") for i in range(int(sys.argv[2]))]
 for m in managers:
@@ -197,7 +199,7 @@ for m in managers:
     m.wait_until_finished()
 setattr(posix.PosixStore, sys.argv[3], lambda *args, **kwargs: never.wait())
 for m in managers:
-    m._storage = m._attempts._options = dataclasses.replace(m._storage, save_timeout_secs=0.7)
+    m._storage = m._saves._options = dataclasses.replace(m._storage, save_timeout_secs=0.7)
     m.save(3, args=ocp.args.StandardSave({"a": np.zeros(4)}))
 print("exits", flush=True)
 """

@@ -584,7 +584,7 @@ def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
         if record_read:
             reader.node_record(0)
         manager.delete(1)
-        manager._attempts.drain_removals()
+        manager._saves.drain_removals()
         assert manager.save(1, args=args(2))
         manager.wait_until_finished()
         with pytest.raises(EpochDeletedError):

@@ -19,71 +19,21 @@ from hypothesis import strategies as st
 from ml_collections import config_dict
 
 import epochckpt as ec
-from epochckpt._settings import MAX_INT, MAX_SECS, RULES, SETTINGS, Rule
+from epochckpt._kinds import MAX_INT, MAX_SECS
+from epochckpt._settings import RULES, SETTINGS, Rule, Setting
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.flags import Settings, from_config
+from epochckpt.options import BUCKET_SETTINGS
 from epochckpt.orbax import options as checks
 
-# For every setting, a value that is not the default, and what it needs beside it.
-SAMPLES: dict[str, Any] = {
-    "directory": "/tmp/run",
-    "read_only": True,
-    "create": False,
-    "node": "tpu-7",
-    "step_prefix": "epoch",
-    "step_format_fixed_length": 6,
-    "save_interval_steps": 5,
-    "save_on_steps": (1, 7),
-    "enable_async_checkpointing": False,
-    "max_to_keep": 3,
-    "keep_period": 10,
-    "keep_time_interval_secs": 3600.0,
-    "best_metric": "accuracy",
-    "best_mode": "min",
-    "keep_checkpoints_without_metrics": False,
-    "todelete_subdir": "bin",
-    "max_blocked_secs": 0.5,
-    "save_timeout_secs": 7.5,
-    "open_timeout_secs": 8.0,
-    "restore_timeout_secs": 9.0,
-    "host_memory_limit_bytes": 8 * 10**9,
-    "snapshot": "pinned_host",
-    "io_threads": 5,
-    "part_bytes": 2**28,
-    "block_bytes": 2**20,
-    "replica_split_bytes": 2**21,
-    "orbax_view": False,
-    "verify": False,
-    "broadcast_restore": True,
-    "restore_memory_limit_bytes": 2**30,
-    "mirror": "gs://bucket/run",
-    "mirror_every": 10,
-    "mirror_keep": 3,
-    "mirror_backlog": 2,
-    "direct_io": False,
-    "local_disks": True,
-    "store": {"endpoint": "http://localhost:9000", "anonymous": True, "retries": 3},
-    "metadata_handler": "sqlite:/tmp/runs.sqlite",
-    "resume": 12,
-    "include": ("a", "b*"),
-    "exclude": ("c,d", '"e"'),
-    "unsaved_blobs": "error",
-    "preemption_deadline_secs": 0.0,
-    "max_consecutive_save_failures": 0,
-    "raise_if_not_saved": False,
-    "save_every_secs": 90.0,
-    "exchange_timeout_secs": 11.0,
-    "progress": False,
-    "follow_interval_secs": 0.25,
-    "follow_timeout_secs": 60.0,
-}
-BESIDE = {
-    "local_disks": ["mirror"],
-    "keep_period": ["max_to_keep"],
-    "keep_time_interval_secs": ["max_to_keep"],
-    "best_mode": ["best_metric"],
-    "keep_checkpoints_without_metrics": ["best_metric", "max_to_keep"],
-}
+
+def sample(row: Setting) -> Any:
+    """A value that is not the default."""
+    return next(value for value in row.kind.examples if value != row.default)
+
+
+SAMPLES = {name: sample(row) for name, row in SETTINGS.items()}
+BESIDE = {name: list(row.needs) for name, row in SETTINGS.items()}  # what a setting needs beside it
 # What only code can say: objects, functions, and settings of things that are no run's business.
 BY_CODE = {
     "CheckpointManagerOptions": {
@@ -116,7 +66,7 @@ BY_CODE = {
 
 
 def beside(name: str) -> dict[str, Any]:
-    return {other: SAMPLES[other] for other in BESIDE.get(name, [])}
+    return {other: SAMPLES[other] for other in BESIDE[name]}
 
 
 def made(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -142,10 +92,11 @@ def made(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return out
 
 
-def test_every_setting_is_sampled() -> None:
-    """The tables of this module leave none out, and no sample is the default."""
-    assert SAMPLES.keys() == SETTINGS.keys()
-    assert all(SAMPLES[name] != SETTINGS[name].default for name in SAMPLES)
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_examples_are_values_of_their_kind(name: str) -> None:
+    """Each stands for itself, so that a sample of it tests what is set."""
+    kind = SETTINGS[name].kind
+    assert [kind.parse(value) for value in kind.examples] == list(kind.examples)
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
@@ -555,7 +506,7 @@ def test_settings_as_a_mapping_make_a_config(tmp_path: pathlib.Path) -> None:
 
 
 def test_help_is_a_line_with_what_is_expected() -> None:
-    """Each says what it is for, ends as a sentence, and holds no line break."""
-    for row in SETTINGS.values():
+    """Each says what it is for, ends as a sentence, and holds no line break; those of buckets, too."""
+    for row in (*SETTINGS.values(), *BUCKET_SETTINGS.values()):
         assert row.help.endswith(".")
         assert "\n" not in row.help + row.kind.expected

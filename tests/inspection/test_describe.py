@@ -17,6 +17,7 @@ import pytest
 import safetensors
 
 import epochckpt as ec
+from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.errors import EpochDeletedError
 from epochckpt.format import records
 from epochckpt.inspection import describe as details
@@ -24,7 +25,6 @@ from epochckpt.inspection import text as text_views
 from epochckpt.inspection import views
 from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from tests.support import stock_states, topology_jobs
 from tests.support.files import unchanged
 from tests.support.leaves import SMALL, assert_reads, commits, flat, state

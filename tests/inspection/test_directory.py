@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.errors import (
     DamagedError,
     EpochDeletedError,
@@ -28,7 +29,6 @@ from epochckpt.errors import (
 )
 from epochckpt.inspection.directory import Inspection
 from epochckpt.inspection.rows import DAMAGED
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from epochckpt.manager import Readers
 from tests.support.files import unchanged
 from tests.support.stock_steps import tree_of, write

@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 
 import epochckpt as ec
 from epochckpt.arrays import planner
+from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.directory.protocol import Rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
 from epochckpt.format import checksums, parsing
 from epochckpt.inspection import leftovers, rows, scan
 from epochckpt.jobs.backends.base import NOTES
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from epochckpt.storage import Store, open_store
 from epochckpt.storage.object_store import ObjectStore
 from tests.support.taps import eventually

@@ -202,9 +202,12 @@ def test_what_lies_under_an_epochs_number_and_is_none_is_left_alone(
         said = [r.getMessage() for r in caplog.records if f"{run}/5 is named like an epoch" in r.getMessage()]
         assert len(said) == 2, "once per manager"
     with ec.CheckpointManager(run) as manager, unchanged(run / "5"):
-        for force in (False, True):
-            with pytest.raises(errors.EpochExistsError, match=r"/5 is named like an epoch .* move the folder away"):
-                manager.save(5, args=Save({"x": np.zeros(2)}), force=force)
+        assert [epoch for epoch in range(7) if manager.should_save(epoch)] == [2, 3, 4, 6]
+        caplog.clear()
+        assert not manager.save(5, args=Save({"x": np.zeros(2)}))
+        assert f"checkpoint 5 cannot be saved: {run}/5 is named like an epoch" in caplog.text
+        with pytest.raises(errors.EpochExistsError, match=r"/5 is named like an epoch .* move the folder away"):
+            manager.save(5, args=Save({"x": np.zeros(2)}), force=True)
         for epoch in (4, 6):
             assert manager.save(epoch, args=Save({"x": np.full(2, epoch)}))
         manager.wait_until_finished()

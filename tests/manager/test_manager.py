@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import inspect
 import logging
@@ -44,7 +45,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import paths
 from epochckpt.manager import manager as manager_module
-from epochckpt.saving import memory, saver
+from epochckpt.saving import in_flight, memory, queue
 from tests.support.managers import traced_memory
 from tests.support.taps import (
     WAIT_SECS,
@@ -490,7 +491,7 @@ def test_saving_goes_on_after_a_failure(m: ec.CheckpointManager) -> None:
     """The next `save` saves; the old failure is raised by whoever asks."""
     tap = fail_writes(m)
     assert save(m, 0)
-    m._attempts.drain()
+    m._saves.drain()
     tap.remove()
     assert save(m, 1)
     with pytest.raises(SaveError, match="checkpoint 0"):
@@ -504,7 +505,7 @@ def test_a_failed_save_keeps_nothing_of_its_snapshot(directory: str, m: ec.Check
     with traced_memory() as held:
         for step in range(4):
             m.save(step, args=ocp.args.StandardSave({"a": np.zeros(2**20, np.uint8)}))
-            m._attempts.drain()
+            m._saves.drain()
         assert held() < 2**20
         with pytest.raises(SaveErrorGroup) as caught:
             m.wait_until_finished()
@@ -544,7 +545,7 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
     directory: str, committing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the decisive call has begun it is uncertain, and nothing is deleted; given up before, it never comes."""
-    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 0.0)
+    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.0)
     m = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(m, [0])
     if committing and store_of(m).renames:
@@ -559,8 +560,8 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
         tap = Tap(m, "open_writer", is_data)
     assert (committing and not store_of(m).renames) or save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
-    m._attempts.pending()[0].deadline = Deadline(0)
-    m._attempts.drain()
+    m._saves.pending()[0].deadline = Deadline(0)
+    m._saves.drain()
     with pytest.raises(UncertainError if committing else LateNodesError) as caught:
         m.check_for_errors()
     assert ("not committed" in str(caught.value)) is not committing
@@ -568,7 +569,7 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
     assert m.all_steps() == read_only(directory).all_steps() == [0]
     tap.let_go()
     m.wait_until_finished()
-    assert m._attempts._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert m._saves._write_lane.submit(lambda: None).wait(WAIT_SECS)
     m.wait_until_finished()
     assert m.all_steps() == read_only(directory).all_steps() == ([1] if committing else [0])
     assert m.status(1).state == ("committed" if committing else "failed")
@@ -647,7 +648,7 @@ def test_the_third_unwritten_save_waits_for_the_oldest(
     m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two may be unwritten; the third returns only after the first is written, and says why it holds training."""
-    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
     tap = hold_writes(m)
     assert save(m, 0)
     assert save(m, 1)
@@ -668,12 +669,12 @@ def test_slow_commits_hold_the_fourth_save(
     m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One save is committed, one is written, one waits; no more are on their way, and nothing fails."""
-    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
     tap = hold_commits(m)
     assert [save(m, step) for step in range(3)] == [True] * 3
     assert tap.reached.wait(WAIT_SECS)
     done, out = in_thread(lambda: save(m, 3))
-    held = "save(3) holds training: it waits for the save of checkpoint 0 (every node has written, committing)"
+    held = "save(3) holds training: it waits for the save of checkpoint 0 (written, not committed yet)"
     assert eventually(lambda: said(caplog, held))
     assert not done.wait(MOMENT_SECS)
     tap.let_go()
@@ -696,7 +697,7 @@ def test_a_save_that_storage_is_behind_with_fails_and_training_goes_on(
     storage = ec.StorageOptions(max_blocked_secs=BOUND_SECS, host_memory_limit_bytes=limit)
     why = {
         "a write": r"checkpoint 0, which began .* ago \(writing\), has to come first, because one save is written at",
-        "a commit": r"checkpoint 0, .*committing\), has to come first, because committing is slower than saving",
+        "a commit": r"checkpoint 0, .*not committed yet\), has to come first, because committing is slower than saving",
         "memory": r"checkpoint 0, .*\(writing\), has to come first, because both copies \(80 B and 80 B\)",
     }[obstacle]
     with ec.CheckpointManager(directory, storage=storage) as m:
@@ -704,7 +705,7 @@ def test_a_save_that_storage_is_behind_with_fails_and_training_goes_on(
         late = {"a write": 2, "a commit": 3, "memory": 1}[obstacle]
         for step in range(late):
             assert save_bytes(m, step, 80)
-            assert obstacle != "a commit" or m._attempts.pending()[-1].written.wait(WAIT_SECS)
+            assert obstacle != "a commit" or m._saves.pending()[-1].written.wait(WAIT_SECS)
         assert tap.reached.wait(WAIT_SECS)
         assert save_bytes(m, late, 80)
         with pytest.raises(
@@ -742,7 +743,7 @@ def test_the_arrays_of_a_save_are_not_even_copied_while_storage_is_behind(direct
             for step in range(2, 6):
                 assert m.save(step, args=ocp.args.StandardSave({"a": value}))
             assert held() < 2**19
-        assert [attempt.epoch for attempt in m._attempts.pending()] == [0, 1]
+        assert [attempt.epoch for attempt in m._saves.pending()] == [0, 1]
         tap.let_go()
         with pytest.raises(SaveErrorGroup) as caught:
             m.wait_until_finished()
@@ -761,14 +762,14 @@ def test_a_signal_handler_that_saves_is_held_no_longer(directory: str, monkeypat
         def handle(*_: Any) -> None:
             inner.extend([save(m, 2), save(m, 3)])
 
-        look = m._attempts._in_the_way
+        look = m._saves._in_the_way
 
         def interrupted(*args: Any) -> Any:
-            monkeypatch.setattr(m._attempts, "_in_the_way", look)
+            monkeypatch.setattr(m._saves, "_in_the_way", look)
             signal.raise_signal(signal.SIGUSR1)
             return look(*args)
 
-        monkeypatch.setattr(m._attempts, "_in_the_way", interrupted)
+        monkeypatch.setattr(m._saves, "_in_the_way", interrupted)
         before = signal.signal(signal.SIGUSR1, handle)
         try:
             assert save(m, 2)
@@ -811,7 +812,7 @@ def test_host_memory_is_bounded_by_the_machines(
 ) -> None:
     """Without a limit of the user's own nothing is refused, but what is larger than half of it is held alone."""
     monkeypatch.setattr(memory, "of_this_machine", lambda: 2000)
-    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
     with ec.CheckpointManager(directory) as m:
         tap = hold_writes(m)
         assert save_bytes(m, 0, 3000)
@@ -866,14 +867,24 @@ def test_the_interpreter_drains_before_it_ends(tmp_path: pathlib.Path) -> None:
     assert not list(tmp_path.glob("incarnation-*"))
 
 
-def test_a_save_logs_one_line(directory: str, m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture) -> None:
-    """At INFO, with epoch, place, size, nodes and times."""
+def test_a_save_logs_one_line_and_an_entry(
+    directory: str, m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At INFO: a line with epoch, place, size, nodes and times, and the entry that Orbax logs without `logger=`."""
     with caplog.at_level(logging.INFO, logger="absl"):
         save_all(m, [3])
-    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    lines = [message for message in messages if not message.startswith("{")]
     assert len(lines) == 1, lines
     assert "checkpoint 3 committed" in lines[0]
     assert "1 node" in lines[0]
+    (entry,) = [ast.literal_eval(message) for message in messages if message.startswith("{")]
+    assert (entry["step"], entry["event_type"], entry["directory"]) == (3, "save", m.root)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="absl"):
+        m.restore(3)
+    (entry,) = [ast.literal_eval(r.getMessage()) for r in caplog.records if r.getMessage().startswith("{")]
+    assert (entry["step"], entry["event_type"]) == (3, "restore")
 
 
 def test_the_loggers_entry(directory: str) -> None:

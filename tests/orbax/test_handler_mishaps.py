@@ -29,7 +29,7 @@ from epochckpt.agreement.coordination import Preemption
 from epochckpt.arrays import items, writer
 from epochckpt.format import DataFile, NodeEntry, Nodes, paths
 from epochckpt.orbax import Handlers
-from epochckpt.saving.attempt import NodeReport, ProcessReport
+from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.storage import PosixStore
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
@@ -209,7 +209,7 @@ def test_a_handler_that_hangs_fails_its_save_in_time(tmp_path: pathlib.Path, fol
         manager.save(0, args=Composite(x=TextSave(0), state=Save(STATE)))
         with pytest.raises(ec.errors.SaveError, match=r"item 'x': its handler failed: .*did not end within 1 s"):
             manager.wait_until_finished()
-        manager._storage = manager._attempts._options = dataclasses.replace(storage, save_timeout_secs=60.0)
+        manager._storage = manager._saves._options = dataclasses.replace(storage, save_timeout_secs=60.0)
         manager.save(1, args=Composite(state=Save(STATE)))
         manager.wait_until_finished()
         assert manager.all_steps() == [1]
@@ -269,14 +269,14 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
     """No epoch is committed that could not be restored."""
     with ec.CheckpointManager(tmp_path, handler_registry=registry(TextHandler())) as manager:
         manager.save(0, args=Composite(x=TextSave(1.0)))
-        attempt = manager._attempts.pending()[0]
+        save = manager._saves.pending()[0]
         manager.wait_until_finished()
         for written in (("a", "a/b"), ("a/b", "a")):
             for node, name in enumerate(written):
                 entry = NodeEntry(f"n{node}", node, 1, "", (DataFile("k", 0, 1, name=name),))
-                attempt.reports[node] = ProcessReport("", (NodeReport(entry, {}),))
+                save.reports[node] = ProcessReport("", (NodeReport(entry, {}),))
             with pytest.raises(ec.errors.SaveError, match=r"nodes n0 and n1 both wrote k/a"):
-                attempt.record("id", objects=False)
+                save.record("id", objects=False)
 
 
 @pytest.mark.parametrize(

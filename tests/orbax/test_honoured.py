@@ -15,7 +15,7 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN, preservation_policy
 
 import epochckpt as ec
-from epochckpt.agreement import coordination
+from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.directory.rename import PosixWriter
 from epochckpt.manager.readers import apart, together
 from epochckpt.orbax import options as checks
@@ -59,7 +59,7 @@ def shares(directory: pathlib.Path, options: Any) -> bool:
     del directory
     job = coordination.Coordinator()
     job.ids = (0, 1)
-    calls = coordination.Calls(job, "", str)
+    calls = CollectiveCalls(job, "", str)
     return together(job, calls, ec.StorageOptions(), options.single_host_load_and_broadcast) is not apart
 
 

@@ -136,7 +136,7 @@ def test_what_is_not_proved_to_be_a_step_is_none_and_untouched(
         for epoch in (2, 3):
             assert manager.save(epoch, args=Save({"x": np.zeros(1)}))
         with pytest.raises(errors.EpochExistsError, match="no finished step of stock Orbax"):
-            manager.save(2022, args=Save({"x": np.zeros(1)}))
+            manager.save(2022, args=Save({"x": np.zeros(1)}), force=True)
         manager.wait_until_finished()
         assert manager.all_steps() == [3]
 
@@ -301,7 +301,7 @@ def test_an_epoch_of_ours_that_lost_its_records_is_recognized(
             manager,
             pytest.raises(errors.EpochExistsError, match=r"/3 is an epoch of epochckpt that lost its records"),
         ):
-            manager.save(3, args=Save(tree_of(3)))
+            manager.save(3, args=Save(tree_of(3)), force=True)
         with ec.CheckpointManager(run, options=READ_ONLY) as manager:
             assert manager.all_steps() == [1, 2]
             with pytest.raises(errors.EpochNotFoundError):

@@ -965,7 +965,7 @@ def test_an_epoch_of_ours_without_its_record_is_no_step_of_orbax(run: pathlib.Pa
     with unchanged(run), ec.CheckpointManager(run) as manager:
         assert manager.all_steps() == [1, 2]
         with pytest.raises(errors.EpochExistsError, match=r"/3 .*lost its records.*no epoch.json"):
-            manager.save(3, args=Save(tree_of(3)))
+            manager.save(3, args=Save(tree_of(3)), force=True)
 
 
 @pytest.mark.parametrize("inside", ["nothing", "a file", "a folder", "json"])
@@ -983,7 +983,7 @@ def test_a_folder_of_somebody_else_is_left_alone_among_steps_of_orbax(run: pathl
         assert manager.all_steps() == [1, 2]
         assert list(manager.foreign_folders()) == [5]
         with pytest.raises(errors.EpochExistsError, match=r"/5 .*stock Orbax"):
-            manager.save(5, args=Save(tree_of(5)))
+            manager.save(5, args=Save(tree_of(5)), force=True)
 
 
 @abandoned_reads

@@ -1,10 +1,15 @@
 """The code in the documentation runs as it stands there."""
 
 import importlib
+import importlib.util
 import pathlib
 import re
+import types
 
 import pytest
+
+from epochckpt._settings import SETTINGS
+from epochckpt.options import BUCKET_SETTINGS
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent.parent / "docs"
 PACKAGES = "storage|format|orbax|arrays|commit|manager|v1|jobs|inspection|cli|_threads|_monitoring"
@@ -34,6 +39,43 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
         exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
 
 
+def generator() -> types.ModuleType:
+    """docs/tables.py."""
+    spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_what_is_made_of_the_code_is_as_the_code_says(page: str) -> None:
+    """`python docs/tables.py` writes it. Every beginning of such a part has its end."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    tables = generator()
+    assert text.count("<!-- made of ") == text.count("<!-- end -->") == len(tables.PART.findall(text))
+    assert tables.renewed(text) == text, "run python docs/tables.py"
+
+
+@pytest.mark.parametrize(("page", "names"), [("configure.md", SETTINGS), ("buckets.md", BUCKET_SETTINGS)])
+def test_every_setting_has_one_row(page: str, names: dict[str, object]) -> None:
+    found = re.findall(r"^\| `(\w+)` \|", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name in found if name in names] == list(names)
+
+
+def test_an_old_part_is_written_anew() -> None:
+    """Whatever stands in it; a part of an unknown name is an error."""
+    tables = generator()
+    page = "a\n<!-- made of bucket_settings -->\nold | text\n<!-- end -->\nb\n"
+    new = tables.renewed(page)
+    assert "| `endpoint` | `gs`, `s3`, `az` |" in new
+    assert (new[:2], new[-3:], "old | text" in new) == ("a\n", "\nb\n", False)
+    assert tables.renewed(new) == new
+    with pytest.raises(KeyError, match="bukket_settings"):
+        tables.renewed(page.replace("bucket", "bukket"))
+
+
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     """Pages and the headings in them exist."""
@@ -46,7 +88,7 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
 
 
 def test_every_name_in_the_page_on_the_architecture_exists() -> None:
-    """`saving.saver.Attempts.submit` is a module, and what is in it."""
+    """`saving.queue.SaveQueue.submit` is a module, and what is in it."""
     names = sorted(set(NAME.findall((DOCS / "architecture.md").read_text(encoding="utf-8"))))
     assert len(names) > 30
     missing = []

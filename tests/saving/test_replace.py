@@ -275,7 +275,7 @@ def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, mo
         patch.setattr(PosixStore, "remove_tree", lambda self, path: None)  # killed before it removes anything
         interrupted = ec.CheckpointManager(tmp_path / "run")
         interrupted.delete(1)
-        interrupted._attempts.drain_removals()
+        interrupted._saves.drain_removals()
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.claim()
         assert manager.all_steps() == [2]

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import epochckpt as ec
-from epochckpt.agreement import restore_vote
+from epochckpt.agreement import collective
 from epochckpt.errors import CoordinationTimeoutError, EpochExistsError
 from tests.support.taps import eventually
 
@@ -24,7 +24,7 @@ def lone_calls(directory: str) -> dict[str, Any]:
     Returns:
         What the lone calls raised, what the common ones gave, and how many coordination keys there were.
     """
-    restore_vote._MARGIN_SECS = 1.0
+    collective._MARGIN_SECS = 1.0
     me, client = jax.process_index(), ocp.multihost.get_jax_distributed_client()
     storage = ec.StorageOptions(open_timeout_secs=30, restore_timeout_secs=30, save_timeout_secs=30)
     raised: dict[str, str] = {}
@@ -114,13 +114,13 @@ def end_of_loop(directory: str) -> dict[str, Any]:
     heard = threading.Event()
     with ec.CheckpointManager(directory) as m:
         if me:
-            await_verdict = m._attempts._await_verdict
+            await_verdict = m._saves._part._await_verdict
 
             def await_both(attempt: Any, error: Exception | None) -> Any:
                 assert heard.wait(WAIT_MILLIS / 1000)
                 return await_verdict(attempt, error)
 
-            m._attempts._await_verdict = await_both
+            m._saves._part._await_verdict = await_both
         m.save(0, args=args)
         if not me:
             assert eventually(lambda: not m.is_saving_in_progress())

@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,6 +68,16 @@ class Tags:
                 raise Wrong("an epoch that is listed is not readable", f"{where}: {say(error)}") from error
             found[epoch] = self._known[key]
         return found
+
+    @staticmethod
+    def keep_common(tags: Sequence[Tags]) -> None:
+        """Has the processes of a job know the same: they restore together, so each has to ask for the same epochs.
+
+        A process that was killed may have read an epoch that another one has not.
+        """
+        common = set.intersection(*({*each._known} for each in tags))
+        for each in tags:
+            each._known = {key: each._known[key] for key in common}
 
 
 def run_command(*args: str, expected: tuple[int, ...] | None = None) -> int:

@@ -298,7 +298,8 @@ def test_metadata(tmp_path: pathlib.Path, trainer: Trainer) -> None:
             w, rng = found.metadata["params"]["w"], found.metadata["rng"]
             assert w.sharding == w.sharding_metadata.to_jax_sharding() == state()["params"]["w"].sharding
             assert not hasattr(rng, "sharding")
-            assert {hasattr(each, "storage_metadata") for each in (w, rng)} == {True}
+            assert w.storage_metadata.chunk_shape == w.sharding.shard_shape((8, 2))
+            assert rng.storage_metadata.chunk_shape == rng.shape
             same(c.load(0, found.metadata), state())
             every = c.checkpointables_metadata()
             assert every.metadata.keys() == {"state"}

@@ -14,8 +14,8 @@ from epochckpt._renaming import Rename
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.notes import NOTES
+from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
@@ -66,13 +66,13 @@ class CheckpointBackend(abc.ABC):
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         """All nodes of the job. `wanted` are those that the job names; refused if the manager has other nodes."""
 
-    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
         """Called once, before anything but `nodes`.
 
         With `beside`, a run uses the manager in another session, or has used it: the manager keeps that run's nodes.
         """
         del beside
-        self._session, self._exchange, self.handler_nodes = session, exchange, session.nodes
+        self._session, self._calls, self.handler_nodes = session, calls, session.nodes
 
     def epochs(self) -> list[int]:
         """The committed epochs, ascending; empty where each node has its own."""
@@ -94,7 +94,7 @@ class CheckpointBackend(abc.ABC):
         """Looks at the blobs to checkpoint, on all nodes together; InvalidArgumentError: one cannot be checkpointed."""
 
     def prepare(self, epoch: int, names: Names) -> Any:
-        """Takes from the workspaces what `save` is to be given; makes no exchange.
+        """Takes from the workspaces what `save` is to be given; makes no collective call.
 
         InvalidArgumentError: a blob is missing, or cannot be saved. By default nothing: `save` looks at them itself.
         """
@@ -170,14 +170,14 @@ class ItemBackend(CheckpointBackend):
         Otherwise it is the newest that every node can read, also where the metadata handler says less: the run may have
         died before it notified the handler. The handler hears of a named epoch; its answer does not count then.
         """
-        if named is not None and not self._exchange.broadcast("the way back", lambda: self._has_gone_back_to(named)):
-            self._exchange.broadcast("the handler's answer", lambda: self._tell_named(named, handler))
+        if named is not None and not self._calls.broadcast("the way back", lambda: self._has_gone_back_to(named)):
+            self._calls.broadcast("the handler's answer", lambda: self._tell_named(named, handler))
             latest = self._require(named)[-1]
             if latest != named:
                 self._roll_back(named)
             return dataclasses.replace(self._put_back(named, *self._read(named)), named=True)
         self.drain()
-        epochs = self._exchange.broadcast("the epochs to go on from", lambda: self._candidates(resume, handler))
+        epochs = self._calls.broadcast("the epochs to go on from", lambda: self._candidates(resume, handler))
         if not epochs:
             return None
         newest, found = self._read_newest(epochs)
@@ -345,7 +345,7 @@ class ItemBackend(CheckpointBackend):
 
         def report() -> dict[str, Any]:
             kinds, types = self._kinds_of(names), dict[str, Any]()
-            if not self._exchange.primary:
+            if not self._calls.primary:
                 per_node = {n: [b for b in blobs if kinds[b] != blob_lib.GLOBAL] for n, blobs in names.items()}
                 types = {key: one for key, one in self._recorded(self._states(per_node)).items() if one is not None}
             return {"kinds": kinds, "types": types}
@@ -365,7 +365,7 @@ class ItemBackend(CheckpointBackend):
                         )
             return union
 
-        self._kinds = self._exchange.gather("the blobs to checkpoint", report, decide)
+        self._kinds = self._calls.collective("the blobs to checkpoint", report, decide)
         self._items = blob_lib.item_names(self._kinds, self.taken_names)
 
     def _states(self, names: Names) -> dict[tuple[str, str], Any]:

@@ -25,7 +25,7 @@ from epochckpt.errors import (
 )
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
-from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Reshard, Workspace
 from epochckpt.manager import CheckpointManager, HandlerNotifier, SaveResult
@@ -45,7 +45,7 @@ class NativeBackend(ItemBackend):
             self._manager.set_nodes(wanted)
         return self._manager.node_names
 
-    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
         """See CheckpointBackend. UnsupportedError: other processes save with the manager than run the job."""
         processes = self._manager.processes
         if processes not in (None, session.coordinator.ids):
@@ -53,7 +53,7 @@ class NativeBackend(ItemBackend):
                 f"the manager of {self.directory} has multiprocessing_options of its own: processes {list(processes)} "
                 "save together; JobRunner needs all of the job's, with process 0 as the primary"
             )
-        super().open(session, exchange, beside)
+        super().open(session, calls, beside)
         self.handler_nodes = self.taken_names = self._manager.node_names
         self._manager.introduce_handler()
 

@@ -21,7 +21,7 @@ from epochckpt.format import paths
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.backends.base import BARE, BYTES, ItemBackend, Names, Values
-from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.manager import SaveResult
 
@@ -43,10 +43,10 @@ class OrbaxBackend(ItemBackend):
             _refuse_several(wanted)
         return wanted or [f"process_{i}" for i in range(processes)]
 
-    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
         """See CheckpointBackend. UnsupportedError: there are more nodes here than those that are to be checkpointed."""
         _refuse_several(session.hosted)
-        super().open(session, exchange, beside)
+        super().open(session, calls, beside)
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class OrbaxBackend(ItemBackend):
     def _by_node(self, what: str, mine: Any) -> dict[str, Any]:
         """The values of all nodes, by node."""
         nodes = self._session.nodes
-        return self._exchange.gather(what, lambda: mine, lambda found: dict(zip(nodes, found, strict=True)))
+        return self._calls.collective(what, lambda: mine, lambda found: dict(zip(nodes, found, strict=True)))
 
     def outcomes(self) -> list[SaveResult]:
         if self._asked is not None and not self._manager.is_saving_in_progress():

@@ -18,14 +18,19 @@ only the primary calls the metadata handler. `report_checkpoint_stats` reports t
 process; `JobRunner` reports those of all nodes together.
 """
 
-from epochckpt.jobs import Job, JobRunner, UploadTaskGroupBuilder, epoch_limiter
-from epochckpt.jobs.caffe2_managers import (
+from epochckpt.caffe2.backend import Caffe2Backend
+from epochckpt.caffe2.managers import (
     DB_TYPE,
     CheckpointManager,
+    Manager,
     MultiNodeCheckpointManager,
     db_name,
     get_ckpt_filename,
 )
+from epochckpt.caffe2.upload import node_upload
+from epochckpt.jobs import Job, JobRunner, UploadTaskGroupBuilder, epoch_limiter
+from epochckpt.jobs.backends import backend_of
+from epochckpt.jobs.upload import upload_task
 
 __all__ = [
     "DB_TYPE",
@@ -38,3 +43,7 @@ __all__ = [
     "epoch_limiter",
     "get_ckpt_filename",
 ]
+
+# `JobRunner` and `CopyUpload` take these managers, too; jobs itself knows nothing of them.
+backend_of.register(Manager, Caffe2Backend)
+upload_task.register(Manager, node_upload)

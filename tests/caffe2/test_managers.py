@@ -20,10 +20,10 @@ import epochckpt as ec
 from epochckpt import caffe2, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import SavePlan
+from epochckpt.caffe2 import epochs as caffe2_epochs
+from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.format import paths
-from epochckpt.jobs import caffe2_epochs
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
-from epochckpt.saving import Attempt
+from epochckpt.saving import Save
 from epochckpt.storage import posix
 from tests.support import caffe2_jobs
 from tests.support.caffe2_jobs import (
@@ -917,9 +917,9 @@ def test_the_snapshots_time_is_not_the_saves_time(tmp_path: pathlib.Path, monkey
         now[0] += 100.0
         return snapshot(plan)
 
-    def looked(commits: Any, nodes: Any, attempt: Attempt, *more: Any) -> Any:
-        left.append(attempt.deadline.left())
-        return write(commits, nodes, attempt, *more)
+    def looked(*, save: Save, **more: Any) -> Any:
+        left.append(save.deadline.left())
+        return write(save=save, **more)
 
     monkeypatch.setattr(SavePlan, "snapshot", slow)
     monkeypatch.setattr(caffe2_epochs, "write_nodes", looked)

@@ -13,13 +13,11 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.errors import FormatError, InvalidArgumentError, SaveError, advice_for
 from epochckpt.format import paths
-from epochckpt.jobs import blobs, containers
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
-from epochckpt.jobs.job import Node, Task, TaskGroup
+from epochckpt.jobs import Node, Task, TaskGroup, Workspace, blobs, containers
 from epochckpt.jobs.session import Session
-from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointReader
 from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, answered_epoch, check_handler
 from epochckpt.manager.numbers import epoch_number

@@ -54,8 +54,8 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames
 from epochckpt.orbax import options as checks
 from epochckpt.orbax.steps import STEP_RECORD
-from epochckpt.saving import Attempt
-from epochckpt.saving.attempt import write_nodes
+from epochckpt.saving import Save, SaveRequest
+from epochckpt.saving.node_writer import write_nodes
 from epochckpt.storage import Store, open_store
 
 
@@ -332,21 +332,26 @@ class NodeEpochs:
         items.check_names([item.name for item in wanted], (), ())
         writer = self.claim()
         self._tries += 1
-        attempt = Attempt(
-            epoch,
-            self._tries,
+        request = SaveRequest(
+            epoch=epoch,
+            number=self._tries,
             default_item=not checks.is_multi(args),
             custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
-            snapshot=dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot(),
-            deadline=Deadline(self._options.save_timeout_secs),  # last: the snapshot's time is not the save's
         )
-        identity = f"{writer.incarnation}-{attempt.name}"
-        staging = writer.staging(epoch, identity)
+        snapshot = dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot()
+        save = Save(request, snapshot, Deadline(self._options.save_timeout_secs))  # the snapshot's time is not counted
+        staging = writer.staging(epoch, f"{writer.incarnation}-{save.name}")
         try:
             with commits.access():
-                writer.stage(epoch, identity)
-                attempt.reports[0] = write_nodes(staging, self._nodes, attempt, self._options, self._pool)
-                record = attempt.record(identity, objects=False, per_node=True)
+                writer.stage(epoch, staging.save_id)
+                save.reports[0] = write_nodes(
+                    staging=staging,
+                    nodes=self._nodes,
+                    save=save,
+                    options=self._options,
+                    pool=self._pool,
+                )
+                record = save.record(staging.save_id, objects=False, per_node=True)
                 replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
                 remove = writer.publish(staging, record.to_bytes(), lambda: None, replaces)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
@@ -356,7 +361,7 @@ class NodeEpochs:
             lost = isinstance(error, FileNotFoundError)
             raise (writer.lost(epoch) if lost else as_save_error(epoch, error)) from error
         finally:
-            attempt.snapshot.drop()
+            save.snapshot.drop()
         if remove is not None:
             _threads.logged("what was replaced stays", remove)
         logging.info("%s: checkpoint %d of node %s committed", commits.store.root, epoch, commits.node)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _threads
+from epochckpt.caffe2.managers import CheckpointManager, Manager, MultiNodeCheckpointManager
 from epochckpt.errors import EpochNotFoundError, FencedError, InvalidArgumentError, say
+from epochckpt.jobs import Task, TaskGroup
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import MUST, NEVER, CheckpointBackend, Names, Restored
-from epochckpt.jobs.caffe2_managers import CheckpointManager, Manager, MultiNodeCheckpointManager
-from epochckpt.jobs.exchange import Exchange
-from epochckpt.jobs.job import Task, TaskGroup
+from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
@@ -43,9 +43,9 @@ class Caffe2Backend(CheckpointBackend):
         self._wanted = list(wanted)
         return wanted or session.nodes
 
-    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+    def open(self, session: Session, calls: RunCalls, beside: bool = False) -> None:
         """See CheckpointBackend. Beside a run, the blobs are those that the run's init has found, as in Caffe2."""
-        super().open(session, exchange)
+        super().open(session, calls)
         self._nodes = [n for n in self._wanted or session.nodes if self._manager.several or n in session.hosted]
         self._ready = beside
         unknown = len(self._manager.managers(self._nodes)) < len(self._nodes)
@@ -61,7 +61,7 @@ class Caffe2Backend(CheckpointBackend):
             chosen = self._manager.get_resume_from_epoch_id(named)
             return handler.last_epoch(chosen, must_answer=True)  # the runner's own, which the manager does not know
 
-        epoch = self._exchange.broadcast("the epoch to resume from", choose)
+        epoch = self._calls.broadcast("the epoch to resume from", choose)
         if epoch is None and resume == MUST:
             raise EpochNotFoundError(None, self.directory, [])
         if epoch is None:
@@ -70,7 +70,7 @@ class Caffe2Backend(CheckpointBackend):
         self._run(lambda: self._manager.load(epoch))
         self._ready = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
-        self._report("checkpoint_load", self._exchange.gather(f"stats of the load of {epoch}", self._stats, list))
+        self._report("checkpoint_load", self._calls.collective(f"stats of the load of {epoch}", self._stats, list))
         return Restored(epoch, self._manager.read_notes(epoch) or {}, names, named=named is not None)
 
     def _managers(self) -> Mapping[str, CheckpointManager]:
@@ -98,7 +98,7 @@ class Caffe2Backend(CheckpointBackend):
             raise InvalidArgumentError(
                 f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {unsaved}"
             )
-        self._exchange.gather("the blobs to checkpoint", check, lambda _: None)
+        self._calls.collective("the blobs to checkpoint", check, lambda _: None)
         if not self._ready:
             self._run(lambda: self._manager.init(self._nodes))
 
@@ -113,7 +113,7 @@ class Caffe2Backend(CheckpointBackend):
             cause = caught if isinstance(caught, FencedError) else caught.__cause__
             fenced = cause.reason if isinstance(cause, FencedError) else ""
         mine = {"error": error, "fenced": fenced, "stats": {} if error else self._stats()}
-        found = self._exchange.gather(f"save of checkpoint {epoch}", lambda: mine, list)
+        found = self._calls.collective(f"save of checkpoint {epoch}", lambda: mine, list)
         problem = next((f["error"] for f in found if f["error"]), "")
         self._fenced = next((f["fenced"] for f in found if f["fenced"]), "")
         stats = [f["stats"] for f in found]

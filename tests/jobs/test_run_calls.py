@@ -1,5 +1,5 @@
-"""What bounds an exchange: a process may take as long as it needs while it lives, and no longer than the timeout once
-it is silent. Two processes, as threads over a coordinator in memory."""
+"""What bounds a collective call of a run: a process may take as long as it needs while it lives, and no longer than the
+timeout once it is silent. Two processes, as threads over a coordinator in memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from epochckpt import _threads
 from epochckpt._threads import Deadline
 from epochckpt.errors import CoordinationTimeoutError
-from epochckpt.jobs import exchange as exchange_lib
-from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs import run_calls
+from epochckpt.jobs.run_calls import RunCalls
 from tests.support.in_memory import InMemory, Service
 from tests.support.taps import WAIT_SECS, eventually
 
@@ -56,12 +56,12 @@ class Hasty(InMemory):
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     """Of two processes, which count their runs alike."""
-    monkeypatch.setattr(exchange_lib, "_runs", itertools.repeat(0))
+    monkeypatch.setattr(run_calls, "_runs", itertools.repeat(0))
     return Service()
 
 
-def exchange(coordinator: InMemory) -> Exchange:
-    return Exchange(coordinator, ["left", "right"], TIMEOUT_SECS, option="Runner(timeout_secs=…)")
+def calls(coordinator: InMemory) -> RunCalls:
+    return RunCalls(coordinator, ["left", "right"], TIMEOUT_SECS, option="Runner(timeout_secs=…)")
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
@@ -75,7 +75,7 @@ def test_a_process_waits_for_another_as_long_as_that_works(service: Service, wai
         return "worked"
 
     def meet(coordinator: InMemory, report: Callable[[], str]) -> list[str]:
-        return exchange(coordinator).gather("end of epoch 1", report, list)
+        return calls(coordinator).collective("end of epoch 1", report, list)
 
     other = _threads.start(lambda: meet(working, work))
     expected = ["waited", "worked"] if waiting == 0 else ["worked", "waited"]
@@ -88,11 +88,11 @@ def test_a_silent_process_is_named_and_so_is_the_option(
     service: Service, waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that has given a sign of life, and then no other."""
-    monkeypatch.setattr(exchange_lib, "_MARGIN_SECS", 0.1)
+    monkeypatch.setattr(run_calls, "_MARGIN_SECS", 0.1)
     coordinator = InMemory(service, waiting, 2)
     coordinator.put(f"epochckpt/run/0/alive/{1 - waiting}", 7)
     name = ["left", "right"][1 - waiting]
     with pytest.raises(
         CoordinationTimeoutError, match=rf"end of epoch 1: no word from {name} .*Runner\(timeout_secs=…\)"
     ):
-        exchange(coordinator).gather("end of epoch 1", lambda: 0, len)
+        calls(coordinator).collective("end of epoch 1", lambda: 0, len)

@@ -12,7 +12,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
+from epochckpt.caffe2.epochs import NodeEpochs
 from tests.support import job_runs
 from tests.support.caffe2_jobs import Recorded
 from tests.support.job_runs import PER_EPOCH, RECORDS
@@ -189,7 +189,7 @@ def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_en
 
 @pytest.mark.slow
 def test_three_separate_jobs_share_a_directory(tmp_path: pathlib.Path) -> None:
-    """They know nothing of each other; each has its own nodes; one after the other, and at once (see test_caffe2)."""
+    """They know nothing of each other; each has its own nodes; one after the other, and at once (see test_managers)."""
     for runs in ([(6, None)], [(7, epoch) for epoch in range(7)]):
         for number in range(3):
             arguments = {"directory": str(tmp_path), "number": number, "runs": runs}

@@ -1,0 +1,86 @@
+"""Writes the parts of these pages that are made of the code: `python docs/tables.py`. A test sees a part that is old.
+
+Such a part stands between `<!-- made of NAME -->` and `<!-- end -->`, with a name of `PARTS`. Settings are cut into
+several tables: `<!-- made of settings from NAME -->` has those from this setting up to the first one of the next table.
+"""
+
+import pathlib
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+
+from epochckpt._settings import RULES, SETTINGS
+from epochckpt.options import BUCKET_SETTINGS
+from epochckpt.storage.schemes import SCHEMES
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+PART = re.compile(r"<!-- made of (?P<name>\w+)(?: from (?P<first>\w+))? -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def settings(first: str, firsts: Sequence[str]) -> str:
+    """The settings from this one on, up to the first one of another table."""
+    names = list(SETTINGS)
+    start = names.index(first)
+    end = min((names.index(name) for name in firsts if names.index(name) > start), default=len(names))
+    rows = []
+    for name in names[start:end]:
+        row = SETTINGS[name]
+        default = row.kind.serialize(row.default)
+        rows.append([f"`{name}`", default and f"`{default}`", f"`{row.owner}.{row.option}`", row.help])
+    return table(["setting", "default", "sets", "what it is for"], rows)
+
+
+def rules() -> str:
+    """What settings need and exclude."""
+    alike: dict[tuple[bool, str, str], list[str]] = {}
+    for rule in RULES:
+        alike.setdefault((rule.needed, rule.other, rule.why), []).append(f"`{rule.name}`")
+    lines = []
+    for (needed, other, why), names in alike.items():
+        verb = ("needs" if len(names) == 1 else "need") if needed else "cannot stand beside"
+        lines.append(f"- {', '.join(names)} {verb} `{other}`: {why}.")
+    return "\n".join(textwrap.fill(line, width=120, subsequent_indent="  ") for line in lines)
+
+
+def bucket_settings() -> str:
+    """The settings of buckets, and the schemes that they are for."""
+    rows = []
+    for name, option in BUCKET_SETTINGS.items():
+        schemes = [f"`{row.name}`" for row in SCHEMES.values() if name in row.settings]
+        rows.append([f"`{name}`", ", ".join(schemes) or "all", option.help])
+    return table(["setting", "for", "what it is for"], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {"rules": rules, "bucket_settings": bucket_settings}
+"""What makes a part, by its name."""
+
+
+def renewed(page: str) -> str:
+    """The text of a page, with its parts as the code makes them now; KeyError for a name that is unknown."""
+    firsts = [found["first"] for found in PART.finditer(page) if found["first"]]
+
+    def made(found: re.Match[str]) -> str:
+        begin, end = found[0].partition("\n")[0], "<!-- end -->"
+        content = settings(found["first"], firsts) if found["first"] else PARTS[found["name"]]()
+        return f"{begin}\n\n{content}\n\n{end}"
+
+    return PART.sub(made, page)
+
+
+def main() -> None:
+    """Writes the pages of which a part is old, and names them."""
+    for path in sorted(FOLDER.glob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        if (new := renewed(page)) != page:
+            path.write_text(new, encoding="utf-8")
+            print(f"written: {path.name}")
+
+
+if __name__ == "__main__":
+    main()

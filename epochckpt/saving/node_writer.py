@@ -1,0 +1,141 @@
+"""How a process writes the folders of the nodes that it hosts: arrays, the files of handlers, then `node.json`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from epochckpt import _monitoring
+from epochckpt._threads import Pool
+from epochckpt.arrays import writer
+from epochckpt.arrays.plan import ItemPlan
+from epochckpt.arrays.snapshot import Buffer
+from epochckpt.directory.protocol import Staging
+from epochckpt.format import DataFile, NodeEntry, NodeRecord, Nodes, checksums, paths
+from epochckpt.format.records import AlsoFile, tree_digest
+from epochckpt.options import StorageOptions
+from epochckpt.orbax import events
+from epochckpt.orbax.view import bases
+from epochckpt.saving.reports import LocalReport, NodeReport, ProcessReport
+from epochckpt.saving.save import Save
+
+# Bytes of small contents that travel in the commit record: of the primary, and of all other processes together.
+_CARRIED_BYTES, _CARRIED_BY_OTHERS = 2**20, 16 * 2**20
+
+
+def write_nodes(*, staging: Staging, nodes: Nodes, save: Save, options: StorageOptions, pool: Pool) -> ProcessReport:
+    """Writes and seals the folders of this process's nodes, durably."""
+    try:
+        writers = [_NodeWriter(staging, nodes, number, save, options) for number in nodes.hosted]
+        began, trees, also = time.monotonic(), save.snapshot.trees, save.snapshot.also
+        for each in writers:
+            each.write_arrays(pool)
+        sizes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *also]), sum(each.nbytes for each in writers)
+        events.wrote(staging.store.root, time.monotonic() - began, *sizes)
+        if nodes.process == 0:
+            for tree in trees:
+                _monitoring.numbers(tree.plan.figures)
+        save.snapshot.trees, save.snapshot.also = [], []  # their memory need not wait for handlers
+        writers[0].write_files()
+        return ProcessReport(save.plan, tuple(each.seal() for each in writers))
+    except FileNotFoundError as missing:
+        raise staging.lost() from missing
+
+
+class _NodeWriter:
+    """Writes the folder of one node: its arrays, then the files of handlers, and `node.json` last."""
+
+    @_monitoring.timed(*events.MADE_FOLDERS)
+    def __init__(self, staging: Staging, nodes: Nodes, number: int, save: Save, options: StorageOptions):
+        self._staging, self._store, self._options = staging, staging.store, options
+        self._save, self._number = save, number
+        (self._name, self._process), self._processes = nodes.rows[number], nodes.processes
+        self._folder = staging.make_node_folder(self._name)
+        self._files: list[DataFile] = []
+        self._also: list[AlsoFile] = []
+        self._folders: list[str] = []
+        self._secs = 0.0
+        # Where each host has a disk of its own, see `LocalReport`.
+        self._local = options.local_disks and nodes.processes > 1
+        self._carried: dict[str, dict[str, bytes]] = {}
+        self._room = min(_CARRIED_BYTES, _CARRIED_BY_OTHERS // nodes.processes) if number else _CARRIED_BYTES
+        self._alike: dict[str, str] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that it has written."""
+        return sum(file.size for file in [*self._files, *self._also])
+
+    def write_arrays(self, pool: Pool) -> None:
+        began, epoch, size = time.monotonic(), self._save.epoch, self._options.block_bytes
+        for plan, node, buffers in self._save.snapshot.trees:
+            if node == self._number:
+                folder = self._staging.data_folder(self._name, plan.item.name)
+                self._files += writer.write_arrays(self._store, folder, epoch, plan, buffers, size, pool)
+                if plan.also is not None:
+                    self._note_values(plan, buffers)
+        for plan, _, buffers in self._save.snapshot.also:  # of the only node that this process hosts
+            if plan.sources and not self._folders:
+                self._folders.append(paths.ALSO_FOLDER)
+                self._store.make_folder(paths.join(self._folder, paths.ALSO_FOLDER))
+            self._also += writer.write_arrays(self._store, self._folder, epoch, plan, buffers, size, pool, AlsoFile)
+            self._note_values(plan, buffers)
+        self._secs += time.monotonic() - began
+
+    def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
+        """Keeps what the other hosts need, or compare, of leaves of which each process has a value of its own."""
+        item, sizes = plan.item, plan.owned[2].tolist()
+        for run, buffer in zip(plan.runs, buffers, strict=True):
+            end = 0
+            for source, size in zip(plan.sources[run.first : run.last], sizes[run.first : run.last], strict=True):
+                start, end = end, end + size
+                leaf = item.leaves[source.leaf]
+                if source.leaf in item.carried:
+                    self._carried.setdefault(item.name, {})[str(source.leaf)] = bytes(buffer.data(start, end))
+                elif not leaf.is_global and leaf.nbytes:
+                    digest = checksums.digest(buffer.data(start, end))
+                    self._alike[f"item {item.name!r}, leaf {leaf.name!r}"] = digest
+
+    def write_files(self) -> None:
+        """Waits for the files that handlers write, and copies them."""
+        began, size = time.monotonic(), self._options.block_bytes
+        found = self._save.snapshot.collect(self._save.epoch, self._save.deadline)
+        folders = writer.folders(found)
+        for path in folders:
+            self._store.make_folder(paths.join(self._folder, path))
+        self._folders += folders
+        for (item, path), source in found.items():
+            file = writer.write_file(self._store, self._folder, item, path, source, size)
+            self._files.append(file)
+            if self._local and file.size <= self._room:
+                self._room -= file.size
+                data = source if isinstance(source, bytes) else source.read_bytes()
+                self._carried.setdefault(item, {})[path] = data
+        self._secs += time.monotonic() - began
+
+    @_monitoring.timed(*events.SEALED)
+    def seal(self) -> NodeReport:
+        began, save, files = time.monotonic(), self._save, tuple(self._files)
+        own = save.snapshot.own.get(self._number, {})
+        timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(save.request.blocked_secs, 6)}
+        record = NodeRecord(
+            epoch=save.epoch,
+            attempt=self._staging.save_id,
+            node=self._name,
+            process=self._process,
+            processes=self._processes,
+            plan=save.plan,
+            files=files,
+            timings=timings,
+            items=own,
+            also=tuple(self._also),
+        )
+        data = record.to_bytes()
+        view: list[str] | None = [] if self._options.orbax_view else None
+        if view is not None and self._processes > 1 and not self._local:
+            view = bases(save.snapshot.items, files)
+        self._staging.seal(self._name, self._folders, data, view)
+        secs = self._secs + time.monotonic() - began
+        entry = NodeEntry(self._name, self._process, len(data), checksums.digest(data), files, secs)
+        digests = {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()}
+        return NodeReport(entry, digests, LocalReport(self._carried, self._alike) if self._local else None)

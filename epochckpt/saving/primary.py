@@ -1,0 +1,216 @@
+"""The primary's part in a save: it claims, collects the reports of all processes, commits, and says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+from absl import logging
+
+from epochckpt import _monitoring, _threads, errors
+from epochckpt.agreement.collective import Timeouts, broadcast
+from epochckpt.agreement.coordination import RecentKeys
+from epochckpt.format import EpochRecord, Nodes
+from epochckpt.orbax import events
+from epochckpt.saving import retention
+from epochckpt.saving.auto_interval import SaveCost
+from epochckpt.saving.part import Part, SaveContext, logged_removal
+from epochckpt.saving.reports import Committed, ProcessReport
+from epochckpt.saving.save import Phase, Save
+
+_MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
+_PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before a new save fails
+_KEPT_REPORTS = 2  # saves whose reports the coordination service keeps
+_KEPT_KEYS = 192  # other keys that it keeps, for a process that was away: reports are large, those are small
+
+
+class Primary(Part):
+    """The part of the process that decides.
+
+    For each save, in order:
+
+    1. `begin` claims the directory, unless this manager has, and tells the others the claim until it has heard from
+       all of them once; then it begins the save there;
+    2. `report` keeps the primary's own report;
+    3. `conclude` collects the reports of all processes, writes the Orbax view, commits, takes older epochs out of
+       sight, and publishes the verdict. If the save fails it takes back what is in place and publishes that.
+    """
+
+    _awaited_key = "report"
+
+    def __init__(self, context: SaveContext, nodes: Nodes):
+        super().__init__(context, nodes)
+        self._pool = context.pool
+        self._bound_secs = self._options.save_timeout_secs
+        self._claim_is_known = self._coordinator.processes == 1
+        self._report_keys = RecentKeys(_KEPT_REPORTS)
+        self._keys = RecentKeys(_KEPT_KEYS)
+
+    # -- 1 and 2 -------------------------------------------------------------------------------------------------
+
+    def begin(self, save: Save) -> None:
+        left = max(save.deadline.left(), 0.001)
+        take = functools.partial(self._take_claim, save)
+        patience = Timeouts(collect_secs=left, hear_secs=left)
+        key = self._key("claim", save)
+        claim = take() if self._claim_is_known else broadcast(self._coordinator, key, take, patience)
+        self._claim.learn(claim, left)
+        self._claim.writer.stage(save.epoch, self.save_id(save))
+
+    def _take_claim(self, save: Save) -> dict[str, Any]:
+        self._let_older_saves_end(save)
+        return self._claim.take(save.epoch)
+
+    def _let_older_saves_end(self, save: Save) -> None:
+        """Waits while too many saves are undecided because nodes are slow or behind."""
+        while len(waiting := [each for each in self._in_flight.all() if each.written.done()]) > _MAX_UNDECIDED:
+            oldest = waiting[0]
+            since = oldest.missing_since
+            self.lags.look()
+            lag = self.lags.most()
+            if since is not None and time.monotonic() - since >= _PATIENCE_SECS and not lag:
+                # A node is silent: saves that wait for it must not pile up on storage.
+                epochs = ", ".join(str(each.epoch) for each in waiting)
+                reason = f"checkpoints {epochs} are still waiting for their nodes; not more than that"
+                raise errors.SaveError(save.epoch, reason)
+            for each in self._in_flight.all():
+                if not each.written.done():  # it waits for this one, which waits for the node that is behind
+                    self.give_time(each, lag)
+            if oldest.deadline.passed():
+                self._in_flight.wait(oldest, oldest.done)
+            oldest.done.wait(_PATIENCE_SECS / 4)
+
+    def report(self, save: Save, report: ProcessReport) -> None:
+        save.reports[self._coordinator.process] = report
+
+    # -- 3 -------------------------------------------------------------------------------------------------------
+
+    def conclude(self, save: Save, error: Exception | None) -> Committed:
+        try:
+            if error is not None:
+                raise error
+            self._collect(save)
+            commit = self._commit(save)
+        except BaseException as caught:
+            failure = self.take_back(save, caught)  # before any other process can hear that it has failed
+            self._publish_verdict(save, {"error": errors.to_wire(errors.as_save_error(save.epoch, failure))})
+            self.remove_staged(save, failure)
+            if failure is not caught:
+                raise failure from caught
+            raise
+        try:
+            commit = retention.retire(self._commits, self._history, self._policies, commit)
+        except Exception:  # a policy of the user's: a failure there must not harm the commit
+            logging.exception("checkpoint %d is committed, but deciding what to delete failed", save.epoch)
+        commit = self._delete_old(save, commit, errors.RetentionError)
+        self._publish_verdict(save, commit.to_wire(hides=self._hosts is not None))
+        return commit
+
+    def follow_commit(self, save: Save, commit: Committed) -> None:
+        pass  # it was done before the verdict
+
+    def _collect(self, save: Save) -> None:
+        """Waits for the report of every process; raises for processes that failed, differ, or are late."""
+        save.missing_since = time.monotonic()
+        missing = self._gather(save)
+        # The first error of a process is the save's; then come missing reports, and plans that differ.
+        for process, report in sorted(save.reports.items()):
+            if report.error is not None:
+                raise self._failure_of(process, report.error, save.epoch) from report.error
+        if missing:
+            late = [self.nodes.names[process] for process in sorted(missing)]
+            raise errors.LateNodesError(save.epoch, late, save.deadline.secs)
+        save.missing_since = None
+        self._claim_is_known = True
+        different = [process for process, report in save.reports.items() if report.plan != save.plan]
+        if different:
+            reason = (
+                f"{self._coordinator.named(different)} planned something else than {self.nodes.names[0]}: the trees, "
+                "shapes or shardings that were passed to save(), or the sizes in StorageOptions, are not the same"
+            )
+            raise errors.SaveError(save.epoch, reason)
+
+    def _gather(self, save: Save) -> set[int]:
+        """Gathers reports until all are there, one is an error, or the time is over; returns the late processes."""
+        key = self._key("report", save)
+        missing = set(range(self.nodes.processes)) - save.reports.keys()
+        # Processes that have reported before the primary asks are not late, whatever they were before.
+        if missing:
+            save.receive({int(process): wire for process, wire in self._coordinator.get_all(key).items()})
+            self.lags.heard(missing & save.reports.keys())
+            missing -= save.reports.keys()
+            self.give_time(save, self.lags.secs(missing))
+        while missing and not any(report.error for report in save.reports.values()):
+            found, missing = self._coordinator.gather(key, missing, save.deadline)
+            save.receive(found)
+            self.lags.heard(found, save)
+            if not save.deadline.passed():
+                break  # all there, or one with an error
+            if not self.give_time(save, self.lags.secs(missing)):
+                self.lags.missed(save, missing)
+                break
+        return missing
+
+    def _failure_of(self, process: int, error: Exception, epoch: int) -> errors.SaveError:
+        """The save's failure, of which one process's error is the cause."""
+        reason = f"node {self.nodes.names[process]}: {getattr(error, 'reason', error)}"
+        for kind in (errors.FencedError, errors.StorageBehindError):
+            if isinstance(error, kind):
+                return kind(epoch, reason)
+        return errors.SaveError(epoch, reason)
+
+    @_monitoring.timed(events.FINALIZED)
+    def _commit(self, save: Save) -> Committed:
+        record = self._record(save)
+        data = record.to_bytes()
+        check = functools.partial(self._bind, save)
+        if self._hosts is not None:
+            self._hosts.commit(save, self.staging(save), data, check, self._key)
+        else:
+            remove = self._claim.writer.publish(self.staging(save), data, check, save.request.replaces)
+            if remove is not None:
+                self._commit_lane.submit(functools.partial(logged_removal, remove))
+        self._history.run.committed()
+        logging.info("checkpoint %d committed to %s: %s", save.epoch, self._commits.store.root, save.summary(record))
+        return Committed(
+            epoch=save.epoch,
+            metrics=save.request.metrics,
+            committed_ns=record.committed_ns,
+            attempt=record.attempt,
+            cost=SaveCost.of(save.epoch, record),
+        )
+
+    def _record(self, save: Save) -> EpochRecord:
+        """The commit record, with the runs of the directory; writes the Orbax view that belongs to it."""
+        record = save.record(self.save_id(save), objects=not self._commits.store.renames)
+        runs = self._history.run.committing(
+            save.epoch,
+            self._claim.incarnation,
+            save.spent,
+            (record.started_ns, record.committed_ns),
+            self._commits.taken_over,
+        )
+        record = dataclasses.replace(record, runs=runs)
+        if self._options.orbax_view:
+            record = _monitoring.timed(events.FINALIZED_ITEMS)(self._claim.writer.write_view)(record, self._pool.run)
+        return record
+
+    def _bind(self, save: Save) -> None:
+        """Just before the commit: from here on this process may not give the save up any more."""
+        if save.deadline.passed():
+            reason = f"its {save.deadline.secs:g} s were over just before the rename"
+            raise errors.SaveError(save.epoch, reason)
+        save.check_not_cancelled()
+        self._check_not_given_up(save.advance(Phase.COMMITTING), save)
+
+    def _publish_verdict(self, save: Save, verdict: dict[str, Any]) -> None:
+        """Publishes the verdict, and forgets the keys of saves that ended long ago."""
+        problem = f"checkpoint {save.epoch}: the verdict could not be published"  # storage decides then
+        first = "verdict" if self._hosts is None or save.offered else "record"
+        key = f"{self._key(first, save)}/0"
+        _threads.logged(problem, lambda: self._coordinator.put(key, verdict))
+        report = self._key("report", save)
+        self._report_keys.add(self._coordinator, report)  # late reports of that save go with its other keys
+        self._keys.add(self._coordinator, self._key("verdict", save), self._key("claim", save), report)

@@ -1,0 +1,128 @@
+"""What the processes of a job tell each other about a save, as JSON (`to_wire`, `from_wire`).
+
+Every process tells the primary what its nodes have written (`ProcessReport`), and the primary tells every process of
+the commit (`Committed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from epochckpt.errors import from_wire, to_wire
+from epochckpt.format import NodeEntry, checksums
+from epochckpt.format.records import FILE_ROWS, pack_contents, unpack_contents
+from epochckpt.saving.auto_interval import SaveCost
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalReport:
+    """What a node reports besides where each host has a disk of its own, on which others' values are to be, too.
+
+    Of files of handlers, and of leaves that are no jax arrays, the values of the process that writes them count.
+    """
+
+    carried: Mapping[str, Mapping[str, bytes]]  # small contents, as in `EpochRecord`
+    alike: Mapping[str, str]  # by leaf, for messages: the digest of what every process wrote by itself
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"carried": pack_contents(self.carried), "alike": dict(self.alike)}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> LocalReport:
+        return cls(unpack_contents(wire["carried"]), wire["alike"])
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeReport:
+    """A process's report of one node that it hosts, once the node's files are durable."""
+
+    entry: NodeEntry  # the node as `epoch.json` will describe it
+    own: Mapping[str, str]  # by item, the digest of each item that differs per node
+    local: LocalReport | None = None  # where each host has a disk of its own
+
+    def to_wire(self) -> dict[str, Any]:
+        files = [FILE_ROWS.pack(file) for file in self.entry.files]
+        local = {} if self.local is None else {"local": self.local.to_wire()}
+        return {**vars(self.entry), "files": files, "own": dict(self.own), **local}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> NodeReport:
+        fields = {**wire, "files": tuple(FILE_ROWS.parse("a report", "files", row) for row in wire["files"])}
+        own, local = fields.pop("own"), fields.pop("local", None)
+        return cls(NodeEntry(**fields), own, None if local is None else LocalReport.from_wire(local))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessReport:
+    """A process's report to the primary: the nodes that it has written, or the error that kept it from that."""
+
+    plan: str = ""  # digest of its plan
+    nodes: tuple[NodeReport, ...] = ()  # one report for each node that it hosts
+    error: Exception | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        if self.error is not None:
+            return {"error": to_wire(self.error)}
+        return {"plan": self.plan, "nodes": [node.to_wire() for node in self.nodes]}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> ProcessReport:
+        if "error" in wire:
+            return cls(error=from_wire(wire["error"]))
+        return cls(wire["plan"], tuple(map(NodeReport.from_wire, wire["nodes"])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    """A commit, as every process hears of it."""
+
+    epoch: int
+    metrics: Any
+    committed_ns: int
+    deleted: tuple[int, ...] = ()  # epochs that are gone now
+    remote: tuple[int, ...] = ()  # epochs that only the mirror has from now on
+    attached: Mapping[int, Mapping[str, Any]] | None = None  # metrics attached to other epochs; None: unknown
+    attempt: str = ""  # its attempt id, on the primary
+    cost: SaveCost | None = None
+    hides: tuple[int, ...] = ()  # epochs that the primary takes out of sight in the directory itself
+
+    def keeping(self, epochs: Collection[int]) -> Committed:
+        """The same commit, after which these epochs, which could not be taken out of sight, are still there."""
+        kept = {*epochs}
+        return dataclasses.replace(
+            self,
+            deleted=tuple(epoch for epoch in self.deleted if epoch not in kept),
+            remote=tuple(epoch for epoch in self.remote if epoch not in kept),
+            hides=tuple(epoch for epoch in self.hides if epoch not in kept),
+        )
+
+    def to_wire(self, hides: bool = False) -> dict[str, Any]:
+        """As JSON; with `hides`, every process takes those epochs out of sight on its own disk."""
+        return {
+            **({"hides": list(self.hides)} if hides else {}),
+            "metrics": checksums.pack_json(self.metrics, "metrics"),
+            "attached": None if self.attached is None else checksums.pack_by_number(self.attached, "metrics"),
+            "committed_ns": self.committed_ns,
+            "deleted": list(self.deleted),
+            "remote": list(self.remote),
+            "cost": None if self.cost is None else dataclasses.astuple(self.cost),
+        }
+
+    @classmethod
+    def from_wire(cls, epoch: int, wire: Mapping[str, Any]) -> Committed:
+        metrics = checksums.unpack_json(wire["metrics"])
+        attached = None if wire["attached"] is None else checksums.unpack_by_number(wire["attached"])
+        deleted, remote = tuple(wire["deleted"]), tuple(wire["remote"])
+        cost = None if wire["cost"] is None else SaveCost(*wire["cost"])
+        return cls(
+            epoch,
+            metrics,
+            wire["committed_ns"],
+            deleted,
+            remote,
+            attached,
+            hides=tuple(wire.get("hides", ())),
+            cost=cost,
+        )

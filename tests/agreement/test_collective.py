@@ -1,0 +1,307 @@
+"""A collective call: all get one decision or one error, no wait is without a bound, and a lone call harms no later one.
+
+In threads over a coordinator in memory, and with real processes over the service of `jax.distributed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import pytest
+
+from epochckpt import _threads
+from epochckpt.agreement import CollectiveCalls, coordination
+from epochckpt.agreement.collective import Timeouts, broadcast, collective, meet
+from epochckpt.errors import CoordinationError, CoordinationTimeoutError, DamagedError, InvalidArgumentError
+from tests.support.in_memory import InMemory, Service
+from tests.support.processes import run_worker
+from tests.support.taps import WAIT_SECS
+
+PATIENT = Timeouts(collect_secs=WAIT_SECS, hear_secs=2 * WAIT_SECS)
+SHORT_SECS = 0.2
+
+
+def each(service: Service, count: int, body: Callable[[InMemory], Any]) -> list[Any]:
+    """What `body` returns on each of some processes, or the error that it raises."""
+
+    def caught(coordinator: InMemory) -> Any:
+        try:
+            return body(coordinator)
+        except Exception as error:
+            return error
+
+    ended = [_threads.start(lambda number=number: caught(InMemory(service, number, count))) for number in range(count)]
+    return [future.result(3 * WAIT_SECS) for future in ended]
+
+
+def failing(process: int, error: BaseException) -> Callable[[int], int]:
+    """An act that fails on one process."""
+
+    def act(number: int) -> int:
+        if number == process:
+            raise error
+        return number
+
+    return act
+
+
+def test_the_primary_decides_from_what_all_have_told() -> None:
+    """In the order of the processes, and every process gets the decision."""
+    found = each(
+        Service(), 4, lambda c: collective(c, "sum", lambda: 10**c.process, lambda told: [told, sum(told)], PATIENT)
+    )
+    assert found == [[[1, 10, 100, 1000], 1111]] * 4
+
+
+@pytest.mark.parametrize("process", [0, 2])
+def test_an_error_of_one_process_is_raised_on_all(process: int) -> None:
+    """Of the same class and text; and the decision is never made."""
+    act = failing(process, DamagedError("default", "is torn"))
+
+    def decide(told: list[int]) -> int:
+        raise AssertionError("there is nothing to decide")
+
+    found = each(Service(), 3, lambda c: collective(c, "x", lambda: act(c.process), decide, PATIENT))
+    assert [(type(error), str(error)) for error in found] == [(DamagedError, "default: is torn")] * 3
+
+
+def test_an_error_of_the_decision_is_raised_on_all() -> None:
+    """Also in a broadcast."""
+
+    def decide(*told: Any) -> None:
+        raise InvalidArgumentError("no")
+
+    for call in (
+        lambda c: collective(c, "x", lambda: 1, decide, PATIENT),
+        lambda c: broadcast(c, "x", decide, PATIENT),
+    ):
+        assert [(type(error), str(error)) for error in each(Service(), 3, call)] == [(InvalidArgumentError, "no")] * 3
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_is_interrupted_ends_the_call_for_all(process: int) -> None:
+    """Ctrl-C is raised where it happened, at once, and named elsewhere."""
+    act = failing(process, KeyboardInterrupt())
+
+    def body(coordinator: InMemory) -> str:
+        try:
+            return str(collective(coordinator, "x", lambda: act(coordinator.process), len, PATIENT))
+        except KeyboardInterrupt:
+            return "Ctrl-C"
+        except CoordinationError as error:
+            return str(error)
+
+    elsewhere = "KeyboardInterrupt in another process: KeyboardInterrupt()"
+    assert each(Service(), 2, body) == (["Ctrl-C", elsewhere] if process == 0 else [elsewhere, "Ctrl-C"])
+
+
+def test_a_late_process_is_named_on_all_others() -> None:
+    """With its node, within the time that the primary waits."""
+    patience = Timeouts(collect_secs=SHORT_SECS, hear_secs=WAIT_SECS, late_text="{names} had {secs:g} s")
+
+    def body(coordinator: InMemory) -> Any:
+        coordinator.nodes = ["left", "middle", "right"]
+        return None if coordinator.process == 1 else collective(coordinator, "x", lambda: 1, sum, patience)
+
+    primary, absent, other = each(Service(), 3, body)
+    assert absent is None
+    for error in (primary, other):
+        assert isinstance(error, CoordinationTimeoutError)
+        assert str(error) == f"middle had {SHORT_SECS:g} s"
+        assert list(error.processes) == [1]
+
+
+def test_a_silent_primary_is_named() -> None:
+    """And what the process has told is taken back: it is old when the primary comes."""
+    service = Service()
+    patience = Timeouts(collect_secs=SHORT_SECS, hear_secs=SHORT_SECS, silent_text="{names} was silent for {secs:g} s")
+    with pytest.raises(CoordinationTimeoutError, match=f"process 0 was silent for {SHORT_SECS:g} s"):
+        collective(InMemory(service, 1, 2), "x", lambda: 1, sum, patience)
+    assert service.values == {}
+
+
+def test_a_broadcast_waits_for_no_process() -> None:
+    """The others may come much later."""
+    service = Service()
+    assert broadcast(InMemory(service, 0, 3), "x", lambda: [7], PATIENT) == [7]
+    assert [broadcast(InMemory(service, number, 3), "x", list, PATIENT) for number in (1, 2)] == [[7], [7]]
+
+
+def test_one_process_agrees_with_itself() -> None:
+    """Without any key: its coordinator has none."""
+    alone = coordination.Coordinator()
+    assert collective(alone, "x", lambda: 5, lambda told: [told], PATIENT) == [[5]]
+    assert broadcast(alone, "x", lambda: 6, PATIENT) == 6
+
+
+def test_a_process_that_was_relaunched_into_a_running_job_is_told_so() -> None:
+    """It tells under a key that it has told under in its former life."""
+    service = Service()
+    service.values["x/told/1"] = '{"value": 1}'
+    with pytest.raises(
+        CoordinationError, match=r"process 1 could not take part .*ALREADY_EXISTS.*restart the whole job"
+    ):
+        collective(InMemory(service, 1, 2), "x", lambda: 1, sum, PATIENT)
+
+
+def test_of_several_errors_the_weightiest_counts() -> None:
+    """On every process; each knows its own error, too."""
+
+    def weigh(failures: Any) -> Exception:
+        return next((error for error in failures if isinstance(error, InvalidArgumentError)), failures[0])
+
+    service = Service()
+    service.values["x/told/1"] = '{"error": {"type": "DamagedError", "message": "torn", "data": {}, "notes": []}}'
+    service.values["x/told/2"] = '{"error": {"type": "InvalidArgumentError", "message": "no", "data": {}, "notes": []}}'
+    outcome = meet(InMemory(service, 0, 3), "x", lambda: 0, sum, PATIENT, weigh=weigh)
+    assert isinstance(outcome.error, InvalidArgumentError)
+    with pytest.raises(InvalidArgumentError, match="no"):
+        outcome.result()
+
+
+def test_a_thousand_processes_take_few_rounds() -> None:
+    """In whatever order they come: each round waits for one of them, and then takes all that have come."""
+    random.seed(7)
+
+    class Arriving(coordination.Coordinator):
+        def __init__(self, order: list[int]):
+            super().__init__()
+            self.ids = tuple(range(len(order) + 1))
+            self.rounds, self._order, self._come = 0, order, 0
+
+        def put(self, key: str, value: Any, again: bool = False) -> None:
+            assert (key, value) == ("x/decision", {"value": 999, "serial": 0})
+
+        def get(self, key: str, timeout_secs: float) -> Any:
+            self.rounds += 1
+            self._come = max(self._come, self._order.index(int(key.rpartition("/")[2])) + 1)
+            return {"value": 1}
+
+        def get_all(self, prefix: str) -> Mapping[str, Any]:
+            return {str(process): {"value": 1} for process in self._order[: self._come]}
+
+    for order in (list(range(1, 1000)), list(range(999, 0, -1)), random.sample(range(1, 1000), 999)):
+        job = Arriving(order)
+        assert collective(job, "x", lambda: 0, sum, PATIENT) == 999
+        assert job.rounds < 40
+
+
+# -- calls by name ---------------------------------------------------------------------------------------------------
+
+
+def calls_of(coordinator: coordination.Coordinator) -> CollectiveCalls:
+    return CollectiveCalls(coordinator, "job", str)
+
+
+def looked(calls: CollectiveCalls, mine: int, secs: float = WAIT_SECS) -> list[int]:
+    return calls.collective("look", lambda: mine, list, secs)
+
+
+def both(one: Callable[[], Any], other: Callable[[], Any]) -> list[Any]:
+    """What two processes get that call at the same time."""
+    there = _threads.start(other)
+    here = one()
+    return [here, there.result(2 * WAIT_SECS)]
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_call_that_a_process_makes_alone_harms_no_later_one(alone: int) -> None:
+    """It raises, and names who did not come. What it told is not taken for what it tells in the next call."""
+    service = Service()
+    calls = [calls_of(InMemory(service, number, 2)) for number in range(2)]
+    for number in range(3):
+        with pytest.raises(CoordinationTimeoutError, match=f"process {1 - alone}.* did not answer"):
+            looked(calls[alone], -1, SHORT_SECS)
+        expected = [number, 10 + number]
+        found = both(
+            lambda number=number: looked(calls[0], number), lambda number=number: looked(calls[1], 10 + number)
+        )
+        assert found == [expected, expected]
+
+
+def test_a_process_that_fails_in_a_call_is_in_step_with_the_next_one() -> None:
+    """It does not take the decision of the call that it made fail for that of the next one."""
+    service = Service()
+    calls = [calls_of(InMemory(service, number, 2)) for number in range(2)]
+    for number in range(3):
+
+        def broken() -> int:
+            raise DamagedError("disk", "is torn")
+
+        def fails(one: CollectiveCalls, act: Callable[[], int]) -> None:
+            with pytest.raises(DamagedError, match="disk: is torn"):
+                one.collective("look", act, list, WAIT_SECS)
+
+        both(lambda: fails(calls[0], lambda: 1), lambda: fails(calls[1], broken))
+        found = both(
+            lambda number=number: looked(calls[0], number), lambda number=number: looked(calls[1], 10 + number)
+        )
+        assert found == [[number, 10 + number]] * 2
+
+
+def test_a_broadcast_that_the_primary_made_alone_is_taken_once_and_never_after_a_later_one() -> None:
+    """The primary numbers its calls."""
+    service = Service()
+    primary, other = (calls_of(InMemory(service, number, 2)) for number in range(2))
+    assert primary.broadcast("a", lambda: "first", WAIT_SECS) == "first"
+    assert primary.broadcast("b", lambda: "later", WAIT_SECS) == "later"
+    assert other.broadcast("b", str, WAIT_SECS) == "later"
+    assert both(
+        lambda: primary.broadcast("a", lambda: "second", WAIT_SECS), lambda: other.broadcast("a", str, WAIT_SECS)
+    ) == [
+        "second",
+        "second",
+    ]
+
+
+# -- real processes --------------------------------------------------------------------------------------------------
+
+
+def real_calls() -> list[Any]:
+    """What one of several real processes gets from calls that succeed, fail, and are made alone."""
+    me = jax.process_index()
+    coordinator = coordination.connect(False)
+    calls = calls_of(coordinator)
+    found: list[Any] = []
+
+    def note(call: Callable[[], Any]) -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    act = failing(2, DamagedError("disk", "is torn"))
+    note(lambda: collective(coordinator, "job/0", lambda: me, list, PATIENT))
+    note(lambda: collective(coordinator, "job/1", lambda: act(me), list, PATIENT))
+    note(lambda: broadcast(coordinator, "job/2", lambda: f"from {me}", PATIENT))
+    for late in range(3):  # each is late once, and in step afterwards
+        if me != late:
+            with contextlib.suppress(CoordinationTimeoutError):
+                looked(calls, -1, 2 * SHORT_SECS)
+                found.append(f"{late} was not missed")
+        collective(coordinator, f"job/meet/{late}", lambda: None, len, PATIENT)
+        note(lambda late=late: looked(calls, 10 * late + me))
+    return found
+
+
+def test_real_processes_get_one_decision_and_one_error() -> None:
+    """Three processes over the service of `jax.distributed`."""
+    found = run_worker("tests.agreement.test_collective:real_calls", {}, 3)
+    assert (
+        found
+        == [
+            [
+                [0, 1, 2],
+                "DamagedError: disk: is torn",
+                "from 0",
+                [0, 1, 2],
+                [10, 11, 12],
+                [20, 21, 22],
+            ]
+        ]
+        * 3
+    )
