@@ -4,12 +4,16 @@ Such a part stands between `<!-- made of NAME -->` and `<!-- end -->`, with a na
 several tables: `<!-- made of settings from NAME -->` has those from this setting up to the first one of the next table.
 """
 
+import inspect
 import pathlib
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from epochckpt._settings import RULES, SETTINGS
+from epochckpt.inspection import directory_views as views
+from epochckpt.inspection.rows import Overview
+from epochckpt.jobs.stop import CONDITIONS
 from epochckpt.options import BUCKET_SETTINGS
 from epochckpt.storage.schemes import SCHEMES
 
@@ -57,7 +61,33 @@ def bucket_settings() -> str:
     return table(["setting", "for", "what it is for"], rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"rules": rules, "bucket_settings": bucket_settings}
+def stop_conditions() -> str:
+    """The conditions of `ec.stop`, as their signatures and docstrings say."""
+    rows = []
+    for name, condition in CONDITIONS.items():
+        call = ""
+        if isinstance(condition, type):
+            parameters = inspect.signature(condition).parameters.values()
+            bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+            call = str(inspect.Signature(bare))
+        first = (inspect.getdoc(condition) or "").partition("\n")[0]
+        rows.append([f"`ec.stop.{name}{call}`", first.removeprefix("True ").removesuffix(".")])
+    return table(["condition", "true"], rows)
+
+
+def epoch_columns() -> str:
+    """The columns of epochs that say what they are about."""
+    columns = [column for column, _ in views.epoch_columns(Overview("", ()))]
+    rows = [[f"`{column.title.removeprefix('0 ')}`", column.tip] for column in columns if column.tip]
+    return table(["column", "what it shows"], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "rules": rules,
+    "bucket_settings": bucket_settings,
+    "stop_conditions": stop_conditions,
+    "epoch_columns": epoch_columns,
+}
 """What makes a part, by its name."""
 
 

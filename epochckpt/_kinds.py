@@ -3,7 +3,7 @@
 ```
 @dataclasses.dataclass(frozen=True)
 class Example:
-    threads: int = option(2, integer(1), "Threads that write.")
+    threads: int = dataclasses.field(default=2, metadata=option(integer(1), "Threads that write."))
 
 options_of(Example)["threads"].kind.parse("3")  # 3
 ```
@@ -194,9 +194,9 @@ class Option:
     help: str
 
 
-def option(default: Any, kind: Kind, help: str) -> Any:
-    """A field of a dataclass that is an option. `help` is for flags and docs/: sentences with full stops."""
-    return dataclasses.field(default=default, metadata={_OPTION: Option(kind, help)})
+def option(kind: Kind, help: str) -> dict[str, Option]:
+    """The metadata of a field that is an option. `help` is for flags and docs/: sentences with full stops."""
+    return {_OPTION: Option(kind, help)}
 
 
 def options_of(cls: type) -> dict[str, Option]:

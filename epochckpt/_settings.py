@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
@@ -18,7 +19,7 @@ from epochckpt import _text
 from epochckpt._kinds import NONE, Kind, boolean, choice, epoch_number, integer, list_of, matching, secs
 from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, say
-from epochckpt.jobs import Job, JobRunner
+from epochckpt.jobs import Job, JobRunner, stop
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.evaluator import follow
 from epochckpt.metadata import AbstractMetadataHandler, JsonMetadataHandler, SqliteMetadataHandler
@@ -26,7 +27,7 @@ from epochckpt.options import STORAGE_OPTIONS, StorageOptions
 from epochckpt.storage import path_text, with_settings
 
 OPTIONS, STORAGE = "CheckpointManagerOptions", "StorageOptions"
-MANAGER, RUNNER, FOLLOW = "CheckpointManager", "JobRunner", "follow"
+MANAGER, RUNNER, FOLLOW, JOB = "CheckpointManager", "JobRunner", "follow", "Job"
 _ROW = "setting"  # the key of a field's metadata
 _EVERY_EPOCH = "without it every epoch is kept"
 _NO_RANK = "without it no epoch is ranked"
@@ -56,6 +57,21 @@ _RESUME = Kind(
     lambda value: value if value in ("auto", "never", "must") else epoch_number(value),
     (12, "must"),
 )
+
+
+def _stop_condition(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("it is no text; in code, call job.stop_when(condition)")
+    stop.parsed(value)
+    return value
+
+
+_STOP = Kind(
+    "stop conditions joined by | and &, such as max_epochs(100) | nan('loss')",
+    _stop_condition,
+    ("max_epochs(100) | nan('loss')", *(repr(stop.of_example(name)) for name in stop.CONDITIONS)),
+    none="",
+)
 _HANDLER = Kind(
     "json, json:FILE or sqlite:FILE",
     matching(r"json(:\S(.*\S)?)?|sqlite:\S(.*\S)?"),
@@ -72,23 +88,22 @@ class Setting:
         kind: the values that it may have.
         owner: the class or function that has the option which it decides, such as `JobRunner`.
         option: the name of that option.
-        default: its value where none is given.
         help: what it is for.
         needs: the settings without which it says nothing, each with the reason.
         writes: whether it says nothing where everything is only read.
+        default: that of the field.
     """
 
     kind: Kind
     owner: str
     option: str
-    default: Any
     help: str
     needs: Mapping[str, str]
     writes: bool
+    default: Any = None
 
 
 def _of(
-    default: Any,
     kind: Kind,
     owner: str,
     *,
@@ -96,10 +111,10 @@ def _of(
     option: str = "",
     needs: Mapping[str, str] | None = None,
     writes: bool = False,
-) -> Any:
-    """A field of `Settings`. `option` is the name of the option that it decides, if it has another name."""
-    row = Setting(kind=kind, owner=owner, option=option, default=default, help=help, needs=needs or {}, writes=writes)
-    return dataclasses.field(default=default, metadata={_ROW: row})
+) -> dict[str, Setting]:
+    """The metadata of a setting. `option` is the name of the option that it decides, if that has another name."""
+    row = Setting(kind=kind, owner=owner, option=option, help=help, needs=needs or {}, writes=writes)
+    return {_ROW: row}
 
 
 def _storage(
@@ -108,7 +123,8 @@ def _storage(
     """A field of `Settings` for the storage option of this name, where default, kind and help stand."""
     option = STORAGE_OPTIONS[name]
     default = option.kind.parse(getattr(StorageOptions(), name))
-    return _of(default, kind or option.kind, STORAGE, help=option.help, needs=needs, writes=writes)
+    row = _of(kind or option.kind, STORAGE, help=option.help, needs=needs, writes=writes)
+    return field(default=default, metadata=row)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,99 +140,130 @@ class Settings:
     """
 
     # Where
-    directory: str | None = _of(None, _PATH, MANAGER, help="Where the epochs are: a path, or gs://… or s3://….")
-    read_only: bool = _of(False, boolean(), OPTIONS, help="Never write, wait for no other process. For evaluators.")
-    create: bool = _of(True, boolean(), OPTIONS, help="Create the directory if it is missing; else that is an error.")
-    node: str | None = _of(
-        None,
-        _TEXT,
-        MANAGER,
-        help="Name of this process's node, and of its folder in an epoch. Empty: process_0, process_1 and so on.",
+    directory: str | None = field(
+        default=None, metadata=_of(_PATH, MANAGER, help="Where the epochs are: a path, or gs://… or s3://….")
     )
-    step_prefix: str | None = _of(
-        None, _PREFIX, OPTIONS, help="What an epoch's folder is named before _ and the number. Empty: the number alone."
+    read_only: bool = field(
+        default=False, metadata=_of(boolean(), OPTIONS, help="Never write, wait for no other process. For evaluators.")
     )
-    step_format_fixed_length: int | None = _of(
-        None,
-        integer(1, none=NONE),
-        OPTIONS,
-        help="Digits of the number in an epoch's folder name, filled up with zeros.",
+    create: bool = field(
+        default=True,
+        metadata=_of(boolean(), OPTIONS, help="Create the directory if it is missing; else that is an error."),
+    )
+    node: str | None = field(
+        default=None,
+        metadata=_of(
+            _TEXT,
+            MANAGER,
+            help="Name of this process's node, and of its folder in an epoch. Empty: process_0, process_1 and so on.",
+        ),
+    )
+    step_prefix: str | None = field(
+        default=None,
+        metadata=_of(
+            _PREFIX, OPTIONS, help="What an epoch's folder is named before _ and the number. Empty: the number alone."
+        ),
+    )
+    step_format_fixed_length: int | None = field(
+        default=None,
+        metadata=_of(
+            integer(1, none=NONE), OPTIONS, help="Digits of the number in an epoch's folder name, filled up with zeros."
+        ),
     )
 
     # What is saved, and when
-    save_interval_steps: int = _of(
-        1,
-        integer(),
-        OPTIONS,
-        help="Save the epochs (Orbax's steps) that this number divides. 0: only save_on_steps. The first, and the last"
-        " of a run, are saved in any case.",
-        writes=True,
+    save_interval_steps: int = field(
+        default=1,
+        metadata=_of(
+            integer(),
+            OPTIONS,
+            help="Save the epochs (Orbax's steps) that this number divides. 0: only save_on_steps. The first, and the "
+            "last of a run, are saved in any case.",
+            writes=True,
+        ),
     )
-    save_on_steps: tuple[int, ...] = _of(
-        (), _EPOCHS, OPTIONS, help="Save these epochs, too: numbers with commas between them.", writes=True
+    save_on_steps: tuple[int, ...] = field(
+        default=(),
+        metadata=_of(_EPOCHS, OPTIONS, help="Save these epochs, too: numbers with commas between them.", writes=True),
     )
-    enable_async_checkpointing: bool = _of(
-        True,
-        boolean(),
-        OPTIONS,
-        help="Save in the background, while training goes on; else save() waits, and raises what went wrong.",
-        writes=True,
+    enable_async_checkpointing: bool = field(
+        default=True,
+        metadata=_of(
+            boolean(),
+            OPTIONS,
+            help="Save in the background, while training goes on; else save() waits, and raises what went wrong.",
+            writes=True,
+        ),
     )
 
     # What is kept
-    max_to_keep: int | None = _of(
-        None,
-        integer(1, none=NONE),
-        OPTIONS,
-        help="Keep so many epochs: the latest, or with best_metric the best. The latest is always kept. None: all.",
-        writes=True,
+    max_to_keep: int | None = field(
+        default=None,
+        metadata=_of(
+            integer(1, none=NONE),
+            OPTIONS,
+            help="Keep so many epochs: the latest, or with best_metric the best. The latest is always kept. None: all.",
+            writes=True,
+        ),
     )
-    keep_period: int | None = _of(
-        None,
-        integer(1, none=NONE),
-        OPTIONS,
-        help="Beyond max_to_keep, keep the epochs that this number divides.",
-        needs={"max_to_keep": _EVERY_EPOCH},
-        writes=True,
+    keep_period: int | None = field(
+        default=None,
+        metadata=_of(
+            integer(1, none=NONE),
+            OPTIONS,
+            help="Beyond max_to_keep, keep the epochs that this number divides.",
+            needs={"max_to_keep": _EVERY_EPOCH},
+            writes=True,
+        ),
     )
-    keep_time_interval_secs: float | None = _of(
-        None,
-        secs(1, none=NONE),
-        OPTIONS,
-        help="Beyond max_to_keep, keep one epoch for every so many seconds.",
-        option="keep_time_interval",
-        needs={"max_to_keep": _EVERY_EPOCH},
-        writes=True,
+    keep_time_interval_secs: float | None = field(
+        default=None,
+        metadata=_of(
+            secs(1, none=NONE),
+            OPTIONS,
+            help="Beyond max_to_keep, keep one epoch for every so many seconds.",
+            option="keep_time_interval",
+            needs={"max_to_keep": _EVERY_EPOCH},
+            writes=True,
+        ),
     )
-    best_metric: str | None = _of(
-        None,
-        _TEXT,
-        OPTIONS,
-        help="Name of the metric that ranks epochs: the best ones are kept, instead of the latest. One in an inner "
-        "mapping is named outer/inner. NaN is worst.",
-        option="best_fn",
+    best_metric: str | None = field(
+        default=None,
+        metadata=_of(
+            _TEXT,
+            OPTIONS,
+            help="Name of the metric that ranks epochs: the best ones are kept, instead of the latest. One in an inner "
+            "mapping is named outer/inner. NaN is worst.",
+            option="best_fn",
+        ),
     )
-    best_mode: Literal["max", "min"] = _of(
-        "max",
-        choice("max", "min"),
-        OPTIONS,
-        help="Whether a high or a low best_metric is good.",
-        needs={"best_metric": _NO_RANK},
+    best_mode: Literal["max", "min"] = field(
+        default="max",
+        metadata=_of(
+            choice("max", "min"),
+            OPTIONS,
+            help="Whether a high or a low best_metric is good.",
+            needs={"best_metric": _NO_RANK},
+        ),
     )
-    keep_checkpoints_without_metrics: bool = _of(
-        True,
-        boolean(),
-        OPTIONS,
-        help="Keep every epoch that lacks best_metric, beyond max_to_keep; else delete all of them but the latest.",
-        needs={"best_metric": _NO_RANK, "max_to_keep": _EVERY_EPOCH},
-        writes=True,
+    keep_checkpoints_without_metrics: bool = field(
+        default=True,
+        metadata=_of(
+            boolean(),
+            OPTIONS,
+            help="Keep every epoch that lacks best_metric, beyond max_to_keep; else delete all of them but the latest.",
+            needs={"best_metric": _NO_RANK, "max_to_keep": _EVERY_EPOCH},
+            writes=True,
+        ),
     )
-    todelete_subdir: str | None = _of(
-        None,
-        _TEXT,
-        OPTIONS,
-        help="Move deleted epochs to this folder in the directory, instead of removing them.",
-        writes=True,
+    todelete_subdir: str | None = field(
+        default=None,
+        metadata=_of(
+            _TEXT,
+            OPTIONS,
+            help="Move deleted epochs to this folder in the directory, instead of removing them.",
+            writes=True,
+        ),
     )
 
     # Waiting, memory and bytes
@@ -240,86 +287,118 @@ class Settings:
     mirror_keep: int | None = _storage("mirror_keep")
     mirror_backlog: int = _storage("mirror_backlog")
     local_disks: bool = _storage(
-        "local_disks",
-        needs={"mirror": "no disk has the whole of an epoch, so a host that is replaced needs a mirror"},
+        "local_disks", needs={"mirror": "no disk has the whole of an epoch, so a host that is replaced needs a mirror"}
     )
     store: Mapping[str, Any] | None = _storage("store")
 
     # The run
-    metadata_handler: str | None = _of(
-        None,
-        _HANDLER,
-        MANAGER,
-        help="Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many runs.",
-        writes=True,
+    metadata_handler: str | None = field(
+        default=None,
+        metadata=_of(
+            _HANDLER,
+            MANAGER,
+            help="Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many runs.",
+            writes=True,
+        ),
     )
-    resume: Literal["auto", "never", "must"] | int = _of(
-        "auto",
-        _RESUME,
-        RUNNER,
-        help="auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. must: "
-        "refused if there are none. A number: go back to this epoch; later ones are quarantined.",
-        writes=True,
+    resume: Literal["auto", "never", "must"] | int = field(
+        default="auto",
+        metadata=_of(
+            _RESUME,
+            RUNNER,
+            help="auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. "
+            "must: refused if there are none. A number: go back to this epoch; later ones are quarantined.",
+            writes=True,
+        ),
     )
-    include: tuple[str, ...] = _of(
-        (), _TEXTS, RUNNER, help="Checkpoint only blobs that match one of these patterns. Empty: all.", writes=True
+    stop_when: str | None = field(
+        default=None,
+        metadata=_of(
+            _STOP,
+            JOB,
+            help="End the run when this is true, too: conditions of ec.stop joined by | and &, such as "
+            "max_epochs(100) | nan('loss').",
+            writes=True,
+        ),
     )
-    exclude: tuple[str, ...] = _of(
-        (), _TEXTS, RUNNER, help="Do not checkpoint blobs that match one of these patterns.", writes=True
+    include: tuple[str, ...] = field(
+        default=(),
+        metadata=_of(
+            _TEXTS, RUNNER, help="Checkpoint only blobs that match one of these patterns. Empty: all.", writes=True
+        ),
     )
-    unsaved_blobs: Literal["warn", "error", "ignore"] = _of(
-        "warn",
-        choice("warn", "error", "ignore"),
-        RUNNER,
-        help="What to do after the first epoch about blobs that stay from epoch to epoch and are not checkpointed.",
-        writes=True,
+    exclude: tuple[str, ...] = field(
+        default=(),
+        metadata=_of(_TEXTS, RUNNER, help="Do not checkpoint blobs that match one of these patterns.", writes=True),
     )
-    preemption_deadline_secs: float | None = _of(
-        None,
-        secs(0, none=NONE),
-        RUNNER,
-        help="How long after a preemption notice an epoch may go on whose tasks ask ws.should_stop(); then it is "
-        "dropped, or saved as it is if it is resumable. None: until its end.",
-        option="deadline_secs",
-        writes=True,
+    unsaved_blobs: Literal["warn", "error", "ignore"] = field(
+        default="warn",
+        metadata=_of(
+            choice("warn", "error", "ignore"),
+            RUNNER,
+            help="What to do after the first epoch about blobs that stay from epoch to epoch and are not checkpointed.",
+            writes=True,
+        ),
     )
-    max_consecutive_save_failures: int | None = _of(
-        5,
-        integer(none=NONE),
-        RUNNER,
-        help="End the run when more saves than this in a row have failed. None: never.",
-        writes=True,
+    preemption_deadline_secs: float | None = field(
+        default=None,
+        metadata=_of(
+            secs(0, none=NONE),
+            RUNNER,
+            help="How long after a preemption notice an epoch may go on whose tasks ask ws.should_stop(); then it is "
+            "dropped, or saved as it is if it is resumable. None: until its end.",
+            option="deadline_secs",
+            writes=True,
+        ),
     )
-    raise_if_not_saved: bool = _of(
-        True, boolean(), RUNNER, help="End with an error if the last epoch could not be saved.", writes=True
+    max_consecutive_save_failures: int | None = field(
+        default=5,
+        metadata=_of(
+            integer(none=NONE),
+            RUNNER,
+            help="End the run when more saves than this in a row have failed. None: never.",
+            writes=True,
+        ),
     )
-    save_every_secs: float | None = _of(
-        None,
-        secs(none=NONE),
-        RUNNER,
-        help="Save the first epoch that ends so long after the last save began. None: as the policies say.",
-        writes=True,
+    raise_if_not_saved: bool = field(
+        default=True,
+        metadata=_of(boolean(), RUNNER, help="End with an error if the last epoch could not be saved.", writes=True),
     )
-    exchange_timeout_secs: float = _of(
-        600.0, secs(), RUNNER, help="How long the processes of a run wait for one that gives no sign of life."
+    save_every_secs: float | None = field(
+        default=None,
+        metadata=_of(
+            secs(none=NONE),
+            RUNNER,
+            help="Save the first epoch that ends so long after the last save began. None: as the policies say.",
+            writes=True,
+        ),
     )
-    progress: bool | None = _of(
-        None,
-        boolean(none=NONE),
-        RUNNER,
-        help="Show a progress bar. None: where output is a terminal or a notebook, and else a line per epoch.",
+    exchange_timeout_secs: float = field(
+        default=600.0,
+        metadata=_of(secs(), RUNNER, help="How long the processes of a run wait for one that gives no sign of life."),
+    )
+    progress: bool | None = field(
+        default=None,
+        metadata=_of(
+            boolean(none=NONE),
+            RUNNER,
+            help="Show a progress bar. None: where output is a terminal or a notebook, and else a line per epoch.",
+        ),
     )
 
     # Following
-    follow_interval_secs: float = _of(
-        1.0, secs(), FOLLOW, help="How often an evaluator looks for new epochs.", option="interval_secs"
+    follow_interval_secs: float = field(
+        default=1.0,
+        metadata=_of(secs(), FOLLOW, help="How often an evaluator looks for new epochs.", option="interval_secs"),
     )
-    follow_timeout_secs: float | None = _of(
-        None,
-        secs(0, none=NONE),
-        FOLLOW,
-        help="An evaluator ends when there was no new epoch for so long. None: never.",
-        option="timeout_secs",
+    follow_timeout_secs: float | None = field(
+        default=None,
+        metadata=_of(
+            secs(0, none=NONE),
+            FOLLOW,
+            help="An evaluator ends when there was no new epoch for so long. None: never.",
+            option="timeout_secs",
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -368,13 +447,18 @@ class Settings:
     def runner(self, job: Job, manager: Any = None, **overrides: Any) -> JobRunner:
         """A runner of a job, on the given manager or on `self.manager()`, which is closed when the program ends.
 
-        `overrides` are arguments of `JobRunner`, and take precedence over the settings.
+        `overrides` are arguments of `JobRunner`, and take precedence over the settings. The condition of `stop_when` is
+        added to those of the job.
 
         Raises:
             InvalidArgumentError: see `manager` and `JobRunner`; or everything is to be only read.
         """
         if self.read_only:
             raise InvalidArgumentError("read_only: a runner saves; open the directory with manager(), or follow() it")
+        if self.stop_when is not None:
+            condition = stop.parsed(self.stop_when)
+            if repr(condition) not in map(repr, job.stop_conditions):  # a second runner of the job adds none
+                job.stop_when(condition)
         arguments = self._options_of(RUNNER)
         arguments |= {"include": self.include or None, "exclude": self.exclude or None}
         if isinstance(self.resume, int):
@@ -408,8 +492,11 @@ def _with_directory(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table() -> dict[str, Setting]:
-    rows = {field.name: field.metadata[_ROW] for field in dataclasses.fields(Settings)}
-    return {name: dataclasses.replace(row, option=row.option or name) for name, row in rows.items()}
+    table = {}
+    for each in dataclasses.fields(Settings):
+        row = each.metadata[_ROW]
+        table[each.name] = dataclasses.replace(row, option=row.option or each.name, default=each.default)
+    return table
 
 
 SETTINGS: Mapping[str, Setting] = _table()

@@ -146,9 +146,9 @@ def join_orbax() -> None:
 
     The managers call it when they are imported, which imports Orbax anyway. The bases cannot be the right ones from the
     start: `directory` raises these errors, too, and a look at a directory (`epochckpt ls`) must not wait for Orbax's
-    import. Nor can the managers raise subclasses of their own: an `except` clause looks at real bases only, so each
-    call of a manager, a reader or a job that may meet a missing epoch would have to catch the error of `directory` and
-    raise another one in its place. Therefore the bases change, once, here and nowhere else.
+    import. The managers cannot raise subclasses of their own either. An `except` clause looks at real bases only, so
+    every call that may meet a missing epoch, of a manager, a reader or a job, would have to replace the error that
+    `directory` raised. Therefore the bases change, once, here and nowhere else.
     """
     from orbax.checkpoint import v1
     from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError

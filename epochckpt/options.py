@@ -6,6 +6,7 @@ import dataclasses
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from typing import Any, Literal
 
 from epochckpt import _text, _units
@@ -56,47 +57,65 @@ class BucketSettings(Mapping[str, Any]):
     A setting that concerns servers or identities is for the schemes whose rows name it, see `storage.schemes`.
     """
 
-    endpoint: str | None = option(
-        None,
-        _ENDPOINT,
-        "The server: `https://host:port`, or `https://host/path` where a gateway serves the store below a path; on "
-        "`gs` with credentials, unless `anonymous`. Without it the cloud's own.",
+    endpoint: str | None = field(
+        default=None,
+        metadata=option(
+            _ENDPOINT,
+            "The server: `https://host:port`, or `https://host/path` where a gateway serves the store below a path; on "
+            "`gs` with credentials, unless `anonymous`. Without it the cloud's own.",
+        ),
     )
-    account: str | None = option(
-        None,
-        Kind("the name of a storage account", matching(r"[\w-]+"), ("account-1",)),
-        "The storage account that the container belongs to.",
+    account: str | None = field(
+        default=None,
+        metadata=option(
+            Kind("the name of a storage account", matching(r"[\w-]+"), ("account-1",)),
+            "The storage account that the container belongs to.",
+        ),
     )
-    region: str | None = option(
-        None, Kind("the name of a region", matching(r"[\w-]+"), ("eu-west-1",)), "The bucket's region."
+    region: str | None = field(
+        default=None,
+        metadata=option(Kind("the name of a region", matching(r"[\w-]+"), ("eu-west-1",)), "The bucket's region."),
     )
-    profile: str | None = option(
-        None,
-        Kind("the name of a profile in ~/.aws", matching(r"[^\x00-\x1f\x7f]+"), ("a profile",)),
-        "A profile of `~/.aws`: its credentials, and its region and endpoint where they are not given; needs boto3.",
+    profile: str | None = field(
+        default=None,
+        metadata=option(
+            Kind("the name of a profile in ~/.aws", matching(r"[^\x00-\x1f\x7f]+"), ("a profile",)),
+            "A profile of `~/.aws`: its credentials, and its region and endpoint where they are not given; needs "
+            "boto3.",
+        ),
     )
-    requester_pays: bool | str | None = option(
-        None,
-        Kind("true or false; on gs:// the project that pays", _payer, (True, "project-1")),
-        "Who reads pays: `true` on S3; on Google Cloud Storage the project that pays.",
+    requester_pays: bool | str | None = field(
+        default=None,
+        metadata=option(
+            Kind("true or false; on gs:// the project that pays", _payer, (True, "project-1")),
+            "Who reads pays: `true` on S3; on Google Cloud Storage the project that pays.",
+        ),
     )
-    anonymous: bool | None = option(
-        None,
-        Kind("true or false", _true_or_false, (False,)),
-        "`true`: credentials are neither looked for nor sent. For public buckets.",
+    anonymous: bool | None = field(
+        default=None,
+        metadata=option(
+            Kind("true or false", _true_or_false, (False,)),
+            "`true`: credentials are neither looked for nor sent. For public buckets.",
+        ),
     )
-    retries: int | None = option(
-        None, integer(0, 100), "How often a request is repeated that the store refuses for the moment (8)."
+    retries: int | None = field(
+        default=None,
+        metadata=option(integer(0, 100), "How often a request is repeated that the store refuses for the moment (8)."),
     )
-    first_retry_secs: float | None = option(
-        None, _PAUSE, "The pause before a request is repeated (0.2 s); each further one is twice as long."
+    first_retry_secs: float | None = field(
+        default=None,
+        metadata=option(_PAUSE, "The pause before a request is repeated (0.2 s); each further one is twice as long."),
     )
-    longest_retry_secs: float | None = option(None, _PAUSE, "The longest of these pauses (8 s).")
-    concurrency: int | None = option(
-        None,
-        integer(1, 1000),
-        "Requests under way at once, where there are many (16): uploads of chunks of 8 MiB, reads of up to 16 MiB, and "
-        "small ones. Beside the state, a save holds this many chunks in memory.",
+    longest_retry_secs: float | None = field(
+        default=None, metadata=option(_PAUSE, "The longest of these pauses (8 s).")
+    )
+    concurrency: int | None = field(
+        default=None,
+        metadata=option(
+            integer(1, 1000),
+            "Requests under way at once, where there are many (16): uploads of chunks of 8 MiB, reads of up to 16 "
+            "MiB, and small ones. Beside the state, a save holds this many chunks in memory.",
+        ),
     )
 
     @classmethod
@@ -250,98 +269,138 @@ class StorageOptions:
             says comes first, the environment last. It is ignored on file systems.
     """
 
-    io_threads: int = option(2, integer(1), "Threads per process that read or write files.")
-    block_bytes: int = option(4 * 2**20, nbytes(4096, 256 * 2**20), "Unit of writing, checksums and verified reading.")
-    part_bytes: int | None = option(
-        None,
-        nbytes(none=NONE),
-        "Continue a data file in another one past this size; on object stores also cut larger arrays by rows. None: "
-        "never on file systems, 64MiB on object stores.",
+    io_threads: int = field(default=2, metadata=option(integer(1), "Threads per process that read or write files."))
+    block_bytes: int = field(
+        default=4 * 2**20,
+        metadata=option(nbytes(4096, 256 * 2**20), "Unit of writing, checksums and verified reading."),
     )
-    replica_split_bytes: int = option(
-        16 * 2**20, nbytes(), "Replicated arrays above this size are written by several processes."
-    )
-    host_memory_limit_bytes: int | None = option(
-        None,
-        nbytes(none=NONE),
-        "Host memory per process for copies of what is being saved: save() waits for room. None: half the machine's.",
-    )
-    snapshot: Literal["auto", "device", "pinned_host", "host"] = option(
-        "auto",
-        choice("auto", "device", "pinned_host", "host"),
-        "Where arrays on GPUs and TPUs are copied to before save() returns: device, pinned_host or host. auto: device "
-        "where its memory allows, else pinned_host.",
-    )
-    max_blocked_secs: Duration[float | None] = option(
-        Duration(10.0, none=True),
-        secs(none=NONE),
-        "How long save() may hold training while storage is behind; then the new save fails. None: until older saves "
-        "have ended.",
-    )
-    save_timeout_secs: Duration[float] = option(
-        Duration(600.0), secs(), "A save fails if a node has not reported after so many seconds."
-    )
-    open_timeout_secs: Duration[float] = option(
-        Duration(300.0), secs(), "How long opening, deleting and rolling back wait for other processes."
-    )
-    restore_timeout_secs: Duration[float] = option(
-        Duration(600.0), secs(), "How long restoring the latest epoch waits for other processes."
-    )
-    restore_memory_limit_bytes: int | None = option(
-        None,
-        nbytes(none=NONE),
-        "Host memory that a restore may need beyond its result: it then reads so much at a time. None: all at once.",
-    )
-    direct_io: bool = option(
-        True,
-        boolean(),
-        "Write large files past the page cache; false keeps the newest epoch in it. File systems only.",
-    )
-    broadcast_restore: bool | None = option(
-        None,
-        boolean(none=NONE),
-        "The processes of a job read once, together, what several of them need. None: if Orbax's "
-        "single_host_load_and_broadcast asks for it.",
-    )
-    orbax_view: bool = option(
-        True, boolean(), "Also write the index through which stock Orbax reads epochs; file systems and gs://."
-    )
-    verify: bool = option(
-        True, boolean(), "Check the blocks of arrays that are read against their checksums; other files always are."
-    )
-    mirror: str | None = option(
-        None,
-        Kind("a path or URL", matching(".+"), ("gs://bucket/run",), none=""),
-        "Another directory, as a rule a bucket, that committed epochs are copied to in the background.",
-    )
-    mirror_every: int = option(1, integer(1), "Copy every n-th committed epoch, and the newest at the end.")
-    mirror_keep: int | None = option(
-        None, integer(1, none=NONE), "Keep so many epochs in the mirror, the newest ones. None: all."
-    )
-    mirror_backlog: int = option(
-        4, integer(1), "So many epochs may wait for the mirror; if there are more, the oldest is not mirrored."
-    )
-    local_disks: bool = option(False, boolean(), "The directory is on a disk of each process's own; needs a mirror.")
-    store: Mapping[str, Any] = option(
-        BucketSettings(),
-        Kind(
-            "settings of a bucket, such as endpoint=http://host:9000&region=eu-west-1",
-            lambda value: BucketSettings.of(value, "settings") or None,
-            ({"endpoint": "http://localhost:9000", "anonymous": True, "retries": 3},),
-            write=lambda value: BucketSettings.of(value, "settings").query(),
-            none="",
-            private=True,  # somebody may have put a secret there
+    part_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            nbytes(none=NONE),
+            "Continue a data file in another one past this size; on object stores also cut larger arrays by rows. "
+            "None: never on file systems, 64MiB on object stores.",
         ),
-        "How a bucket is reached: name=value with & between them, as in a URL's query, which comes first. Names: "
-        f"{', '.join(BUCKET_SETTINGS)}.",
+    )
+    replica_split_bytes: int = field(
+        default=16 * 2**20,
+        metadata=option(nbytes(), "Replicated arrays above this size are written by several processes."),
+    )
+    host_memory_limit_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            nbytes(none=NONE),
+            "Host memory per process for copies of what is being saved: save() waits for room. None: half the "
+            "machine's.",
+        ),
+    )
+    snapshot: Literal["auto", "device", "pinned_host", "host"] = field(
+        default="auto",
+        metadata=option(
+            choice("auto", "device", "pinned_host", "host"),
+            "Where arrays on GPUs and TPUs are copied to before save() returns: device, pinned_host or host. auto: "
+            "device where its memory allows, else pinned_host.",
+        ),
+    )
+    max_blocked_secs: Duration[float | None] = field(
+        default=Duration(10.0, none=True),
+        metadata=option(
+            secs(none=NONE),
+            "How long save() may hold training while storage is behind; then the new save fails. None: until older "
+            "saves have ended.",
+        ),
+    )
+    save_timeout_secs: Duration[float] = field(
+        default=Duration(600.0),
+        metadata=option(secs(), "A save fails if a node has not reported after so many seconds."),
+    )
+    open_timeout_secs: Duration[float] = field(
+        default=Duration(300.0),
+        metadata=option(secs(), "How long opening, deleting and rolling back wait for other processes."),
+    )
+    restore_timeout_secs: Duration[float] = field(
+        default=Duration(600.0),
+        metadata=option(secs(), "How long restoring the latest epoch waits for other processes."),
+    )
+    restore_memory_limit_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            nbytes(none=NONE),
+            "Host memory that a restore may need beyond its result: it then reads so much at a time. None: all at "
+            "once.",
+        ),
+    )
+    direct_io: bool = field(
+        default=True,
+        metadata=option(
+            boolean(), "Write large files past the page cache; false keeps the newest epoch in it. File systems only."
+        ),
+    )
+    broadcast_restore: bool | None = field(
+        default=None,
+        metadata=option(
+            boolean(none=NONE),
+            "The processes of a job read once, together, what several of them need. None: if Orbax's "
+            "single_host_load_and_broadcast asks for it.",
+        ),
+    )
+    orbax_view: bool = field(
+        default=True,
+        metadata=option(
+            boolean(), "Also write the index through which stock Orbax reads epochs; file systems and gs://."
+        ),
+    )
+    verify: bool = field(
+        default=True,
+        metadata=option(
+            boolean(), "Check the blocks of arrays that are read against their checksums; other files always are."
+        ),
+    )
+    mirror: str | None = field(
+        default=None,
+        metadata=option(
+            Kind("a path or URL", matching(".+"), ("gs://bucket/run",), none=""),
+            "Another directory, as a rule a bucket, that committed epochs are copied to in the background.",
+        ),
+    )
+    mirror_every: int = field(
+        default=1, metadata=option(integer(1), "Copy every n-th committed epoch, and the newest at the end.")
+    )
+    mirror_keep: int | None = field(
+        default=None,
+        metadata=option(integer(1, none=NONE), "Keep so many epochs in the mirror, the newest ones. None: all."),
+    )
+    mirror_backlog: int = field(
+        default=4,
+        metadata=option(
+            integer(1), "So many epochs may wait for the mirror; if there are more, the oldest is not mirrored."
+        ),
+    )
+    local_disks: bool = field(
+        default=False, metadata=option(boolean(), "The directory is on a disk of each process's own; needs a mirror.")
+    )
+    store: Mapping[str, Any] = field(
+        default=BucketSettings(),
+        metadata=option(
+            Kind(
+                "settings of a bucket, such as endpoint=http://host:9000&region=eu-west-1",
+                lambda value: BucketSettings.of(value, "settings") or None,
+                ({"endpoint": "http://localhost:9000", "anonymous": True, "retries": 3},),
+                write=lambda value: BucketSettings.of(value, "settings").query(),
+                none="",
+                private=True,  # somebody may have put a secret there
+            ),
+            "How a bucket is reached: name=value with & between them, as in a URL's query, which comes first. Names: "
+            f"{', '.join(BUCKET_SETTINGS)}.",
+        ),
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store", BucketSettings.of(self.store, "StorageOptions.store"))
-        for field in dataclasses.fields(self):
-            if field.name == "store" or isinstance(field.default, Duration):  # checked as it was set
+        for each in dataclasses.fields(self):
+            if each.name == "store" or isinstance(each.default, Duration):  # checked as it was set
                 continue
-            STORAGE_OPTIONS[field.name].kind.check(f"StorageOptions.{field.name}", getattr(self, field.name))
+            STORAGE_OPTIONS[each.name].kind.check(f"StorageOptions.{each.name}", getattr(self, each.name))
         if self.local_disks and self.mirror is None:
             raise InvalidArgumentError(
                 "StorageOptions.local_disks needs a mirror: no disk has the whole of an epoch, so that a host which is "

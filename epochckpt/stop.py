@@ -7,30 +7,5 @@ Examples:
     >>> job = ec.Job(stop_conditions=[until])
 """
 
-from epochckpt.jobs.stop import (
-    Condition,
-    Context,
-    as_condition,
-    file_exists,
-    max_epochs,
-    max_steps,
-    max_time,
-    nan,
-    no_improvement,
-    preempted,
-    target,
-)
-
-__all__ = [
-    "Condition",
-    "Context",
-    "as_condition",
-    "file_exists",
-    "max_epochs",
-    "max_steps",
-    "max_time",
-    "nan",
-    "no_improvement",
-    "preempted",
-    "target",
-]
+from epochckpt.jobs.stop import *  # noqa: F403 - what its `__all__` lists
+from epochckpt.jobs.stop import __all__ as __all__

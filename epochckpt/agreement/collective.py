@@ -235,7 +235,7 @@ class CollectiveCalls:
 
     - another process than the primary waits in vain, raises, and does not count the call;
     - the primary decides a broadcast at once. Another process that makes this call next takes that decision, unless it
-      has received a later one: the primary numbers all its calls, and calls are made in one order everywhere;
+      has received a later one. The primary numbers all its calls for that, and all processes make calls in one order;
     - where the primary did not wait any longer for a process, that process passes over the call.
     """
 

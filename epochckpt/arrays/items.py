@@ -436,7 +436,10 @@ def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[
     for name in names:
         paths.check_item_name(name, folders)
         if known and name not in known:
-            raise InvalidArgumentError(f"item {name!r} is not among item_names={list(known)}")
+            raise InvalidArgumentError(
+                f"item {name!r} is not among item_names={list(known)} (in Orbax's words: it does not match with any "
+                "registered handler)"
+            )
 
 
 def _with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]) -> Any:

@@ -282,15 +282,16 @@ class Commits(abc.ABC):
                     found[name] = record
         return found
 
-    def check_shallow(self, record: EpochRecord) -> None:
-        """Raises DamagedError for the first file that is missing or has another size than recorded; reads none."""
+    def check_shallow(self, record: EpochRecord, *, is_partial: bool = False) -> None:
+        """Raises DamagedError for the first file that is missing or has another size than recorded; reads none.
+
+        A partial directory has the parts of one host, and the nodes of the others lie elsewhere.
+        """
         folder = self.folder(record.epoch)
         if isinstance(record, steps.OrbaxRecord):
             steps.check(self.store, folder, record)
-        # In a directory that has the parts of one host, the nodes of the others lie elsewhere.
-        part = self.store.renames and self.store.exists(paths.HOST_RECORD)
         for number in range(len(record.nodes)):
-            if not part or self.store.exists(paths.join(folder, record.node_folder(number))):
+            if not is_partial or self.store.exists(paths.join(folder, record.node_folder(number))):
                 self.check_node(folder, record, number)
 
     def check_node(self, folder: str, record: EpochRecord, number: int, sizes: Mapping[str, int] | None = None) -> None:

@@ -35,7 +35,7 @@ MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
 LINEAGE_RECORD = "_epochckpt/lineage.json"  # of a mirror on a file system, see `directory.lineage`
 METRICS_LOG = "_epochckpt/metrics.jsonl"  # of deleted epochs, see `directory.metrics_log`
 METRICS_PART_PREFIX = "metrics-"  # of the names of its parts on object stores, see `directory.object_log`
-HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `saving.host_record`
+HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `tiers.host_record`
 ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
 
 MAX_EPOCH = 2**63 - 1

@@ -97,7 +97,7 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     names = _metrics(found)
     view += _curves(found, names[:_COLUMNS])
     if found.epochs:
-        view.append(_epochs(found, names, usual))
+        view.append(table(found.epochs, *epoch_columns(found), below=_remark)._replace(recent=_RECENT))
         view += _legend(found)
     if more := names[_COLUMNS:]:
         view.append(faint(f"{_units.several(len(more), 'more metric', 'more metrics')}: {', '.join(more[:_COLUMNS])}"))
@@ -332,7 +332,9 @@ def _curve(points: Sequence[tuple[int, float]]) -> kinds.Strip:
     return kinds.Strip(tuple(marks))
 
 
-def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.Table:
+def epoch_columns(found: rows.Overview) -> list[tuple[Column, kinds.Cells[rows.EpochRow]]]:
+    """The columns of the epochs of a directory, in their order, each with what makes its cells: for every view."""
+    usual = _Usual(found)
     # Nodes of the newest epoch come first, in their order, then those that only older epochs have.
     nodes = list(dict.fromkeys(node.name for row in reversed(found.epochs) for node in row.nodes))
     mixed = any(row.writer != "epochckpt" for row in found.epochs)
@@ -366,19 +368,14 @@ def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.
         node = slow_node(row)
         return () if node is None else (Span(node.name, Tone.WARN, 60), f" {_units.secs(node.secs)}")
 
-    def remark(row: rows.EpochRow) -> Words:
-        damage = "; ".join(f"{node.name}: {node.detail}" for node in row.nodes[:_NODES] if node.detail)
-        return Span(row.detail or damage, Tone.PLAIN if row.state == rows.COMMITTED else tone(row.state), 600)
-
-    made = table(
-        found.epochs,
+    return [
         (Column(found.unit, 0, right=True), lambda row: Span(str(row.epoch), Tone.STRONG)),
         (Column("", 0), marks),
         (Column("", 0), state),
         (Column("age", 0, right=True, tip="since the commit, or since the last write of a save"), age),
         *(
             (_measures(name, [figure(flat(row.metrics).get(name)) for row in found.epochs], 1 + i), measured(name))
-            for i, name in enumerate(names[:_COLUMNS])
+            for i, name in enumerate(_metrics(found)[:_COLUMNS])
         ),
         (
             strip_column(len(nodes)),
@@ -390,9 +387,13 @@ def _epochs(found: rows.Overview, names: Sequence[str], usual: _Usual) -> kinds.
         (Column("blocked", 7, right=True, tip="how long the training thread waited"), usual.blocked_of),
         (Column("by", 9), lambda row: Span(row.writer if mixed else "", Tone.FAINT)),
         (Column("in", 5, tip="the directory itself (local), its mirror, or both"), lambda row: row.tier),
-        below=remark,
-    )
-    return made._replace(recent=_RECENT)
+    ]
+
+
+def _remark(row: rows.EpochRow) -> Words:
+    """What is shown below the row of an epoch."""
+    damage = "; ".join(f"{node.name}: {node.detail}" for node in row.nodes[:_NODES] if node.detail)
+    return Span(row.detail or damage, Tone.PLAIN if row.state == rows.COMMITTED else tone(row.state), 600)
 
 
 def leftovers(found: Sequence[rows.LeftoverRow], unit: str) -> kinds.Table:

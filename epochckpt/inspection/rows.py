@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from epochckpt._metrics import flat, numbers
 from epochckpt.format.tree import EMPTY_KINDS
+
+if TYPE_CHECKING:
+    from epochckpt.format import EpochRecord
 
 COMMITTED = "committed"
 NEWER = "newer"  # committed, and only a newer epochckpt can read it
@@ -34,21 +37,34 @@ class NodeRow:
     detail: str = ""  # what is damaged
 
 
+_FACT = "of_record"  # the key of a field's metadata
+
+
+def _fact(default: Any, of_record: Callable[[EpochRecord], Any]) -> Any:
+    """A field that a record tells; `default` where none was read."""
+    return dataclasses.field(default=default, metadata={_FACT: of_record})
+
+
 @dataclasses.dataclass(frozen=True)
 class EpochRow:
-    """One epoch, or one attempt at saving an epoch that has not been committed."""
+    """One epoch, or one attempt at saving an epoch that has not been committed.
+
+    A field that the epoch's record tells says how, see `facts_of`. To show one, add a column to
+    `directory_views.epoch_columns`, for `ls` and notebooks; JSON has every field.
+    """
 
     epoch: int
     state: str  # COMMITTED, DAMAGED, NEWER, IN_PROGRESS or ABANDONED
     writer: str = "epochckpt"  # or `orbax`
     detail: str = ""  # why the epoch cannot be read, or what is known of the attempt
     folder: str = ""  # relative to the directory
-    attempt: str = ""  # its id
+    attempt: str = _fact("", lambda record: record.attempt)  # its id
     nodes: tuple[NodeRow, ...] = ()  # none in a step of stock Orbax; of more than 16 as `notes`
-    nbytes: int = 0
-    started_ns: int | None = None
-    committed_ns: int | None = None
-    blocked_secs: float | None = None  # how long the save blocked the training thread of the primary
+    nbytes: int = _fact(0, lambda record: record.nbytes)
+    started_ns: int | None = _fact(None, lambda record: record.started_ns)
+    committed_ns: int | None = _fact(None, lambda record: record.committed_ns)
+    # How long the save blocked the training thread of the primary.
+    blocked_secs: float | None = _fact(None, lambda record: record.timings.get("blocked_secs"))
     age_secs: float | None = None  # of an attempt: time since the last write to it
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # saved with the epoch, and attached later
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of metrics attached later, by metric
@@ -73,6 +89,12 @@ class EpochRow:
         """The node that wrote longest, if several nodes did."""
         timed = [n for n in self.nodes if n.secs is not None]
         return max(timed, key=lambda n: n.secs or 0.0).name if len(timed) > 1 else None
+
+
+def facts_of(record: EpochRecord) -> dict[str, Any]:
+    """The fields of `EpochRow` that a record tells."""
+    fields = dataclasses.fields(EpochRow)
+    return {field.name: field.metadata[_FACT](record) for field in fields if _FACT in field.metadata}
 
 
 ATTEMPT = "attempt"  # a save that failed, died, or is under way

@@ -30,6 +30,7 @@ from epochckpt.inspection.rows import (
     LeftoverRow,
     NodeRow,
     Overview,
+    facts_of,
 )
 from epochckpt.jobs.notes import NOTES
 from epochckpt.orbax import StepNames, step_names, steps
@@ -257,16 +258,12 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
         record.epoch,
         COMMITTED,
         folder=folder,
-        attempt=record.attempt,
         nodes=tuple(_nodes(record)),
-        nbytes=record.nbytes,
-        started_ns=record.started_ns,
-        committed_ns=record.committed_ns,
-        blocked_secs=record.timings.get("blocked_secs"),
         metrics=metrics if isinstance(metrics, Mapping) else {} if metrics is None else {"metrics": metrics},
         custom_metadata=custom,
         notes=notes if isinstance(notes, Mapping) else {},
         unit="step" if isinstance(notes, Mapping) and notes.get("unit") == "step" else "epoch",
+        **facts_of(record),
     )
 
 

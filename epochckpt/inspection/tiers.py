@@ -10,8 +10,7 @@ from epochckpt import errors
 from epochckpt.format import paths
 from epochckpt.inspection import whole_run
 from epochckpt.inspection.rows import BOTH, COMMITTED, DAMAGED, LOCAL, MIRROR, NEWER, EpochRow, Overview
-from epochckpt.saving.host_record import HostRecord, read_host_record
-from epochckpt.tiers import Ledger, read_ledger
+from epochckpt.tiers import HostRecord, Ledger, read_host_record, read_ledger
 
 if TYPE_CHECKING:
     from epochckpt.directory import Commits

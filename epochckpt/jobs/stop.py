@@ -2,6 +2,8 @@
 
 - `|` and `&` show every epoch to every operand: a condition that counts epochs never misses one.
 - An answer that is no bool is an error: a forgotten `return` cannot make a run train for ever.
+- A condition that is `registered` is one of `ec.stop`: flags take it, docs/jobs-reference.md lists it, and tests try
+  its `example`. All else that is known of it stands in its class.
 - The state of a condition is a JSON value, saved under the condition's `repr`. A condition whose `repr` has changed
   starts fresh; so does one whose state cannot be used, with a warning: no state keeps a run from resuming.
 """
@@ -9,6 +11,7 @@
 from __future__ import annotations
 
 import abc
+import ast
 import contextlib
 import copy
 import dataclasses
@@ -19,7 +22,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,21 @@ from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.format import checksums
 from epochckpt.storage import expanded, open_file, path_text, plain, with_settings
+
+__all__ = [
+    "Condition",
+    "Context",
+    "as_condition",
+    "file_exists",
+    "max_epochs",
+    "max_steps",
+    "max_time",
+    "metric_above",
+    "nan",
+    "no_improvement",
+    "preempted",
+    "target",
+]
 
 Mode = Literal["max", "min"]
 _JSON = "$json"
@@ -73,6 +91,9 @@ class Condition(abc.ABC):
 
     operands: Sequence[Condition] = ()
     """The conditions that `|` or `&` has joined; empty for all others."""
+
+    example: ClassVar[tuple[Any, ...]] = ()
+    """Arguments that make such a condition, for tests."""
 
     _repr = ""  # its `repr`, where that is not its class's name
 
@@ -159,6 +180,19 @@ class _Wrapped(Condition):
             self.function.set_state(copy.deepcopy(self._fresh[0]) if state is None else state)
 
 
+CONDITIONS: dict[str, type[Condition] | Condition] = {}
+"""The conditions of `ec.stop`, by name: classes, and conditions without parameters."""
+
+C = TypeVar("C", bound="type[Condition] | Condition")
+
+
+def registered(condition: C) -> C:
+    """Adds a condition to those of `ec.stop`."""
+    CONDITIONS[condition.__name__ if isinstance(condition, type) else repr(condition)] = condition
+    return condition
+
+
+@registered
 class max_epochs(Condition):
     """True once `n` epochs, at least 1, have been completed by all runs together.
 
@@ -167,6 +201,7 @@ class max_epochs(Condition):
     """
 
     unit = "epoch"
+    example = (5,)
 
     def __init__(self, n: int):
         self.n = _count(f"max_{self.unit}s(n)", n)
@@ -178,6 +213,7 @@ class max_epochs(Condition):
         return ctx.epoch >= self.n
 
 
+@registered
 class max_steps(max_epochs):
     """True once `n` steps, at least 1, have been completed by all runs together, of a job that counts steps.
 
@@ -188,13 +224,16 @@ class max_steps(max_epochs):
     unit = "step"
 
 
+@registered
 class max_time(Condition):
-    """True after the first epoch that ends when the time is up.
+    """True after the first epoch that ends when so many seconds, or `"2h"`, of this run or of all runs are over.
 
     Args:
         secs: seconds, more than 0, or a duration such as `"15min"` or `"2h"`.
         total: count the time of all runs of the job; without it this run's only, so that every start has as much.
     """
+
+    example = ("15min",)
 
     def __init__(self, secs: float | str, total: bool = False):
         try:
@@ -210,7 +249,7 @@ class max_time(Condition):
         return (ctx.total_secs if self._total else ctx.elapsed_secs) >= self._secs
 
 
-class _OfMetric(Condition):
+class OfMetric(Condition):
     """A condition on the value of one metric."""
 
     def __init__(self, metric: str, mode: Mode = "max"):
@@ -243,7 +282,8 @@ class _OfMetric(Condition):
         """Whether this value of the metric makes the condition true."""
 
 
-class target(_OfMetric):
+@registered
+class target(OfMetric):
     """True after an epoch whose metric has reached a value.
 
     Args:
@@ -251,6 +291,8 @@ class target(_OfMetric):
         value: what to reach.
         mode: "max": reached by this much or more; "min": by this much or less.
     """
+
+    example = ("x", 0.5)
 
     def __init__(self, metric: str, value: float, mode: Mode = "max"):
         super().__init__(metric, mode)
@@ -261,8 +303,31 @@ class target(_OfMetric):
         return self._sign * value >= self._sign * self._value
 
 
-class nan(_OfMetric):
+@registered
+class metric_above(OfMetric):
+    """True after an epoch whose metric is above a limit: for what must not grow, such as a loss that diverges.
+
+    Args:
+        metric: its name.
+        limit: the largest value that is still in order. NaN is not above it: see `nan`.
+    """
+
+    example = ("x", 10.0)
+
+    def __init__(self, metric: str, limit: float):
+        super().__init__(metric)
+        self._limit = _number("metric_above(limit)", limit)
+        self._repr = f"metric_above({metric!r}, {self._limit})"
+
+    def _look(self, value: float) -> bool:
+        return value > self._limit
+
+
+@registered
+class nan(OfMetric):
     """True after an epoch whose metric of this name is NaN (an infinity is not)."""
+
+    example = ("x",)
 
     def __init__(self, metric: str):
         super().__init__(metric)
@@ -272,7 +337,8 @@ class nan(_OfMetric):
         return math.isnan(value)
 
 
-class no_improvement(_OfMetric):
+@registered
+class no_improvement(OfMetric):
     """True once so many epochs in a row have not improved a metric.
 
     The best value so far counts, of all runs. NaN never improves, nor does the worst infinity.
@@ -283,6 +349,8 @@ class no_improvement(_OfMetric):
         min_delta: an improvement is larger than this.
         mode: "max": more is better; "min": less is.
     """
+
+    example = ("x", 2)
 
     def __init__(self, metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "max"):
         super().__init__(metric, mode)
@@ -315,6 +383,8 @@ class no_improvement(_OfMetric):
 
 
 class _Preempted(Condition):
+    """True after an epoch during which the run was asked to end soon."""
+
     _repr = "preempted"
 
     def __call__(self, ctx: Context | None = None) -> Any:
@@ -324,16 +394,19 @@ class _Preempted(Condition):
         return ctx.preempted
 
 
-preempted = _Preempted()
+preempted = registered(_Preempted())
 """True after an epoch during which the run was asked to end soon. `preempted()` is the same."""
 
 
+@registered
 class file_exists(Condition):
     """True after an epoch at whose end a file or folder exists: a way to end a run from outside.
 
     The path is local, or a URL (`gs://…`, `s3://…`). A look that fails is logged and counts as "not there": an outage
     of storage ends no run. A request to a bucket is repeated once, if the URL's query does not say otherwise.
     """
+
+    example = ("/tmp/stop",)
 
     def __init__(self, path: str | os.PathLike[str]):
         name = path_text(path, "file_exists(path)")
@@ -351,6 +424,56 @@ class file_exists(Condition):
         except Exception as error:  # every store has its own
             logging.warning("%s: cannot look: %s", _where(self, ctx), say(error))
             return False
+
+
+def of_example(name: str) -> Condition:
+    """The condition of this name with the arguments of its `example`."""
+    found = _named(name)
+    return found(*found.example) if isinstance(found, type) else found
+
+
+def parsed(text: str) -> Condition:
+    """The condition that a text describes: those of `ec.stop`, with values as arguments, joined by `|` and `&`.
+
+    For example `max_epochs(100) | nan("loss")`. The `repr` of a condition describes that condition.
+
+    Raises:
+        InvalidArgumentError: it describes none.
+    """
+    try:
+        return _of_syntax(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise InvalidArgumentError(f"it is no stop condition: {getattr(error, 'msg', error)}") from None
+
+
+def _of_syntax(node: ast.expr) -> Condition:
+    match node:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _of_syntax(left) | _of_syntax(right)
+        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
+            return _of_syntax(left) & _of_syntax(right)
+        case ast.Name(id=name) if isinstance(found := _named(name), Condition):
+            return found
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if isinstance(found := _named(name), Condition):
+            return found
+        case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if isinstance(made := _named(name), type):
+            return made(*map(_of_value, values), **{str(each.arg): _of_value(each.value) for each in named})
+    raise ValueError("expected conditions joined by | and &, such as max_epochs(100) | nan('loss')")
+
+
+def _of_value(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)} is no value; write a text in quotes") from None
+
+
+def _named(name: str) -> type[Condition] | Condition:
+    if name not in CONDITIONS:
+        raise ValueError(f"there is no condition {name!r}; {_text.near(name, CONDITIONS)}")
+    return CONDITIONS[name]
 
 
 def as_condition(obj: Any) -> Condition:

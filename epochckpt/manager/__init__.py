@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from epochckpt.manager.notifier import HandlerNotifier
     from epochckpt.manager.reader import CheckpointReader
     from epochckpt.manager.readers import Readers
-    from epochckpt.manager.restoring import Asked, Response
+    from epochckpt.manager.restoring import Response, RestoreRequest
     from epochckpt.manager.status import EpochStatus, NodeStatus, SaveResult, Verification
 else:
 
@@ -22,8 +22,8 @@ else:
             "HandlerNotifier": "notifier",
             "CheckpointReader": "reader",
             "Readers": "readers",
-            "Asked": "restoring",
             "Response": "restoring",
+            "RestoreRequest": "restoring",
             "EpochStatus": "status",
             "NodeStatus": "status",
             "SaveResult": "status",
@@ -33,7 +33,6 @@ else:
 
 
 __all__ = [
-    "Asked",
     "CheckpointManager",
     "CheckpointReader",
     "EpochStatus",
@@ -41,6 +40,7 @@ __all__ = [
     "NodeStatus",
     "Readers",
     "Response",
+    "RestoreRequest",
     "SaveResult",
     "Verification",
 ]

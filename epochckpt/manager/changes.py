@@ -34,9 +34,8 @@ from epochckpt.manager.reader import CheckpointReader, ignore
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
-from epochckpt.saving.host_record import read_host_record
 from epochckpt.storage import open_store
-from epochckpt.tiers import EpochCopy, Mirror, check_place
+from epochckpt.tiers import EpochCopy, Mirror, check_place, read_host_record
 
 _THREADS = 4
 _NEVER = 2**62  # of epochs after which one is mirrored

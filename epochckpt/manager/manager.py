@@ -1,12 +1,9 @@
-"""`CheckpointManager`: Orbax's interface, over the packages `commit` and `arrays` and the modules beside this one."""
+"""`CheckpointManager`: Orbax's interface, composed of parts that lie in the modules beside this one."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
@@ -14,38 +11,31 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_manager
 
-from epochckpt import _threads, _units, errors
+from epochckpt import _threads, errors
 from epochckpt._threads import Deadline
 from epochckpt.agreement import CollectiveCalls, coordination
-from epochckpt.arrays import EpochReader, Planner
+from epochckpt.arrays import EpochReader
 from epochckpt.arrays import items as items_lib
-from epochckpt.arrays.snapshot import Snapshot, checked_json, root_metadata
-from epochckpt.directory.protocol import ReplaceCondition
-from epochckpt.errors import (
-    EpochExistsError,
-    EpochNotFoundError,
-    InvalidArgumentError,
-    RemovalError,
-    SaveError,
-    SaveErrorGroup,
-    UnsupportedError,
-)
+from epochckpt.arrays.snapshot import checked_json, root_metadata
+from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, RemovalError
 from epochckpt.format import Nodes, paths
-from epochckpt.manager import outcomes, status
+from epochckpt.manager import status
+from epochckpt.manager.access import Access
+from epochckpt.manager.administration import Administration
+from epochckpt.manager.arguments import Arguments
 from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.numbers import epoch_number
-from epochckpt.manager.reader import CheckpointReader, shown_path
-from epochckpt.manager.readers import Readers, apart, together
-from epochckpt.manager.restoring import Asked, Response, Restores
+from epochckpt.manager.parts import Parts
+from epochckpt.manager.reader import shown_path
+from epochckpt.manager.readers import Readers, shared_reads
+from epochckpt.manager.restoring import Response, Restores
+from epochckpt.manager.saves import Saves
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
-from epochckpt.orbax.options import check_args, check_options, storage_options
-from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, opening, retention
-from epochckpt.saving.common_calls import CommonCalls
-from epochckpt.saving.hosts import Hosts
-from epochckpt.saving.queue import LONG_SECS
-from epochckpt.tiers import LedgerFile, Mirror
+from epochckpt.orbax.options import check_options, storage_options
+from epochckpt.saving import History, opening, retention
+from epochckpt.tiers import DirectoryPerHost, LedgerFile, Mirror, SharedDirectory
 
 T = TypeVar("T")
 
@@ -128,61 +118,121 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._options = check_options(options or ocp.CheckpointManagerOptions())
         self._storage = storage_options(self._options, storage)
         self._handlers = Handlers(item_handlers, handler_registry, checkpointers, item_names)
-        self._async = self._options.enable_async_checkpointing and self._handlers.asynchronous
-        self._item_names = tuple(item_names or self._handlers.names)
-        self._multi: bool | None = True if self._item_names else (False if self._handlers.single else None)
+        arguments = Arguments(self._handlers, tuple(item_names or ()))
+
+        # The directory is opened by all processes of the job together.
         group = self._options.multiprocessing_options
         coordinator = coordination.connect(self._options.read_only, group.primary_host, group.active_processes)
         self._mirror: Mirror | None = None
         if self._storage.mirror is not None:
-            self._mirror = Mirror(self._storage.mirror, self._storage, self._options, lambda: self._nodes.hosted_names)
+            self._mirror = Mirror(self._storage.mirror, self._storage, self._options)
         opened = opening.open_directory(
-            directory, self._options, self._storage, node, coordinator, self._item_names, self._mirror
+            directory=directory,
+            options=self._options,
+            storage=self._storage,
+            node=node,
+            coordinator=coordinator,
+            item_names=arguments.item_names,
+            mirror=self._mirror,
+            kind=DirectoryPerHost if self._storage.local_disks and not self._options.read_only else SharedDirectory,
         )
-        self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
-        self.root = self._store.root  # the directory as text: a path or URL
-        self.address = self._store.address  # what opens it again: with the settings of a bucket as its query
-        self._prefix = opened.prefix
-        self._ledger = LedgerFile(self._commits, serials=self._storage.local_disks)
         if self._mirror is not None:
             self._mirror.learn(opened.survey.copies)
-        self._history = History(lambda epoch: self._readers.brief(epoch), coordinator.processes == 1)
-        self._history.reset(opened.survey)
-        self._history.mirror = self._mirror
-        self._history.held = lambda: self._ledger.open
-        self._foreign = opened.survey.foreign
-        self._policy = retention.save_policy(self._options)
-        self._step_log = step_log.StepLog(logger, self.root, self._policy, coordinator.primary, self._async)
+        self._coordinator = coordinator
+        self.root = opened.store.root  # the directory as text: a path or URL
+        self.address = opened.store.address  # what opens it again: with the settings of a bucket as its query
         self._metadata: Any = None
         root_files: dict[tuple[str, str], bytes] = {}
         if metadata is not None and (self._options.read_only or self._options.save_root_metadata):
             self._metadata = checked_json(dict(metadata), "metadata")
             root_files[paths.ROOT_METADATA] = root_metadata(metadata)  # written with the claim; a reader never claims
-        tells = coordinator.primary and not self._options.read_only
-        self._notifier = HandlerNotifier(metadata_handler, tells)
-        outcome = self._commits, self._options, self._history, self._notifier, self._step_log
-        self._listener = outcomes.Listener(*outcome, self._mirror)
-        self._hosts = Hosts.of(opened, self._options, self._mirror, self._storage.open_timeout_secs)
-        self._claim = Claim(self._commits, opened.refused, self._claimed, root_files, self._hosts)
-        self._saves = SaveQueue(
-            opened=opened,
-            claim=self._claim,
-            options=self._storage,
-            history=self._history,
-            policies=self._options,
-            listener=self._listener,
-            hosts=self._hosts,
+
+        # The parts share these.
+        self._access = Access(self.root, self._options.read_only)
+        self._notifier = HandlerNotifier(metadata_handler, coordinator.primary and not self._options.read_only)
+        pool = _threads.Pool(max(self._storage.io_threads, opened.store.concurrency))
+        ledger = LedgerFile(opened.commits, serials=self._storage.local_disks)
+
+        policy = retention.save_policy(self._options)
+        asynchronous = self._options.enable_async_checkpointing and self._handlers.asynchronous
+        self._step_log = step_log.StepLog(
+            logger=logger,
+            root=self.root,
+            policy=policy,
+            primary=coordinator.primary,
+            asynchronous=asynchronous,
         )
-        self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
+
+        # Each part uses only parts above it.
+        readers = Readers(
+            commits=opened.commits,
+            pool=pool,
+            verify=self._storage.verify,
+            context=items_lib.RestoreContext(self._handlers, opened.nodes, self._storage.restore_memory_limit_bytes),
+            mirror=self._mirror,
+            is_partial=lambda: opened.directory.is_partial,
+        )
+        history = History(
+            load=readers.brief,
+            alone=coordinator.processes == 1,
+            mirror=self._mirror,
+            held=ledger.undecided,
+        )
+        history.reset(opened.survey)
+        saves = Saves(
+            directory=opened,
+            readers=readers,
+            history=history,
+            arguments=arguments,
+            access=self._access,
+            options=self._options,
+            storage=self._storage,
+            step_log=self._step_log,
+            notifier=self._notifier,
+            mirror=self._mirror,
+            ledger=ledger,
+            root_files=root_files,
+            threads=pool.threads,
+            policy=policy,
+            asynchronous=asynchronous,
+            in_progress=self.is_saving_in_progress,
+            reached_preemption=self.reached_preemption,
+        )
+        calls = CollectiveCalls(coordinator, opened.prefix, saves.last_name)
+        administration = Administration(
+            directory=opened,
+            history=history,
+            saves=saves,
+            access=self._access,
+            options=self._options,
+            storage=self._storage,
+            mirror=self._mirror,
+            ledger=ledger,
+            calls=calls,
+        )
+        restores = Restores(
+            directory=opened,
+            readers=readers,
+            history=history,
+            saves=saves,
+            administration=administration,
+            access=self._access,
+            storage=self._storage,
+            step_log=self._step_log,
+            calls=calls,
+            shared=shared_reads(coordinator, calls, self._storage, self._options.single_host_load_and_broadcast),
+        )
+        self.parts = Parts(
+            directory=opened,
+            readers=readers,
+            history=history,
+            saves=saves,
+            restores=restores,
+            administration=administration,
+        )
         self._preemption = coordination.Preemption()
-        self._calls = CollectiveCalls(coordinator, opened.prefix, lambda: self._saves.last)
-        common = self._options, self._mirror, self._hosts, self._storage.open_timeout_secs
-        self._common = CommonCalls(self._commits, self._claim, self._history, *common)
-        parts = self._commits, self._history, self._saves, self._step_log
-        self._restores = Restores(*parts, self._storage, self._look)
-        self._restores.connect(coordinator, self._calls)
-        self._closed = self._ended = self._forked = False
-        self._take_nodes(opened.nodes)
+        self._ended = False
+        self._tell_nodes(opened.nodes)
         if not self._options.read_only:
             _threads.drain_at_exit(self)
 
@@ -199,7 +249,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def node_names(self) -> tuple[str, ...]:
         """Names of all nodes of the job, in order."""
-        return self._nodes.names
+        return self.parts.saves.nodes.names
 
     def set_nodes(self, names: Sequence[str]) -> None:
         """Names all nodes of the job, in order, before the first save: node i is process i, or one process hosts all.
@@ -208,33 +258,29 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             InvalidArgumentError: their number is not that of the processes, or this manager was opened (`node=`), or
                 has saved, with other names.
         """
-        nodes = self._nodes.renamed(names)
-        if nodes == self._nodes:
+        saves = self.parts.saves
+        nodes = saves.nodes.renamed(names)
+        if nodes == saves.nodes:
             return
-        if self._saves.last:
+        if saves.last_name():
             raise InvalidArgumentError(
                 f"{self.root}: nodes are named before the first save; this manager has saved as "
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
             )
-        items_lib.check_names(self._item_names, nodes.folders, ())
-        self._take_nodes(nodes)
+        items_lib.check_names(saves.arguments.item_names, nodes.folders, ())
+        self.parts.readers.take_nodes(nodes)
+        saves.take_nodes(nodes)
+        self._tell_nodes(nodes)
 
     def introduce_handler(self) -> None:
         """Calls the metadata handler's `set_params` now, not at the first commit; raises its InvalidArgumentError."""
         self._notifier.introduce()
 
-    def _take_nodes(self, nodes: Nodes) -> None:
-        self._nodes = nodes
-        self._saves.name_nodes(nodes)
+    def _tell_nodes(self, nodes: Nodes) -> None:
+        """Passes the names of the nodes to the coordinator, the mirror and the metadata handler."""
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
-        context = items_lib.RestoreContext(self._handlers, nodes, self._storage.restore_memory_limit_bytes)
-        pool = _threads.Pool(max(self._storage.io_threads, self._store.concurrency))
-        asked = self._options.single_host_load_and_broadcast
-        begin = together(self._coordinator, self._calls, self._storage, asked)
-        self._readers = Readers(self._commits, pool, self._storage.verify, context, self._mirror, begin)
-        part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
-        cut = not self._store.renames
-        self._planner = Planner(nodes, self._storage, part_bytes, writers=pool.threads, cut=cut)
+        if self._mirror is not None:
+            self._mirror.take_nodes(nodes.hosted_names)
         self._notifier.nodes(self.address, nodes.names)
 
     def claim(self, *, take_over: bool = True) -> None:
@@ -252,13 +298,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             AccessError: this user may not write to the directory.
             InvalidArgumentError: this manager is read only; or a run may be alive, and `take_over` is False.
         """
-        self._claim.may_take_over = take_over
-        self._write("claim", None, lambda: None)
+        self.parts.administration.claim(take_over)
 
     @property
     def fenced_off(self) -> str:
         """How this manager learned that a newer run has taken over the directory; empty if none has."""
-        return "" if self._claim.fenced is None else self._claim.fenced.reason
+        fenced = self.parts.saves.claim.fenced
+        return "" if fenced is None else fenced.reason
 
     # -- which epochs there are ----------------------------------------------------------------------------------------
 
@@ -266,7 +312,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """The committed epochs, ascending; with `read` storage is looked at first (see `reload`)."""
         if read:
             self.reload()
-        return [info.step for info in self._history.committed()]
+        return [info.step for info in self.parts.history.committed()]
 
     def latest_step(self) -> int | None:
         """The greatest committed epoch that is not known to be damaged, or None. Saves in flight are not in it.
@@ -278,7 +324,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def best_step(self) -> int | None:
         """The epoch with the best metrics by `options.best_fn` (NaN counts as worst); without it the latest."""
-        return retention.best(self._options, self._history.committed())
+        return retention.best(self._options, self.parts.history.committed())
 
     def reload(self) -> None:
         """Waits for saves in flight, and looks at storage again; `status` and `verify` do so from one process alone.
@@ -287,50 +333,62 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             CoordinationTimeoutError: the primary's answer did not come in time.
             StorageError: storage does not answer; this manager knows what it knew before.
         """
-        self._saves.drain()
-        self._look()
-
-    def _look(self) -> None:
-        """On every process: replaces the history by what the primary finds on storage."""
-        known = self.all_steps()
-        survey = self._common.survey(self._calls)
-        self._foreign = survey.foreign
-        if self._mirror is not None:
-            self._mirror.learn(survey.copies)
-        self._history.reset(survey, known)
+        self.parts.saves.queue.drain()
+        self.parts.administration.look()
 
     def damaged_epochs(self) -> list[int]:
         """Epochs on storage that this manager has found to be damaged; they are not in `all_steps`.
 
         It learns that when it looks at the records (at construction and in `reload`), and from a restore that fails.
         """
-        return sorted(self._history.damaged)
+        return sorted(self.parts.history.damaged)
 
     def foreign_folders(self) -> dict[int, str]:
         """Folders named like epochs that are none, described, by number; as of the last look. They are left alone."""
-        return dict(self._foreign)
+        return dict(self.parts.saves.foreign)
 
     # What subclasses and users of Orbax's manager read behind its interface, as far as we found; see docs/orbax.md.
 
     @property
     def _checkpoints(self) -> Any:
         """The committed epochs as Orbax's `CheckpointInfos`, ascending: a copy."""
-        infos: Any = self._history.committed()  # with the attributes of Orbax's
+        infos: Any = self.parts.history.committed()  # with the attributes of Orbax's
         return checkpoint_manager.checkpoint_info.CheckpointInfos(infos)
+
+    @property
+    def _default_item(self) -> Any:
+        """Whether this manager handles one unnamed item, in Orbax's `OptionalRef`: a copy; None if not yet known."""
+        several = self.parts.saves.arguments.several
+        known = None if several is None else not several
+        return checkpoint_manager.threading_lib.OptionalRef(known)
+
+    def _root_metadata_file_path(self, legacy: bool = False) -> epath.Path:
+        """The file of the directory's metadata, which the first write makes; `legacy`: that of an older Orbax."""
+        known = (paths.ROOT_METADATA, paths.LEGACY_ROOT_METADATA)
+        store = self.parts.directory.store
+        if not any(store.exists(paths.join(*path)) for path in known):
+            raise InvalidArgumentError(
+                f"{self.root} has no metadata: those that `metadata=` gives are written with the first save or delete "
+                "(in Orbax's words: Root Metadata directory is not initialized)"
+            )
+        return self.directory.joinpath(*known[legacy])
 
     @property
     def _step_name_format(self) -> Any:
         """Orbax's NameFormat of the steps."""
-        return self._commits.names.name_format
+        return self.parts.directory.commits.names.name_format
 
     def _get_save_directory(self, step: int, directory: epath.Path) -> epath.Path:
         """The folder of an epoch in a directory."""
-        return directory / self._commits.names.build(epoch_number(step))
+        return directory / self.parts.directory.commits.names.build(epoch_number(step))
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether JAX's preemption notice has reached every process; all must call it with the same steps."""
+        """Whether JAX's preemption notice has reached every process, also at an earlier step.
+
+        All processes must call it with the same steps.
+        """
         return self._preemption.reached(step)
 
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
@@ -340,27 +398,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         that is logged, if a folder that is no epoch lies in its place (see `foreign_folders`). Such a folder does not
         keep epochs of other numbers from being saved.
         """
-        step = epoch_number(step)
-        if self._options.read_only:
-            logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self.root)
-            return False
-        requested = self._history.requested(self._saves.saving())
-        if ignore_later or step in self._overwrites:
-            requested = [info for info in requested if info.step < step]
-        if requested and requested[-1].step >= step:
-            logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
-            return False
-        saving, preempted, pace = self.is_saving_in_progress, self.reached_preemption(step), self._history.pace
-        if not retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace):
-            return False
-        if step in self._foreign and step not in self._overwrites:
-            logging.error("%s", self._blocked(step))
-            return False
-        return True
-
-    def _blocked(self, step: int) -> str:
-        """Why an epoch cannot be saved whose place a foreign folder has, and what to do."""
-        return f"checkpoint {step} cannot be saved: {self._foreign[step]}; then call reload(), or take another number"
+        return self.parts.saves.should_save(step, ignore_later=ignore_later)
 
     def save(
         self,
@@ -401,130 +439,26 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             SaveError: only if saves are not asynchronous: the save was begun, and not committed.
             Exception: what a handler that is not ours raises.
         """
-        began = time.monotonic()
-        step = epoch_number(step)
-        self._check_open("save")
-        if not self._options.read_only:
-            self._check_may_write("save")
-        args = self._handlers.arguments(items, save_kwargs, args, "save")
-        multi = check_args(args, self._multi)
-        if self._options.read_only or not (force or self.should_save(step)):
+        saves = self.parts.saves
+        call = saves.call(
+            step,
+            items=items,
+            save_kwargs=save_kwargs,
+            args=args,
+            metrics=metrics,
+            force=bool(force),
+            custom_metadata=custom_metadata,
+        )
+        if self._options.read_only or not (force or self.should_save(call.epoch)):
             return False
-        # An epoch that exists is only replaced with permission, which this save uses up, whatever comes of it.
-        overwrite = self._overwrites.pop(step, None)
-        number = self._saves.next_try(step)
-        exists = step in [save.epoch for save in self._saves.saving()] or self._history.is_known(step)
-        if exists and overwrite is None:
-            if self._history.is_own(step):
-                self._say_requested(step)
-                return False
-            if not force:
-                return False
-            raise EpochExistsError(
-                f"{self.root}: checkpoint {step} exists or is being saved. If this program has saved it, it needs no "
-                f"second save: after wait_until_finished(), latest_step() and all_steps() name it. To save something "
-                f"else under this number, let the next save take its place with allow_overwrite({step}) (in Orbax's "
-                f"words: Checkpoint for step {step} already exists). If another run has deleted it since this manager "
-                "looked, reload() or claim() tells"
-            )
-        if step in self._foreign and overwrite is None:
-            raise EpochExistsError(self._blocked(step))
-        snapshot: Snapshot | None = None
-        try:
-            # Plan the save, wait until older ones leave room for it, then copy what can still change.
-            planned = time.monotonic()
-            self._claim.check(step)
-            self._commits.names.check(step)
-            to_save = items_lib.to_save(args, self._handlers)
-            items_lib.check_names([item.name for item in to_save], self._nodes.folders, self._item_names)
-            plan = self._planner.plan(to_save)
-            ready = time.monotonic()
-            kept_metrics = self._metrics_of(step, metrics)
-            kept_metadata = checked_json(dict(custom_metadata or {}), "custom_metadata")
-            behind = self._saves.make_room(step, plan.copied_bytes, plan.runs_handlers)
-            room = time.monotonic()
-            # Handlers begin to write with the snapshot, and nothing after it may be refused.
-            snapshot = Snapshot() if behind is not None else plan.snapshot()
-            if (copying_secs := time.monotonic() - room) > LONG_SECS:
-                text = "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: "
-                size, secs = _units.nbytes(snapshot.copied_bytes), _units.secs(copying_secs)
-                logging.log_first_n(logging.WARNING, text + "%s", 3, step, size, secs)
-            # Hand it to the background. The time starts now: the snapshot has waited for the device.
-            blocked_secs = time.monotonic() - began
-            request = SaveRequest(
-                epoch=step,
-                number=number,
-                default_item=not multi,
-                metrics=kept_metrics,
-                custom_metadata=kept_metadata,
-                replaces=self._history.damaged.get(step) or overwrite,
-                started_ns=time.time_ns() - round(blocked_secs * 1e9),
-                started=began,
-                blocked_secs=blocked_secs,
-                nbytes=plan.nbytes / self._coordinator.processes,
-                log_entry=self._step_log.begun(
-                    step,
-                    self.root,
-                    began=began,
-                    planned=planned,
-                    ready=ready,
-                    room=room,
-                    nbytes=plan.nbytes,
-                    preempted=not force and self.reached_preemption(step),
-                    waits=not self._async,
-                ),
-                refusal=behind,
-            )
-            save = Save(request, snapshot, Deadline(self._storage.save_timeout_secs))
-            self._history.begin(step)
-            if behind is None:
-                self._saves.submit(save)
-            else:
-                self._saves.refuse(save, behind)
-        except BaseException as error:  # Ctrl-C, too, and it may come when the save is already submitted
-            if snapshot is not None and all(save.snapshot is not snapshot for save in self._saves.pending()):
-                snapshot.drop()
-            if self._coordinator.processes > 1:  # the other processes need not wait for this one
-                refused = SaveRequest(epoch=step, number=number, refusal=errors.copied(step, error))
-                self._saves.submit(Save(refused, Snapshot(), Deadline(self._storage.save_timeout_secs)))
-            raise
-        self._multi = multi
-        if not self._async:
+        if saves.begin(call) is None:
+            return False
+        if not saves.asynchronous:
             try:
                 self.wait_until_finished()
             except RemovalError as failure:  # of older epochs, not of this save, which is committed
-                self._saves.in_flight.failures.append(errors.kept(failure))
+                saves.queue.in_flight.failures.append(errors.kept(failure))
         return True
-
-    def _metrics_of(self, epoch: int, metrics: Any) -> Any:
-        """The metrics that are kept with an epoch: without `best_fn` those of them that are JSON. Orbax keeps none."""
-        if self._options.prevent_write_metrics:
-            return None
-        try:
-            return checked_json(metrics, "metrics")
-        except InvalidArgumentError as error:
-            if self._options.best_fn is not None:
-                raise
-            text = "checkpoint %d is saved without some of its metrics: %s"
-            logging.log_first_n(logging.WARNING, text, 3, epoch, error)
-        kept = {}
-        for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
-            with contextlib.suppress(InvalidArgumentError):
-                kept |= checked_json({name: value}, "metrics")
-        return kept or None
-
-    def _say_requested(self, epoch: int) -> None:
-        """Logs why an epoch that this manager has saved just now is not saved once more."""
-        again = f"{self.root}: checkpoint {epoch} is not saved again, because this manager"
-        failure = self._saves.in_flight.failure(epoch)
-        if epoch in [save.epoch for save in self._saves.saving()]:
-            logging.info("%s is saving it now; wait_until_finished() waits for that", again)
-        elif failure is None:
-            logging.info("%s has just saved it", again)
-        else:
-            state, reason = failure
-            text = "%s has just tried to: that save is %s (%s). Try again after wait_until_finished(), which raises it"
-            logging.warning(text, again, state, reason)
 
     def allow_overwrite(self, epoch: int) -> None:
         """Lets the next save of a committed epoch's number replace it; all processes call it alike.
@@ -538,22 +472,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only, or closed.
             UnsupportedError: the processes have local disks.
         """
-        epoch = epoch_number(epoch)
-        self._check_may_write("allow_overwrite")
-        if self._hosts is not None:
-            raise UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
-        self._claim.check(epoch)
-        self._saves.drain(epoch)
-        if self._claim.known:
-            self._claim.stager.check(epoch)
-        if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
-            self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).attempt)
-        else:
-            self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
+        self.parts.saves.allow_overwrite(epoch)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save of this process has not ended yet."""
-        return bool(self._saves.pending())
+        return bool(self.parts.saves.queue.pending())
 
     def wait_until_finished(self) -> None:
         """Waits until every save is committed or has failed, and the files of deleted epochs are removed.
@@ -563,29 +486,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             RemovalError: what `delete` has deleted could not be removed; or (RetentionError) an epoch that the options
                 no longer keep could not be deleted, which is raised once. After a failed save this is a note there.
         """
-        self._step_log.waited(self._saves.drain_removals)
-        self._notifier.drain(self._storage.save_timeout_secs)
-        self._history.forget_failed()
+        self.parts.saves.wait()
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
         """Raises the failures of saves and removals that have ended, each once; does not wait."""
-        failures = self._saves.in_flight.pop_errors()
-        if failures:
-            saves = [failure for failure in failures if isinstance(failure, SaveError)]
-            error = SaveErrorGroup(saves) if len(saves) > 1 else (saves or failures)[0]
-            for other in (each for each in failures if each is not error and each not in saves):
-                error.add_note(str(other))
-            if (other := sys.exception()) is not None:  # in a `finally`: a traceback shows the cause alone
-                error.add_note(f"Raised while another error was on its way: {type(other).__name__}: {other}")
-            raise error
+        self.parts.saves.check_for_errors()
 
     def pop_save_results(self) -> list[status.SaveResult]:
         """Results of this process's saves that have ended since the last call, in order; does not wait.
 
         The newest thousand are kept. A save that `save` itself refused is not among them.
         """
-        return self._listener.pop_results()
+        return self.parts.saves.listener.pop_results()
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -618,7 +531,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             DamagedError: bytes differ from what was written; if `step` is None, those of every epoch.
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
-        return self._restores.run(step, self._asked(items, restore_kwargs, directory, args))
+        restores = self.parts.restores
+        return restores.run(step, restores.request(items, restore_kwargs, directory, args))
 
     def restore_async(
         self,
@@ -633,21 +547,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         In a job of several processes the epoch, or the newest one that this process knows, is read ahead, and all call
         `result()`, which votes. Where processes share what they read, `result()` does it all.
         """
-        return self._restores.begin(step, self._asked(items, restore_kwargs, directory, args))
-
-    def _asked(self, items: Any, restore_kwargs: Any, directory: Any, args: Any) -> Asked[Any]:
-        """What a call of `restore` asks for."""
-        args = self._handlers.arguments(items, restore_kwargs, args, "restore")
-        multi = check_args(args, self._multi, restoring=True)
-        readers = self._readers if directory is None else self._readers.elsewhere(directory, self._storage.store)
-
-        def restore(reader: CheckpointReader) -> Any:
-            value, self._multi = reader.restore(args), multi
-            if not (self._options.read_only or self._forked):
-                self._planner.plan_ahead(args, value)
-            return value
-
-        return readers, restore
+        restores = self.parts.restores
+        return restores.begin(step, restores.request(items, restore_kwargs, directory, args))
 
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Like `restore(None)`, with the caller's own function; returns the epoch, and what `restore(epoch)` returned.
@@ -660,8 +561,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             EpochNotFoundError: there is no epoch.
             DamagedError: none of the epochs can be read by every process.
         """
-        self._saves.drain()
-        return self._restores.newest(restore, among)
+        return self.parts.restores.newest(restore, among)
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
         """Single leaves of an epoch by name, as NumPy arrays and Python values; reads only their blocks.
@@ -680,20 +580,22 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             ...     manager.restore_leaves(0, "params/*")
             {'params/b': -0.5, 'params/w': 1.5}
         """
-        return self._readers.read(epoch_number(epoch), lambda reader: reader.restore_leaves(patterns, item))
+        return self.parts.readers.read(epoch_number(epoch), lambda reader: reader.restore_leaves(patterns, item))
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def status(self, epoch: int) -> status.EpochStatus:
         """The status of an epoch, from storage and from the saves of this process."""
         epoch = epoch_number(epoch)
-        for save in self._saves.saving():
+        queue = self.parts.saves.queue
+        for save in queue.saving():
             if save.epoch == epoch:
                 return status.EpochStatus(epoch, "saving", save.describe())
-        found = self._readers.status(epoch)
-        failure = self._saves.in_flight.failure(epoch)
+        found = self.parts.readers.status(epoch)
+        failure = queue.in_flight.failure(epoch)
         if found.state == "absent" and failure is not None:
-            return status.EpochStatus(epoch, *failure)
+            state, detail = failure
+            return status.EpochStatus(epoch, state, detail)
         return found
 
     def verify(self, epoch: int) -> status.Verification:
@@ -711,7 +613,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             ...     manager.status(0).state, manager.status(1).state, manager.verify(0).ok
             ('committed', 'absent', True)
         """
-        return self._readers.verify(epoch_number(epoch))
+        return self.parts.readers.verify(epoch_number(epoch))
 
     def metrics(self, step: int) -> Any:
         """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None.
@@ -719,17 +621,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         None also where there is no such epoch, as in Orbax.
         """
         try:
-            return self._readers.open(epoch_number(step)).metrics()
+            return self.parts.readers.open(epoch_number(step)).metrics()
         except EpochNotFoundError:
             return None
 
     def save_id(self, epoch: int) -> str:
         """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew."""
-        return self._readers.brief(epoch_number(epoch)).attempt
+        return self.parts.readers.brief(epoch_number(epoch)).attempt
 
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads no arrays."""
-        return self._readers.open(epoch_number(step)).item_metadata()
+        return self.parts.readers.open(epoch_number(step)).item_metadata()
 
     def item_kinds(self, epoch: int) -> dict[str, str]:
         """The kind of each item of an epoch, by item name.
@@ -737,28 +639,28 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
         (`NodeSave`). Items of stock Orbax are `arrays` or `files`.
         """
-        return self._readers.open(epoch_number(epoch)).item_kinds()
+        return self.parts.readers.open(epoch_number(epoch)).item_kinds()
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""
         if step is not None:
-            return self._readers.open(epoch_number(step)).step_metadata()
-        return status.root_metadata(self._readers.commits.store, self._metadata)
+            return self.parts.readers.open(epoch_number(step)).step_metadata()
+        return status.root_metadata(self.parts.readers.commits.store, self._metadata)
 
     def nodes(self, epoch: int) -> list[str]:
         """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""
-        return [n.name for n in self._readers.open(epoch_number(epoch)).record.nodes]
+        return [n.name for n in self.parts.readers.open(epoch_number(epoch)).record.nodes]
 
     def node_path(self, node: str, epoch: int) -> epath.Path:
         """The folder of one node's files, in an object store only of its record and handlers' files.
 
         Raises InvalidArgumentError if the epoch has no such node.
         """
-        return self._readers.open(epoch_number(epoch)).node_path(node)
+        return self.parts.readers.open(epoch_number(epoch)).node_path(node)
 
     def source(self, epoch: int) -> tuple[EpochReader | None, StepNames]:
         """What a copy of an epoch needs: its reader, unless stock Orbax wrote it, and the names of steps."""
-        return self._readers.open(epoch_number(epoch)).native, self._commits.names
+        return self.parts.readers.open(epoch_number(epoch)).native, self.parts.directory.commits.names
 
     # -- deleting and going back ---------------------------------------------------------------------------------------
 
@@ -772,26 +674,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._options.read_only:
             logging.warning("%s is read only: checkpoint %d is not deleted", self.root, step)
             return
-        self._check_open("delete")
-        self._saves.drain()
-
-        def decide() -> None:
-            remote = self._is_remote(step)
-            if not remote:
-                self._commits.require(step)
-
-            def hide() -> None:
-                if not remote:
-                    self._saves.remove(retention.unlist(self._claim.writer, step, self._options.todelete_subdir))
-
-            self._withdraw(None, [step], hide)
-
-        def follow(hosts: Hosts) -> None:
-            for epoch in hosts.here([step]):
-                self._saves.remove(retention.unlist(self._claim.writer, epoch, self._options.todelete_subdir))
-
-        self._write("delete", step, decide, follow)
-        self._history.drop([step])
+        self.parts.administration.delete(step)
 
     def rollback_to(self, epoch: int) -> None:
         """Quarantines all later epochs, durably, so that the next save continues from this one.
@@ -810,89 +693,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             ...     print(manager.all_steps())
             [0, 1]
         """
-        epoch = epoch_number(epoch)
-        self._check_open("rollback_to")
-        self._saves.drain()
-
-        def decide() -> None:
-            remote = self._is_remote(epoch)
-            local = self._commits.list_epochs() if remote else self._commits.require(epoch)
-            later = sorted(e for e in {*local, *self.all_steps()} if e > epoch)
-            with self._pinned(epoch if remote else None):
-                self._withdraw(epoch, later, lambda: retention.roll_back(self._claim.writer, epoch, remote))
-
-        self._write("rollback_to", epoch, decide, lambda _: retention.roll_back(self._claim.writer, epoch, remote=True))
-        self._history.drop([e for e in self.all_steps() if e > epoch])
-        self._history.forget_failed()
-        self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
-
-    @contextlib.contextmanager
-    def _pinned(self, epoch: int | None) -> Generator[None]:
-        """On the primary: an epoch that only the mirror has stays there; EpochNotFoundError if it is going already."""
-        mirror = self._mirror
-        if mirror is None or epoch is None:
-            yield
-            return
-        if not _threads.start(lambda: mirror.pin(epoch)).result():
-            raise EpochNotFoundError(epoch, self.root, self.all_steps())
-        try:
-            yield
-        finally:
-            _threads.start(lambda: mirror.pin(None)).result()
-
-    def _is_remote(self, epoch: int) -> bool:
-        """On the primary: whether only the mirror has an epoch."""
-        return self._mirror is not None and self._mirror.has(epoch) and epoch not in self._commits.list_epochs()
-
-    def _withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
-        """On the primary: deletes epochs or rolls back, and has the mirror follow; see `LedgerFile.withdraw`."""
-        try:
-            self._ledger.withdraw(to, epochs, act)
-        finally:
-            mirror = self._mirror
-            if mirror is not None and (ledger := self._ledger.read()) is not None:
-                mirror.withdrawn([epoch for epoch in ledger.hidden if epoch in epochs])
-
-    def _claimed(self, epochs: list[int]) -> None:
-        """On every process, when the directory is claimed: these epochs are committed there."""
-        self._listener.claimed(epochs)
-        if self._coordinator.processes == 1:
-            self._history.forget_gone()
-        if self._coordinator.primary:
-            self._ledger.claimed(self._claim.writer)
-            _threads.logged(f"{self.root}: its mirror's ledger", self._ledger.settle)
-        if self._mirror is not None:
-            self._mirror.claimed(
-                local=self._commits,
-                stager=self._claim.stager,
-                ledger=self._ledger,
-                coordinator=self._coordinator,
-                prefix=self._prefix,
-                epochs=epochs,
-            )
-
-    def _write(
-        self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[Hosts], None] = lambda _: None
-    ) -> None:
-        """Changes the directory, see `CommonCalls.change`."""
-        self._check_may_write(verb)
-        call = f"{verb}({'' if epoch is None else epoch})"
-        self._common.change(self._calls, call, epoch or 0, decide, follow)
-
-    def _check_open(self, verb: str) -> None:
-        if self._closed:
-            raise InvalidArgumentError(f"{verb}: this manager of {self.root} is closed; open another one")
-
-    def _check_may_write(self, verb: str) -> None:
-        self._check_open(verb)
-        if self._options.read_only:
-            raise InvalidArgumentError(f"{verb}: {self.root} is open read only")
-        if self._forked:
-            raise InvalidArgumentError(
-                f"{verb}: this process (pid {os.getpid()}) was forked off the one that opened {self.root}, and "
-                "can only read with its manager. Save and delete there; or start this process with the method 'spawn', "
-                "and open another directory in it"
-            )
+        self.parts.administration.roll_back_to(epoch_number(epoch))
 
     # -- closing -------------------------------------------------------------------------------------------------------
 
@@ -902,19 +703,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             SaveError, RemovalError: as `wait_until_finished`; what has been raised is not raised again.
         """
-        self._closed = True
-        if self._ended or self._forked:
+        self._access.closed = True
+        if self._ended or self._access.forked:
             return
-        self._restores.drain()
-        self._step_log.waited(self._saves.drain_removals)
+        self.parts.restores.drain()
+        self._step_log.waited(self.parts.saves.queue.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
         if self._mirror is not None:
             self._mirror.close(self._storage.save_timeout_secs)
         self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
-        if self._coordinator.primary or self._hosts is not None:
-            wait = self._storage.open_timeout_secs
-            _threads.logged(f"{self.root}: at its end", lambda: _threads.start(self._claim.release).result(wait))
-        coordination.forget_opening(self._coordinator, self._prefix)
+        self.parts.saves.release()
+        coordination.forget_opening(self._coordinator, self.parts.directory.prefix)
         self._handlers.close()
         self.check_for_errors()
 
@@ -929,13 +728,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit(0) claims success
             self.close()
             return
-        if pending := self._saves.pending():
+        if pending := self.parts.saves.queue.pending():
             logging.error(
                 "%s: %s left the block of this manager. Before it is raised, close() waits up to %.0f s for the save "
                 "of checkpoint %s",
                 self.root,
                 type(error).__name__,
-                self._saves.longest_secs,
+                self.parts.saves.queue.longest_secs,
                 ", ".join(str(save.epoch) for save in pending),
                 exc_info=None if isinstance(error, SystemExit) else error,
             )
@@ -947,10 +746,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
-        epochs, timeout_secs = [save.epoch for save in self._saves.pending()], self._saves.longest_secs
+        queue = self.parts.saves.queue
+        epochs = [save.epoch for save in queue.pending()]
+        timeout_secs = queue.longest_secs
         if self._mirror is not None:
             timeout_secs += self._storage.save_timeout_secs
-        deadline, closing = Deadline(timeout_secs), _threads.start(self.close)
+        deadline = Deadline(timeout_secs)
+        closing = _threads.start(self.close)
 
         def left_to_do() -> str:
             unsaved = ", ".join(str(epoch) for epoch in epochs if epoch not in self.all_steps())
@@ -975,9 +777,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _after_fork(self) -> None:
         """In a forked child: this process can only read; its parent goes on with what is being saved."""
-        self._forked = True
+        saves = self.parts.saves
+        self._access.forked = True
         self._coordinator = coordination.Coordinator()
-        self._calls = CollectiveCalls(self._coordinator, "", lambda: self._saves.last)
-        self._readers.begin = apart
-        self._restores.connect(self._coordinator, self._calls)
-        self._saves.after_fork()
+        calls = CollectiveCalls(self._coordinator, "", saves.last_name)
+        self.parts.administration.connect(calls)
+        self.parts.restores.connect(self._coordinator, calls)
+        saves.queue.after_fork()

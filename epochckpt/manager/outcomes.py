@@ -26,12 +26,12 @@ _KEPT = 1000  # results that are kept until they are popped; the newest
 class Listener:
     """The `saving.in_flight.SaveListener` of a manager, which also hears of its claim to the directory."""
 
-    _commits: Commits
-    _options: ocp.CheckpointManagerOptions
-    _history: History
-    _notifier: HandlerNotifier
-    _log: StepLog
-    _mirror: Mirror | None = None
+    commits: Commits
+    options: ocp.CheckpointManagerOptions
+    history: History
+    notifier: HandlerNotifier
+    log: StepLog
+    mirror: Mirror | None = None
     heard: Callable[[Save, SaveError | None], None] = lambda save, failure: None  # of every save that ends
     _results: collections.deque[SaveResult] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_KEPT))
 
@@ -45,21 +45,27 @@ class Listener:
 
     def claimed(self, epochs: Sequence[int]) -> None:
         """On every process, when the directory is claimed: these epochs are committed."""
-        new, gone = self._history.adopt(e for e in epochs if e not in self._history.damaged)
+        new, gone = self.history.adopt(e for e in epochs if e not in self.history.damaged)
         changes = (("committed checkpoint", new), ("deleted checkpoint", gone))
         told = " and ".join(f"{verb} {', '.join(map(str, found[:10]))}" for verb, found in changes if found)
         if told:
             text = "%s: since this manager opened it, another run has %s: all_steps() follows that"
-            logging.warning(text, self._commits.store.root, told)
+            logging.warning(text, self.commits.store.root, told)
 
     def announce(self, save: Save, commit: Committed) -> None:
-        if self._mirror is not None:
-            self._mirror.committed(commit.epoch)
-        self._notifier.committed(commit.epoch, save.node_secs)
+        if self.mirror is not None:
+            self.mirror.committed(commit.epoch)
+        self.notifier.committed(commit.epoch, save.node_secs)
         nbytes = sum(file.size for report in save.node_reports for file in report.entry.files)
-        secs = save.elapsed_secs, time.monotonic() - save.writing_since
-        self._log.committed(save.request.log_entry, commit.committed_ns, *secs, nbytes, save.node_secs)
-        callback = getattr(self._options.async_options, "post_finalization_callback", None)
+        self.log.committed(
+            entry=save.request.log_entry,
+            committed_ns=commit.committed_ns,
+            secs=save.elapsed_secs,
+            writing_secs=time.monotonic() - save.writing_since,
+            nbytes=nbytes,
+            nodes=save.node_secs,
+        )
+        callback = getattr(self.options.async_options, "post_finalization_callback", None)
         if callback is not None:
             callback()
 
@@ -69,7 +75,14 @@ class Listener:
             _monitoring.event("/epochckpt/write/failure", kind=type(failure).__name__)
         if save.request.was_raised:
             return
-        detail = "" if failure is None else failure.reason
-        times = save.request.blocked_secs, save.elapsed_secs, save.node_secs
-        behind = isinstance(failure, StorageBehindError)
-        self._results.append(SaveResult(save.epoch, failure is None, detail, *times, behind=behind))
+        self._results.append(
+            SaveResult(
+                epoch=save.epoch,
+                committed=failure is None,
+                detail="" if failure is None else failure.reason,
+                blocked_secs=save.request.blocked_secs,
+                secs=save.elapsed_secs,
+                nodes=save.node_secs,
+                behind=isinstance(failure, StorageBehindError),
+            )
+        )

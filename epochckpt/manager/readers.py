@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -28,44 +27,47 @@ from epochckpt.errors import (
     FormatError,
     FormatVersionError,
 )
-from epochckpt.format import EpochRecord
+from epochckpt.format import EpochRecord, Nodes
 from epochckpt.manager.orbax_reader import OrbaxReader
 from epochckpt.manager.reader import CheckpointReader, NativeReader
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, OrbaxRecord
-from epochckpt.saving.host_record import read_host_record
 from epochckpt.storage import open_store
+from epochckpt.tiers import read_host_record
 
 T = TypeVar("T")
 
-Begin = Callable[[int], contextlib.AbstractContextManager[Sharing | None]]
-"""Begins a restore of an epoch; gives what its processes share what they read by, None where each reads for itself."""
+
+class SharedReads:
+    """How all processes of a job share what they read in a restore."""
+
+    def __init__(self, coordinator: Coordinator, calls: CollectiveCalls, storage: StorageOptions):
+        limit = storage.restore_memory_limit_bytes
+        self._coordinator = coordinator
+        self._calls = calls
+        self._storage = storage
+        self._chunk_bytes = CHUNK_BYTES if limit is None else min(CHUNK_BYTES, limit // 16)
+
+    def begin(self, epoch: int) -> Sharing:
+        """Begins a restore of an epoch, on every process."""
+        agree = functools.partial(self._agree, epoch)
+        return Sharing(self._coordinator.ids, agree, self._storage.restore_timeout_secs, self._chunk_bytes)
+
+    def _agree(self, epoch: int, told: Any) -> Any:
+        answer = functools.partial(decide, names=self._coordinator.named)
+        wait_secs = hear_secs(self._storage.restore_timeout_secs)
+        return self._calls.collective(f"restore({epoch})", lambda: told, answer, wait_secs)
 
 
-def apart(epoch: int) -> contextlib.AbstractContextManager[None]:
-    """Each process reads for itself."""
-    del epoch
-    return contextlib.nullcontext()
-
-
-def together(coordinator: Coordinator, calls: CollectiveCalls, storage: StorageOptions, asked: bool) -> Begin:
-    """Restores in which all processes of the job share what they read, where the options ask for that."""
+def shared_reads(
+    coordinator: Coordinator, calls: CollectiveCalls, storage: StorageOptions, asked: bool
+) -> SharedReads | None:
+    """How the processes share what they read, where the options ask for that; None: each reads for itself."""
     wanted = asked if storage.broadcast_restore is None else storage.broadcast_restore
     if not wanted or coordinator.processes == 1 or storage.local_disks:
-        return apart
-
-    limit = storage.restore_memory_limit_bytes
-    chunk_bytes = CHUNK_BYTES if limit is None else min(CHUNK_BYTES, limit // 16)
-
-    def begin(epoch: int) -> Sharing:
-        def agree(told: Any) -> Any:
-            answer = functools.partial(decide, names=coordinator.named)
-            return calls.collective(f"restore({epoch})", lambda: told, answer, hear_secs(storage.restore_timeout_secs))
-
-        return Sharing(coordinator.ids, agree, storage.restore_timeout_secs, chunk_bytes)
-
-    return begin
+        return None
+    return SharedReads(coordinator, calls, storage)
 
 
 class MirrorCopies(Protocol):
@@ -90,11 +92,19 @@ class Readers:
         verify: bool = True,
         context: RestoreContext | None = None,
         mirror: MirrorCopies | None = None,
-        begin: Begin = apart,
+        is_partial: Callable[[], bool] | None = None,
     ):
-        self.begin = begin
-        self.commits, self._pool, self._verify, self._mirror = commits, pool, verify, mirror
+        """`is_partial` says whether the directory has the parts of one host only; by default it is asked, once."""
+        self.commits = commits
+        self._pool = pool
+        self._verify = verify
+        self._mirror = mirror
+        self._is_partial = is_partial or functools.cache(lambda: read_host_record(commits.store) is not None)
         self._context = context or RestoreContext(Handlers())
+
+    def take_nodes(self, nodes: Nodes) -> None:
+        """Says for which nodes epochs are read from now on."""
+        self._context = dataclasses.replace(self._context, nodes=nodes)
 
     def elsewhere(self, directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> Readers:
         """The same for a directory, with the same step names; these readers if it is theirs."""
@@ -102,39 +112,34 @@ class Readers:
         if store.is_same(self.commits.store):
             return self
         commits = commits_of(store, self.commits.names)
-        return Readers(commits, self._pool, self._verify, self._context, begin=self.begin)
+        return Readers(commits, self._pool, verify=self._verify, context=self._context)
 
     def open(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; raises EpochNotFoundError, DamagedError or FormatError."""
         return self.read(epoch, lambda reader: reader)
 
-    def read(self, epoch: int, use: Callable[[CheckpointReader], T]) -> T:
-        """What `use` makes of a reader of the epoch; of one in the mirror, where this one is missing or damaged."""
-        return self._either(epoch, lambda readers: use(readers._open(epoch)))
+    def read(self, epoch: int, use: Callable[[CheckpointReader], T], sharing: Sharing | None = None) -> T:
+        """What `use` makes of a reader of the epoch; of one in the mirror, where this one is missing or damaged.
 
-    def restore(self, epoch: int, use: Callable[[CheckpointReader], T]) -> T:
-        """The same, for a restore: its processes may share what they read."""
-        with self.begin(epoch) as sharing:
-
-            def shared(reader: CheckpointReader) -> T:
-                reader.context = dataclasses.replace(reader.context, sharing=sharing)
-                return use(reader)
-
-            return self.read(epoch, shared)
+        In a restore the processes may be `sharing` what they read.
+        """
+        try:
+            return use(self._open(epoch, sharing))
+        except (EpochNotFoundError, DamagedError, FormatError) as error:
+            elsewhere = self._elsewhere(epoch, error)
+            if elsewhere is None:
+                raise
+            return use(elsewhere._open(epoch, sharing))
 
     def brief(self, epoch: int) -> EpochRecord | HeadEpoch:
         """The attempt, time and metrics of an epoch; raises as `open` does."""
-        return self._either(epoch, lambda readers: readers.commits.read_brief(epoch))
-
-    def _either(self, epoch: int, ask: Callable[[Readers], T]) -> T:
-        """The answer of these readers, or of the mirror's where an epoch is missing here or damaged."""
         try:
-            return ask(self)
+            return self.commits.read_brief(epoch)
         except (EpochNotFoundError, DamagedError, FormatError) as error:
-            there = self._elsewhere(epoch, error)
-            if there is None:
+            elsewhere = self._elsewhere(epoch, error)
+            if elsewhere is None:
                 raise
-            return ask(there)
+            return elsewhere.commits.read_brief(epoch)
 
     def _elsewhere(self, epoch: int, error: EpochCheckpointError) -> Readers | None:
         """Readers of the mirror, if that has the epoch."""
@@ -143,28 +148,45 @@ class Readers:
         if not isinstance(error, EpochNotFoundError) or isinstance(error, EpochDeletedError):
             _monitoring.event("/epochckpt/read/mirror", kind=type(error).__name__)
             logging.warning("checkpoint %d is read from its mirror %s: %s", epoch, there.store.root, error)
-        return Readers(there, self._pool, self._verify, self._context)
+        return Readers(there, self._pool, verify=self._verify, context=self._context)
 
-    def _open(self, epoch: int) -> CheckpointReader:
-        return self.of_record(self.commits.folder(epoch), self.commits.read_record(epoch))
+    def _open(self, epoch: int, sharing: Sharing | None = None) -> CheckpointReader:
+        reader = self.of_record(self.commits.folder(epoch), self.commits.read_record(epoch))
+        if sharing is not None:
+            reader.context = dataclasses.replace(reader.context, sharing=sharing)
+        return reader
 
     def of_record(self, folder: str, record: EpochRecord) -> CheckpointReader:
         """A reader of the epoch that has this record, in this folder."""
         if isinstance(record, OrbaxRecord):
             return OrbaxReader(self.commits, folder, record, self._context)
-        return NativeReader(self.commits, folder, record, self._context, self._native(folder, record))
+        return NativeReader(
+            commits=self.commits,
+            folder=folder,
+            record=record,
+            context=self._context,
+            native=self._native(folder, record),
+        )
 
     def _native(self, folder: str, record: EpochRecord) -> EpochReader:
         """A reader of an epoch of ours: of what this host has of it where each has a disk of its own."""
-        store, here = self.commits.store, None
-        if store.renames and not record.per_node and read_host_record(store) is not None:
+        store = self.commits.store
+        here: frozenset[int] | None = None
+        if store.renames and not record.per_node and self._is_partial():
             try:
                 found = {entry.name for entry in store.list(folder)}
             except FileNotFoundError as error:
                 raise EpochDeletedError(record.epoch, store.root, str(error)) from error
             here = frozenset(number for number in range(len(record.nodes)) if record.node_folder(number) in found)
-        copy = functools.partial(self._copy, record)
-        return EpochReader(store, folder, record, self._pool, self._verify, here, copy)
+        return EpochReader(
+            store=store,
+            folder=folder,
+            record=record,
+            pool=self._pool,
+            verify=self._verify,
+            here=here,
+            copy=functools.partial(self._copy, record),
+        )
 
     def _copy(self, record: EpochRecord) -> EpochReader | None:
         """A reader of the mirror's copy of the save that `record` is of; None if there is none."""
@@ -174,7 +196,13 @@ class Readers:
         if (copy.plan, len(copy.nodes)) != (record.plan, len(record.nodes)):
             return None
         logging.info("checkpoint %d: what this host lacks is read from the mirror %s", record.epoch, there.store.root)
-        return EpochReader(there.store, there.folder(record.epoch), copy, self._pool, self._verify)
+        return EpochReader(
+            store=there.store,
+            folder=there.folder(record.epoch),
+            record=copy,
+            pool=self._pool,
+            verify=self._verify,
+        )
 
     @_monitoring.timed("/epochckpt/verify_secs")
     def verify(self, epoch: int) -> Verification:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import contextvars
 import time
@@ -19,19 +20,20 @@ from epochckpt.agreement.collective import hear_secs
 from epochckpt.agreement.restore_vote import Look, newest_readable, vote
 from epochckpt.directory import Commits
 from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.manager.access import Access
+from epochckpt.manager.administration import Administration
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.reader import CheckpointReader
-from epochckpt.manager.readers import Readers, apart
+from epochckpt.manager.readers import Readers, SharedReads
+from epochckpt.manager.saves import Saves
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import step_log
 from epochckpt.orbax.step_log import StepLog
-from epochckpt.saving import History, SaveQueue
+from epochckpt.saving import History
+from epochckpt.saving.opening import Opened
 
 T = TypeVar("T")
 S = TypeVar("S")
-Asked = tuple[Readers, Callable[[CheckpointReader], T]]
-"""What is to be restored: readers of a directory, and what makes the result of the reader of an epoch."""
-
 _voting = contextvars.ContextVar("_voting", default=False)  # a restore inside a vote: that vote decides on its epoch
 
 
@@ -71,17 +73,66 @@ class Response(Generic[T]):
         _threads.start(call)
 
 
-class ReadAhead(Generic[T]):
-    """A function that restores an epoch: one epoch is restored in the background, before it is asked for."""
+class RestoreRequest(abc.ABC, Generic[T]):
+    """What a caller wants to have restored, of whichever epoch.
 
-    def __init__(self, restore: Callable[[int], T], epoch: int):
-        self._restore, self.epoch = restore, epoch
-        self.future = in_background(lambda: restore(epoch))
-        self._asked = _threads.Once()
+    Attributes:
+        readers: open the epochs of the directory that it is in.
+    """
+
+    def __init__(self, readers: Readers):
+        self.readers = readers
+
+    @abc.abstractmethod
+    def result_of(self, reader: CheckpointReader) -> T:
+        """Restores it from an epoch."""
+
+
+class ArgumentsRequest(RestoreRequest[Any]):
+    """What Orbax's `args` ask for; a save of the result is planned in the background, before it is asked for."""
+
+    def __init__(self, readers: Readers, args: Any, several: bool | None, saves: Saves, access: Access):
+        super().__init__(readers)
+        self._args = args
+        self._several = several
+        self._saves = saves
+        self._access = access
+
+    def result_of(self, reader: CheckpointReader) -> Any:
+        value = reader.restore(self._args)
+        self._saves.arguments.several = self._several
+        if self._access.may_write:
+            self._saves.planner.plan_ahead(self._args, value)
+        return value
+
+
+class EpochRestore(Generic[T]):
+    """Restores an epoch as a request asks; one epoch may be read ahead in the background, before it is asked for."""
+
+    def __init__(self, request: RestoreRequest[T], shared: SharedReads | None):
+        self._request = request
+        self._shared = shared
+        self._epoch_ahead: int | None = None
+        self._ahead = Future[T]()
+        self._taken = _threads.Once()
+
+    def read_ahead(self, epoch: int) -> Future[T]:
+        """Begins to restore an epoch."""
+        self._epoch_ahead = epoch
+        self._ahead = in_background(lambda: self._read(epoch))
+        return self._ahead
 
     def __call__(self, epoch: int) -> T:
-        ahead = epoch == self.epoch and self._asked.first()
-        return self.future.result() if ahead else self._restore(epoch)
+        if epoch == self._epoch_ahead and self._taken.first():
+            return self._ahead.result()
+        return self._read(epoch)
+
+    def _read(self, epoch: int) -> T:
+        request = self._request
+        if self._shared is None:
+            return request.readers.read(epoch, request.result_of)
+        with self._shared.begin(epoch) as sharing:
+            return request.readers.read(epoch, request.result_of, sharing)
 
 
 def in_background(fn: Callable[[], T]) -> Future[T]:
@@ -98,7 +149,8 @@ def in_background(fn: Callable[[], T]) -> Future[T]:
 
 def finished_by_caller(finish: Callable[[], T], after: Future[T] | None) -> Response[T]:
     """A response whose `result` calls `finish`, once, in the thread that asks first, when what is `after` has ended."""
-    found, once = Future[T](), _threads.Once()
+    found = Future[T]()
+    once = _threads.Once()
 
     def wait(timeout: float | None) -> T:
         if after is not None and not after.wait(timeout):
@@ -111,26 +163,57 @@ def finished_by_caller(finish: Callable[[], T], after: Future[T] | None) -> Resp
 
 
 class Restores:
-    """The restores of one manager. `look` looks at storage again, for all processes, and adopts what is there."""
+    """The restores of one manager.
 
-    newest_call = "restore(None)"  # how users of the manager restore the newest epoch; for messages
+    Attributes:
+        newest_call: how users of the manager restore the newest epoch; for messages.
+    """
 
     def __init__(
         self,
-        commits: Commits,
+        *,
+        directory: Opened,
+        readers: Readers,
         history: History,
-        saves: SaveQueue,
-        step_log: StepLog,
+        saves: Saves,
+        administration: Administration,
+        access: Access,
         storage: StorageOptions,
-        look: Callable[[], None],
+        step_log: StepLog,
+        calls: CollectiveCalls,
+        shared: SharedReads | None,
     ):
-        self._commits, self._history, self._saves, self._step_log = commits, history, saves, step_log
-        self._storage, self._look = storage, look
+        self._commits = directory.commits
+        self._coordinator = directory.coordinator
+        self._readers = readers
+        self._history = history
+        self._saves = saves
+        self._administration = administration
+        self._access = access
+        self._storage = storage
+        self._step_log = step_log
+        self._calls = calls
+        self._shared = shared
         self._reading = weakref.WeakSet[Future]()  # a result is its caller's alone
+        self.newest_call = "restore(None)"
 
     def connect(self, coordinator: Coordinator, calls: CollectiveCalls) -> None:
-        """Says who takes part in the restores to come."""
-        self._coordinator, self._calls = coordinator, calls
+        """Says who takes part in the restores to come; each process reads for itself then."""
+        self._coordinator = coordinator
+        self._calls = calls
+        self._shared = None
+
+    def request(self, items: Any, restore_kwargs: Any, directory: Any, args: Any) -> ArgumentsRequest:
+        """What a call of `CheckpointManager.restore` asks for."""
+        args, several = self._saves.arguments.of_restore(items, restore_kwargs, args)
+        readers = self._readers if directory is None else self._readers.elsewhere(directory, self._storage.store)
+        return ArgumentsRequest(
+            readers=readers,
+            args=args,
+            several=several,
+            saves=self._saves,
+            access=self._access,
+        )
 
     def drain(self) -> None:
         """Waits until nothing is read in the background any more."""
@@ -139,7 +222,8 @@ class Restores:
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """See `_threads`: a thread in the middle of jax's calls would abort the interpreter as it ends."""
-        deadline, reading = Deadline(self._storage.restore_timeout_secs), list(self._reading)
+        deadline = Deadline(self._storage.restore_timeout_secs)
+        reading = list(self._reading)
 
         def wait() -> None:
             for future in reading:
@@ -150,63 +234,63 @@ class Restores:
     def _after_fork(self) -> None:
         self._reading.clear()
 
-    def begin(self, step: int | None, asked: Asked[T]) -> Response[T]:
+    def begin(self, step: int | None, request: RestoreRequest[T]) -> Response[T]:
         """Begins what `run` does; see `CheckpointManager.restore_async`."""
         _threads.drain_at_exit(self)
-        readers, use = asked
         step = None if step is None else epoch_number(step)
         if self._coordinator.processes == 1:
-            whole = in_background(lambda: self.run(step, asked))
+            whole = in_background(lambda: self.run(step, request))
             self._reading.add(whole)
             return Response(whole.result)
-        ahead, first = None, step
-        if step is None and readers.commits is self._commits and (known := self._history.committed()):
+        restore = EpochRestore(request, self._shared)
+        ahead: Future[T] | None = None
+        first = step
+        if step is None and request.readers.commits is self._commits and (known := self._history.committed()):
             first = known[-1].step
-        if first is not None and readers.begin is apart:
-            ahead = ReadAhead(lambda epoch: readers.restore(epoch, use), first)
-            self._reading.add(ahead.future)
-        return finished_by_caller(lambda: self.run(step, asked, ahead), ahead and ahead.future)
+        if first is not None and self._shared is None:
+            ahead = restore.read_ahead(first)
+            self._reading.add(ahead)
+        return finished_by_caller(lambda: self.run(step, request, restore), ahead)
 
     @_monitoring.failing("/epochckpt/read/failure")
-    def run(self, step: int | None, asked: Asked[T], ahead: Callable[[int], T] | None = None) -> T:
-        """Restores an epoch, None for the newest; `ahead` does so, too, and may have begun before."""
+    def run(self, step: int | None, request: RestoreRequest[T], restore: EpochRestore[T] | None = None) -> T:
+        """Restores an epoch, None for the newest; `restore` does so, too, and may have begun before."""
         step = None if step is None else epoch_number(step)
+        restore = restore or EpochRestore(request, self._shared)
         with _progress.work("restoring" if step is None else f"restoring checkpoint {step}") as work:
-            return self._run(step, asked, ahead, work.notes)
+            return self._run(step, request.readers.commits, restore, work.notes)
 
-    def _run(self, step: int | None, asked: Asked[T], ahead: Callable[[int], T] | None, notes: Mapping[str, int]) -> T:
-        readers, use = asked
+    def _run(self, step: int | None, commits: Commits, restore: EpochRestore[T], notes: Mapping[str, int]) -> T:
         began = time.monotonic()
-        self._saves.drain(step)
+        self._saves.queue.drain(step)
         read = time.monotonic()
         self._step_log.restoring()
-        restore = ahead or (lambda epoch: readers.restore(epoch, use))
         if step is not None:
-            value = self._named(readers.commits, step, lambda: restore(step))
-        elif readers.commits is self._commits:
-            step, value = self._newest(self._commits, self._history, restore)
+            value = self._named(commits, step, restore)
+        elif commits is self._commits:
+            step, value = self._newest(commits, self._history, restore)
         else:  # another directory, of which nothing is remembered
-            history = History(readers.commits.read_brief)
-            history.adopt(readers.commits.list_epochs())
-            step, value = self._newest(readers.commits, history, restore)
+            history = History(commits.read_brief)
+            history.adopt(commits.list_epochs())
+            step, value = self._newest(commits, history, restore)
         self._history.run.restored(began)
-        self._step_log.restored(step, readers.commits.store.root, began, read, value, notes)
+        self._step_log.restored(step, commits.store.root, began, read, value, notes)
         return value
 
-    def _named(self, commits: Commits, epoch: int, restore: Callable[[], T]) -> T:
+    def _named(self, commits: Commits, epoch: int, restore: Callable[[int], T]) -> T:
         """Restores an epoch if every process can: else all of them raise, and know that it is damaged, or gone."""
         if _voting.get():
-            return restore()
+            return restore(epoch)
         own = commits is self._commits  # of another directory nothing is remembered
         wait = self._storage.restore_timeout_secs
         known = [info.step for info in self._history.committed() if own and info.step == epoch]
         with self._calls.vote(f"restore({epoch})", known, hear_secs(wait)) as (listed, prefix):
-            value, error = vote(restore, self._coordinator, f"{prefix}/1", wait)
+            value, error = vote(lambda: restore(epoch), self._coordinator, f"{prefix}/1", wait)
         if error is None:
             return value[0]
         if own and isinstance(error, errors.EpochNotFoundError):
             if listed:
-                self._look()
+                self._administration.look()
         elif own:
             attempt: str | None = None  # the verdict is about this one: another attempt is another epoch
             if self._coordinator.primary:
@@ -225,6 +309,7 @@ class Restores:
 
     def newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Restores the newest epoch that every process can read, see `CheckpointManager.restore_newest`."""
+        self._saves.queue.drain()
         began = time.monotonic()
         with _progress.work("restoring") as work:
             epoch, value = self._newest(self._commits, self._history, restore, among)
@@ -235,35 +320,81 @@ class Restores:
         self, commits: Commits, history: History, restore: Callable[[int], T], among: Sequence[int] | None = None
     ) -> tuple[int, T]:
         """The processes vote, see `agreement.restore_vote`; `history` learns which epochs are damaged."""
-        attempts: dict[int, str | None] = {}
-
-        def allowed() -> list[int]:
-            return [i.step for i in history.committed() if among is None or i.step in among]
-
-        def restore_one(epoch: int) -> T:
-            if self._coordinator.primary:  # the verdict is about this attempt: another one is another epoch
-                attempts[epoch] = commits.read_attempt(epoch)
-            return restore(epoch)
-
-        def reject(rejected: Mapping[int, Exception]) -> None:
-            history.reject({e: ReplaceCondition(attempts.get(e), errors.say(why)) for e, why in rejected.items()})
-
-        def look_again(rejected: Mapping[int, Exception]) -> Look:
-            reject(rejected)
-            if commits is self._commits:
-                self._look()
-            else:
-                history.adopt(self._calls.broadcast("look", commits.list_epochs, 2 * self._storage.open_timeout_secs))
-            return allowed(), {e: c.damage for e, c in history.damaged.items() if among is None or e in among}
-
-        candidates, wait = allowed() if among is None else list(among), self._storage.restore_timeout_secs
+        search = _NewestSearch(
+            commits=commits,
+            history=history,
+            restore=restore,
+            among=among,
+            primary=self._coordinator.primary,
+            look=self._administration.look if commits is self._commits else None,
+            calls=self._calls,
+            storage=self._storage,
+        )
+        candidates = search.allowed() if among is None else list(among)
+        wait = self._storage.restore_timeout_secs
         within = _voting.set(True)
         try:
             with self._calls.vote("restore(None)", candidates, hear_secs(wait)) as (found, prefix):
                 epoch, value, rejected = newest_readable(
-                    found, restore_one, look_again, self._coordinator, prefix, wait, commits.store.root
+                    found, search.restore, search.look_again, self._coordinator, prefix, wait, commits.store.root
                 )
         finally:
             _voting.reset(within)
-        reject(rejected)
+        search.reject(rejected)
         return epoch, value
+
+
+class _NewestSearch(Generic[T]):
+    """A search for the newest epoch of a directory that every process can restore, as this process takes part in it.
+
+    `look` is how a manager looks at its own directory again; of another directory nothing but the epochs is asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        commits: Commits,
+        history: History,
+        restore: Callable[[int], T],
+        among: Sequence[int] | None,
+        primary: bool,
+        look: Callable[[], None] | None,
+        calls: CollectiveCalls,
+        storage: StorageOptions,
+    ):
+        self._commits = commits
+        self._history = history
+        self._restore = restore
+        self._among = among
+        self._primary = primary
+        self._look = look
+        self._calls = calls
+        self._storage = storage
+        self._attempts: dict[int, str | None] = {}  # the ids of the saves that were tried, by epoch
+
+    def allowed(self) -> list[int]:
+        """The committed epochs that may be taken, ascending."""
+        return [i.step for i in self._history.committed() if self._among is None or i.step in self._among]
+
+    def restore(self, epoch: int) -> T:
+        """Restores one of them; the verdict is about the save that it is of now: another save is another epoch."""
+        if self._primary:
+            self._attempts[epoch] = self._commits.read_attempt(epoch)
+        return self._restore(epoch)
+
+    def reject(self, rejected: Mapping[int, Exception]) -> None:
+        """These were found damaged."""
+        self._history.reject(
+            {e: ReplaceCondition(self._attempts.get(e), errors.say(why)) for e, why in rejected.items()}
+        )
+
+    def look_again(self, rejected: Mapping[int, Exception]) -> Look:
+        """What is on storage now, for all processes alike: epochs that may be taken, and the damage of others."""
+        self.reject(rejected)
+        if self._look is not None:
+            self._look()
+        else:
+            wait = 2 * self._storage.open_timeout_secs
+            self._history.adopt(self._calls.broadcast("look", self._commits.list_epochs, wait))
+        damaged = self._history.damaged.items()
+        return self.allowed(), {e: c.damage for e, c in damaged if self._among is None or e in self._among}

@@ -38,7 +38,7 @@ def _storage(root: str) -> str:
     return scheme_of(root).orbax_name
 
 
-class Saves:
+class SaveEvents:
     """The events of one manager's saves and restores."""
 
     def __init__(self, root: str, policy: Any, primary: bool, asynchronous: bool):

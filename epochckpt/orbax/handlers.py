@@ -147,11 +147,11 @@ class Handlers:
         given = item_handlers if several else {} if item_handlers is None else {paths.DEFAULT_ITEM: item_handlers}
         self.names: tuple[str, ...] = tuple(given) if several else ()
         self.single = item_handlers is not None and not several
-        self.given = {name: handler for name, handler in given.items() if handler is not None}
         self._made: dict[tuple[str, type], Any] = {}
+        self._passed = [handler for handler in given.values() if handler is not None]
+        self.given = {name: self._checked(name, handler) for name, handler in given.items() if handler is not None}
         for name, handler in self.given.items():
-            _check(name, type(handler), handler)
-            if type(handler) not in OURS and not ocp.args.has_registered_args(handler):
+            if not ocp.args.has_registered_args(handler):
                 raise UnsupportedError(
                     f"item_handlers[{name!r}]: {type(handler).__name__} has no argument classes; register them with "
                     "orbax.checkpoint.args.register_with_handler"
@@ -215,14 +215,16 @@ class Handlers:
         kind = type(args)
         for name in (item, None):
             if self._registry is not None and self._registry.has(name, kind):
-                handler = self._registry.get(name, kind)
-                _check(item, type(handler), handler)
-                return handler
+                return self._checked(item, self._registry.get(name, kind))
         known = self.given.get(item)
         if known is not None:
             if not _suits(known, kind):
-                taken = f"{type(known).__name__}, which takes no {kind.__name__}"
-                raise InvalidArgumentError(f"item {item!r} has a {taken}")
+                taken = " and ".join(cls.__name__ for cls in ocp.args.get_registered_args_cls(known))
+                raise InvalidArgumentError(
+                    f"item {item!r} has a {type(known).__name__}, which takes {taken}, got a {kind.__name__}; pass one "
+                    "of these, or give the item another handler (in Orbax's words: it does not match with any "
+                    "registered handler)"
+                )
             return known
         try:
             found = ocp.args.get_registered_handler_cls(kind)
@@ -231,8 +233,15 @@ class Handlers:
                 f"item {item!r}: {kind.__name__} has no handler; register it with "
                 "orbax.checkpoint.args.register_with_handler, or pass handler_registry="
             ) from None
+        found = _of_orbax(found)
         _check(item, found)
         return found if found in OURS else self._make(item, found)
+
+    def _checked(self, item: str, handler: Any) -> Any:
+        """A handler, or the one of Orbax's that it adds nothing to; refuses those that cannot be used."""
+        kind = _of_orbax(type(handler))
+        _check(item, kind, handler)
+        return handler if kind is type(handler) else self._make(item, kind)
 
     def of(self, item: str, recorded: str) -> tuple[Any, Any]:
         """The handler of an item that was saved by the handler `recorded`, and its default argument for restoring."""
@@ -275,7 +284,7 @@ class Handlers:
         return self._made[item, kind]
 
     def close(self) -> None:
-        every = [*self.given.values(), *self._entries().values(), *self._made.values()]
+        every = [*self._passed, *self._entries().values(), *self._made.values()]
         for handler in {id(h): h for h in every}.values():
             close = getattr(handler, "close", None)
             if close is not None:
@@ -296,7 +305,7 @@ def _handler_of(checkpointer: Any) -> Any:
 
 def kind_of(handler: Any) -> str:
     """What our engine does for a handler (an instance, or a class in `OURS`); `other` if it is to be run."""
-    return OURS.get(handler if isinstance(handler, type) else type(handler), "other")
+    return OURS.get(_of_orbax(handler if isinstance(handler, type) else type(handler)), "other")
 
 
 def type_name(handler: Any) -> str:
@@ -309,6 +318,18 @@ def same(name: str, other: str) -> bool:
     """Whether two names mean one handler; Orbax moves its own from module to module."""
     orbax = name.startswith("orbax.checkpoint.") and other.startswith("orbax.checkpoint.")
     return name == other or (orbax and name.rpartition(".")[2] == other.rpartition(".")[2])
+
+
+class _Nothing(ocp.handlers.CheckpointHandler):
+    """A class that adds nothing to its base."""
+
+
+def _of_orbax(kind: type) -> type:
+    """The handler of Orbax's engine that a class is by another name, because it adds nothing to it; else the class."""
+    if kind in OURS or not issubclass(kind, _ENGINE) or len(kind.__bases__) != 1:
+        return kind
+    base = _of_orbax(kind.__bases__[0])
+    return base if base in OURS and vars(kind).keys() <= vars(_Nothing).keys() else kind
 
 
 _usual = functools.cache(lambda kind: kind())  # a handler of a class, as it is made without arguments
@@ -324,21 +345,22 @@ def _check(item: str, kind: type, handler: Any = None) -> None:
                 "epochckpt does not use; save such leaves as an item of their own, with a handler"
             )
         return
-    if issubclass(kind, _ENGINE) or kind.__module__.startswith("orbax.checkpoint."):
+    engine = next((base for base in kind.__mro__ if base in _ENGINE), None)
+    if engine is not None:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        does = "is a part of" if kind is engine else f"changes {engine.__name__}, a part of"
         raise UnsupportedError(
-            f"item {item!r}: {kind.__module__}.{kind.__qualname__} overrides Orbax's own engine, which epochckpt does "
-            "not use; pass an unmodified handler of Orbax's, or none"
+            f"item {item!r}: {name} {does} Orbax's own engine, which epochckpt does not use; pass an unmodified "
+            "handler of Orbax's, or none"
         )
 
 
 def _suits(handler: Any, args: type) -> bool:
     """Whether a handler takes arguments of a class."""
-    kind = kind_of(handler)
     try:
-        registered = ocp.args.get_registered_handler_cls(args)
+        return _of_orbax(ocp.args.get_registered_handler_cls(args)) is type(handler)
     except ValueError:
         return False
-    return registered is type(handler) or (kind != "other" and kind == OURS.get(registered))
 
 
 def _registered(args: type = ocp.args.CheckpointArgs) -> Iterator[Any]:

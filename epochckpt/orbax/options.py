@@ -128,8 +128,11 @@ def check_args(args: Any, multi: bool | None, *, restoring: bool = False) -> boo
     given = is_multi(args)
     if multi is not None and multi != given:
         raise InvalidArgumentError(
-            "this manager handles several named items: pass args=Composite(name=…)"
+            "this manager handles several named items: pass args=Composite(name=…) (in Orbax's words: Must provide "
+            "`args` of type `Composite` when dealing with multiple checkpointable objects.)"
             if multi
-            else "this manager handles one unnamed item: pass its args directly, not a Composite"
+            else "this manager handles one unnamed item: pass its args directly, not a Composite (in Orbax's words: "
+            "Cannot provide `args` of type `Composite` when dealing with a single, unnamed (default) checkpointable "
+            "object.)"
         )
     return given

@@ -18,7 +18,7 @@ from absl import logging
 from orbax.checkpoint.logging import step_statistics
 
 from epochckpt import _threads, _units
-from epochckpt.orbax.events import Saves
+from epochckpt.orbax.events import SaveEvents
 
 
 class StepLog:
@@ -29,8 +29,9 @@ class StepLog:
 
     def __init__(self, logger: Any, root: str, policy: Any, primary: bool, asynchronous: bool):
         self._logger = logger or ocp.logging.StandardLogger()
-        self._events = Saves(root, policy, primary, asynchronous)
-        self.waited, self.restoring = self._events.waited, self._events.restoring
+        self._events = SaveEvents(root, policy, primary, asynchronous)
+        self.waited = self._events.waited
+        self.restoring = self._events.restoring
         self._last: float | None = None  # when the last save was asked for, monotonic
 
     def begun(

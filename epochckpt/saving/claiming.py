@@ -22,9 +22,8 @@ from epochckpt.directory import owners
 from epochckpt.errors import AccessError, FencedError
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
-    from epochckpt.directory.protocol import Stager, Writer
-    from epochckpt.saving.hosts import Hosts
+    from epochckpt.directory.protocol import Writer
+    from epochckpt.saving.job_directory import JobDirectory
 
 
 class Claim:
@@ -37,18 +36,18 @@ class Claim:
 
     def __init__(
         self,
-        commits: Commits,
+        directory: JobDirectory,
         refused: AccessError | None,
         on_claim: Callable[[list[int]], None],
         root_files: Mapping[tuple[str, str], bytes],
-        hosts: Hosts | None = None,
     ):
-        self._commits, self._refused, self._on_claim, self._root_files = commits, refused, on_claim, root_files
-        self._hosts = hosts
+        self._directory = directory
+        self._commits = directory.commits
+        self._refused = refused
+        self._on_claim = on_claim
+        self._root_files = root_files
         self._lock = threading.Lock()
-        self._writer: Writer | None = None  # of the process that has claimed; with local disks, of each
-        self._stager: Stager | None = None  # of the other processes
-        self._taken: dict[str, Any] | None = None  # on the primary: a claim that the other hosts have yet to join
+        self._taken: dict[str, Any] | None = None  # on the primary: a claim that it has yet to learn
         self._known: dict[str, Any] | None = None
         self.may_take_over = True  # from a run that may be alive
         self.fenced: FencedError | None = None  # how this manager learned that a newer run has taken over
@@ -57,25 +56,6 @@ class Claim:
     def known(self) -> bool:
         """Whether this process knows of the claim, and so the incarnation."""
         return self._known is not None
-
-    @property
-    def writer(self) -> Writer:
-        """The right to change the directory; only a process that has claimed it may ask."""
-        assert self._writer is not None, "the directory was not claimed by this process"
-        return self._writer
-
-    @property
-    def stager(self) -> Stager:
-        """Says where the nodes of a save write; only a process that knows of the claim may ask."""
-        stager = self._writer or self._stager
-        assert stager is not None, "the directory was not claimed"
-        return stager
-
-    @property
-    def incarnation(self) -> str:
-        """The run's id; empty before the claim."""
-        stager = self._writer or self._stager
-        return "" if stager is None else stager.incarnation
 
     def check(self, epoch: int) -> None:
         """Raises the error that keeps this manager from saving, if any. No I/O, unless it was refused at open."""
@@ -97,10 +77,7 @@ class Claim:
             )
 
     def take(self, epoch: int) -> dict[str, Any]:
-        """On the primary: claims the directory unless this manager has; returns the claim, for `learn`.
-
-        With local disks it is complete only when the primary has learned it, too.
-        """
+        """On the primary: claims the directory unless this manager has; returns the claim, which all then `learn`."""
         with self._lock:
             if (claim := self._known or self._taken) is not None:
                 return claim
@@ -108,56 +85,43 @@ class Claim:
                 raise FencedError(epoch, self.fenced.reason)
             try:
                 if self.may_take_over:
-                    self._writer = self._commits.claim(epoch)
+                    writer = self._commits.claim(epoch)
                 else:
-                    self._writer = self._commits.claim(epoch, functools.partial(owners.check_idle, self._commits))
-                if self._hosts is not None:
-                    self._taken = {"incarnation": self._writer.incarnation}
-                    return self._taken
-                self._write_root_files(self._writer)
-                claim = {"incarnation": self._writer.incarnation, "epochs": self._commits.list_epochs()}
+                    writer = self._commits.claim(epoch, functools.partial(owners.check_idle, self._commits))
+                self._taken = self._directory.claimed(writer, self._write_root_files)
             except BaseException as error:
-                self.note(error)  # before another save may try: it would take over from the run that was the later one
-                self._writer = None  # the next try is a new incarnation, which sweeps this one
+                self._failed(error)
                 raise
-            return self._adopt(claim)
+            return self._taken
 
     def learn(self, claim: dict[str, Any], wait_secs: float = 0.0) -> None:
-        """Adopts the claim that the primary's `take` returned; with local disks, waits until all hosts have joined."""
+        """On every process: adopts the claim that the primary's `take` returned, once all have joined who have to."""
         with self._lock:
             if self._known is not None:
                 return
-            if self._hosts is None:
-                self._stager = self._commits.join(claim["incarnation"])
-            else:
-                try:
-                    epochs = self._hosts.join(claim["incarnation"], self._writer, self._write_root_files, wait_secs)
-                except BaseException as error:
-                    self.note(error)
-                    self._writer = None
-                    self._taken = None
-                    raise
-                self._writer = self._hosts.writer
-                claim = {**claim, "epochs": epochs}
-            self._adopt(claim)
+            try:
+                epochs = self._directory.join(claim, self._write_root_files, wait_secs)
+            except BaseException as error:
+                self._failed(error)
+                raise
+            self._on_claim(list(epochs))
+            self._known = claim
+
+    def _failed(self, error: BaseException) -> None:
+        """Notes it before another save may try: it would take over from the run that was the later one."""
+        self.note(error)
+        self._directory.forget_claim()  # the next try is a new incarnation, which sweeps this one
+        self._taken = None
 
     def _write_root_files(self, writer: Writer) -> None:
         for parts, data in self._root_files.items():
             writer.write_once(parts, data)
 
-    def _adopt(self, claim: dict[str, Any]) -> dict[str, Any]:
-        self._on_claim(list(claim["epochs"]))
-        self._known = claim
-        return claim
-
     def release(self) -> None:
-        """On the primary: ends the incarnation, if this manager ever claimed; failures are logged.
-
-        With local disks every process does so on its own.
-        """
-        if self._known is None or self.fenced is not None or self._writer is None:
+        """Ends the incarnation, if this manager ever claimed, where this process `acts`; failures are logged."""
+        if self._known is None or self.fenced is not None or not self._directory.acts:
             return
         try:
-            self._writer.release()
+            self._directory.writer.release()
         except OSError as error:  # the next run that writes sweeps it
             logging.warning("%s: the staging folder could not be removed: %s", self._commits.store.root, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import time
 from typing import Any
 
@@ -35,8 +36,7 @@ class Follower(Part):
     def __init__(self, context: SaveContext, nodes: Nodes):
         super().__init__(context, nodes)
         self._bound_secs = self._options.save_timeout_secs + in_flight.VERDICT_MARGIN_SECS
-        # What the primary says first of a save: with local disks it offers the record before the verdict.
-        self._awaited_key = "verdict" if self._hosts is None else "record"
+        self._awaited_key = self._directory.first_word
         self._report_lane = _threads.Lane()
         self._unheard: collections.deque[Save] = collections.deque(maxlen=_KEPT_UNHEARD)
 
@@ -67,22 +67,17 @@ class Follower(Part):
         try:
             return self._await_verdict(save, error)
         except BaseException as caught:
-            failure = errors.as_save_error(save.epoch, caught)
-            if self._hosts is not None:
-                self.remove_staged(save, failure)
+            self.remove_staged(save, errors.as_save_error(save.epoch, caught))
             raise
 
     def follow_commit(self, save: Save, commit: Committed) -> None:
-        if self._hosts is not None:
-            self._delete_old(save, commit, errors.RemovalError)
+        self._delete_old(save, commit, errors.RemovalError)
 
     def _await_verdict(self, save: Save, error: Exception | None) -> Committed:
         self.give_time(save, self.lags.secs([0]))
         try:
-            verdict = self._hear(save, self._awaited_key)
-            if self._hosts is not None and "record" in verdict:
-                self._hosts.place(verdict, self._key("placed", save), save, self.save_id(save))
-                verdict = self._hear(save, "verdict")
+            hear = functools.partial(self._hear, save)
+            verdict = self._directory.verdict(save, self.save_id(save), hear, self._key)
         except errors.CoordinationError as silence:
             return self._without_verdict(save, error, silence)
         self.lags.heard([0], save)
@@ -108,7 +103,7 @@ class Follower(Part):
             raise error  # of this process: without its report nothing is committed
         if not self._claim.known:  # nothing has been written
             raise errors.SaveError(save.epoch, f"the primary did not claim the directory: {silence}")
-        if self._hosts is None and self._is_there(save):  # the own disk does not tell of the others
+        if self._directory.tells_commits and self._is_there(save):
             epoch, read = save.epoch, self._commits.read_brief
             cost = _threads.logged("its cost is not known", lambda: SaveCost.of(epoch, read(epoch)))
             return Committed(save.epoch, save.request.metrics, time.time_ns(), cost=cost)
@@ -131,10 +126,9 @@ class Follower(Part):
         """Ends an uncertain save by its verdict; None: it never comes, and storage alone decides."""
         if verdict is not None and "error" in verdict:
             failure = errors.as_save_error(save.epoch, errors.from_wire(verdict["error"]))
-            if self._hosts is not None:
-                self.remove_staged(save, self.take_back(save, failure))
+            self.remove_staged(save, self.take_back(save, failure))
             self._in_flight.finish(save, failure)
-        elif (verdict is not None or self._hosts is None) and self._is_there(save):
+        elif (verdict is not None or self._directory.tells_commits) and self._is_there(save):
             if verdict is None:
                 commit = Committed(save.epoch, save.request.metrics, time.time_ns())
             else:

@@ -28,15 +28,13 @@ from absl import logging
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Lane, Pool
-from epochckpt.agreement import Coordinator
-from epochckpt.directory import Commits
 from epochckpt.directory.protocol import Staging
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.saving import retention
 from epochckpt.saving.claiming import Claim
-from epochckpt.saving.hosts import Hosts
 from epochckpt.saving.in_flight import InFlight
+from epochckpt.saving.job_directory import JobDirectory
 from epochckpt.saving.lags import Lags
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.retention import History
@@ -47,14 +45,12 @@ from epochckpt.saving.save import Save
 class SaveContext:
     """What the saves of one manager work with on one process."""
 
-    commits: Commits
-    coordinator: Coordinator
+    directory: JobDirectory
     prefix: str  # of the keys of its saves
     claim: Claim
     options: StorageOptions
     history: History
     policies: ocp.CheckpointManagerOptions  # they say which epochs of the history each commit deletes
-    hosts: Hosts | None
     in_flight: InFlight
     commit_lane: Lane
     pool: Pool
@@ -68,14 +64,14 @@ class Part(abc.ABC):
 
     def __init__(self, context: SaveContext, nodes: Nodes):
         self.nodes = nodes
-        self._commits = context.commits
-        self._coordinator = context.coordinator
+        self._directory = context.directory
+        self._commits = context.directory.commits
+        self._coordinator = context.directory.coordinator
         self._prefix = context.prefix
         self._claim = context.claim
         self._options = context.options
         self._history = context.history
         self._policies = context.policies
-        self._hosts = context.hosts
         self._in_flight = context.in_flight
         self._commit_lane = context.commit_lane
         self._undeleted: set[int] = set()  # older epochs that are still there, as was reported; the commit lane's own
@@ -106,11 +102,11 @@ class Part(abc.ABC):
 
     def save_id(self, save: Save) -> str:
         """The id of a save, which no other save of any run has."""
-        return f"{self._claim.incarnation}-{save.name}"
+        return f"{self._directory.incarnation}-{save.name}"
 
     def staging(self, save: Save) -> Staging:
         """Where the nodes of a save write."""
-        return self._claim.stager.staging(save.epoch, self.save_id(save))
+        return self._directory.stager.staging(save.epoch, self.save_id(save))
 
     def _key(self, kind: str, save: Save) -> str:
         return f"{self._prefix}/{kind}/{save.name}"
@@ -134,12 +130,12 @@ class Part(abc.ABC):
 
     def take_back(self, save: Save, failure: BaseException) -> BaseException:
         """Takes a failed save out of sight where it may be in place already; returns why the save has failed."""
-        return failure if self._hosts is None else self._hosts.take_back(save, self.save_id(save), failure)
+        return self._directory.take_back(save, self.save_id(save), failure)
 
     def remove_staged(self, save: Save, failure: BaseException) -> None:
-        """Removes what is staged of a failed save; an epoch that may exist keeps its data."""
-        if self._claim.known and not isinstance(failure, errors.UncertainError):
-            discard = functools.partial(self._claim.writer.discard, self.staging(save))
+        """Removes what is staged of a failed save, where this process acts; an epoch that may exist keeps its data."""
+        if self._directory.acts and self._claim.known and not isinstance(failure, errors.UncertainError):
+            discard = functools.partial(self._directory.writer.discard, self.staging(save))
             # Later: where storage is away it takes long, and the failure is known now.
             self._commit_lane.submit(lambda: _threads.logged("the remains of a save stay", discard))
 
@@ -150,9 +146,9 @@ class Part(abc.ABC):
         """
         into = self._policies.todelete_subdir
         kept: list[int] = []
-        for epoch in commit.hides if self._hosts is None else self._hosts.here(commit.hides):
+        for epoch in self._directory.here(commit.hides):
             try:
-                save.removals.append(retention.unlist(self._claim.writer, epoch, into))
+                save.removals.append(retention.unlist(self._directory.writer, epoch, into))
             except errors.UnfinishedError as error:  # no reader sees it any more
                 logging.warning("an older epoch could not be removed: %s", errors.say(error))
             except Exception as error:

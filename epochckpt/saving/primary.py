@@ -57,7 +57,7 @@ class Primary(Part):
         key = self._key("claim", save)
         claim = take() if self._claim_is_known else broadcast(self._coordinator, key, take, patience)
         self._claim.learn(claim, left)
-        self._claim.writer.stage(save.epoch, self.save_id(save))
+        self._directory.writer.stage(save.epoch, self.save_id(save))
 
     def _take_claim(self, save: Save) -> dict[str, Any]:
         self._let_older_saves_end(save)
@@ -105,7 +105,7 @@ class Primary(Part):
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("checkpoint %d is committed, but deciding what to delete failed", save.epoch)
         commit = self._delete_old(save, commit, errors.RetentionError)
-        self._publish_verdict(save, commit.to_wire(hides=self._hosts is not None))
+        self._publish_verdict(save, commit.to_wire(self._directory.unlisted_elsewhere(commit.hides)))
         return commit
 
     def follow_commit(self, save: Save, commit: Committed) -> None:
@@ -166,12 +166,9 @@ class Primary(Part):
         record = self._record(save)
         data = record.to_bytes()
         check = functools.partial(self._bind, save)
-        if self._hosts is not None:
-            self._hosts.commit(save, self.staging(save), data, check, self._key)
-        else:
-            remove = self._claim.writer.publish(self.staging(save), data, check, save.request.replaces)
-            if remove is not None:
-                self._commit_lane.submit(functools.partial(logged_removal, remove))
+        remove = self._directory.commit(save, self.staging(save), data, check, self._key)
+        if remove is not None:
+            self._commit_lane.submit(functools.partial(logged_removal, remove))
         self._history.run.committed()
         logging.info("checkpoint %d committed to %s: %s", save.epoch, self._commits.store.root, save.summary(record))
         return Committed(
@@ -187,14 +184,16 @@ class Primary(Part):
         record = save.record(self.save_id(save), objects=not self._commits.store.renames)
         runs = self._history.run.committing(
             save.epoch,
-            self._claim.incarnation,
+            self._directory.incarnation,
             save.spent,
             (record.started_ns, record.committed_ns),
             self._commits.taken_over,
         )
         record = dataclasses.replace(record, runs=runs)
         if self._options.orbax_view:
-            record = _monitoring.timed(events.FINALIZED_ITEMS)(self._claim.writer.write_view)(record, self._pool.run)
+            record = _monitoring.timed(events.FINALIZED_ITEMS)(self._directory.writer.write_view)(
+                record, self._pool.run
+            )
         return record
 
     def _bind(self, save: Save) -> None:
@@ -208,7 +207,7 @@ class Primary(Part):
     def _publish_verdict(self, save: Save, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of saves that ended long ago."""
         problem = f"checkpoint {save.epoch}: the verdict could not be published"  # storage decides then
-        first = "verdict" if self._hosts is None or save.offered else "record"
+        first = "verdict" if save.offered else self._directory.first_word
         key = f"{self._key(first, save)}/0"
         _threads.logged(problem, lambda: self._coordinator.put(key, verdict))
         report = self._key("report", save)

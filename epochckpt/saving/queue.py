@@ -28,7 +28,6 @@ from epochckpt.orbax import events
 from epochckpt.saving import in_flight, memory, run_clock
 from epochckpt.saving.claiming import Claim
 from epochckpt.saving.follower import Follower
-from epochckpt.saving.hosts import Hosts
 from epochckpt.saving.in_flight import InFlight, SaveListener
 from epochckpt.saving.node_writer import write_nodes
 from epochckpt.saving.opening import Opened
@@ -58,7 +57,6 @@ class SaveQueue:
         history: History,
         policies: ocp.CheckpointManagerOptions,
         listener: SaveListener,
-        hosts: Hosts | None = None,
     ):
         self._store = opened.store
         self._commits: Commits = opened.commits
@@ -83,14 +81,12 @@ class SaveQueue:
             listener=listener,
         )
         context = SaveContext(
-            commits=opened.commits,
-            coordinator=opened.coordinator,
+            directory=opened.directory,
             prefix=f"{opened.prefix}/save",
             claim=claim,
             options=options,
             history=history,
             policies=policies,
-            hosts=hosts,
             in_flight=self.in_flight,
             commit_lane=self._commit_lane,
             pool=self._pool,

@@ -7,7 +7,7 @@ the commit (`Committed`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from epochckpt.errors import from_wire, to_wire
@@ -98,10 +98,10 @@ class Committed:
             hides=tuple(epoch for epoch in self.hides if epoch not in kept),
         )
 
-    def to_wire(self, hides: bool = False) -> dict[str, Any]:
-        """As JSON; with `hides`, every process takes those epochs out of sight on its own disk."""
+    def to_wire(self, hides: Sequence[int] = ()) -> dict[str, Any]:
+        """As JSON; every process takes the epochs of `hides` out of sight on its own disk."""
         return {
-            **({"hides": list(self.hides)} if hides else {}),
+            "hides": list(hides),
             "metrics": checksums.pack_json(self.metrics, "metrics"),
             "attached": None if self.attached is None else checksums.pack_by_number(self.attached, "metrics"),
             "committed_ns": self.committed_ns,
@@ -123,6 +123,6 @@ class Committed:
             deleted,
             remote,
             attached,
-            hides=tuple(wire.get("hides", ())),
+            hides=tuple(wire["hides"]),
             cost=cost,
         )

@@ -40,11 +40,11 @@ from epochckpt.errors import (
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import events
 from epochckpt.saving.auto_interval import Context, Pace
-from epochckpt.saving.opening import Survey
 from epochckpt.saving.ranking import best_of, rank
 from epochckpt.saving.reports import Committed
 from epochckpt.saving.run_clock import RunClock
 from epochckpt.saving.save import Save
+from epochckpt.saving.survey import Survey
 
 _STEP = operator.attrgetter("step")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
@@ -127,14 +127,22 @@ class History:
     Of the committed epochs, the `remote` ones are only in the mirror. `mirror` is what the primary knows of it. `held`
     gives epochs of which a deletion is under way, or was interrupted: no policy deletes them.
 
+    `load` reads what is known of an epoch; `alone`: no other process makes the same calls.
+
     Several threads and signal handlers use it without a lock: each change is one operation of a dict, see `_threads`.
     """
 
-    mirror: Mirrored | None = None
-
-    def __init__(self, load: Callable[[int], EpochRecord | HeadEpoch], alone: bool = True):
+    def __init__(
+        self,
+        load: Callable[[int], EpochRecord | HeadEpoch],
+        alone: bool = True,
+        *,
+        mirror: Mirrored | None = None,
+        held: Callable[[], Collection[int]] = frozenset,
+    ):
         self._load = load
-        self.held: Callable[[], Collection[int]] = frozenset
+        self.mirror = mirror
+        self.held = held
         self.remote: frozenset[int] = frozenset()
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}

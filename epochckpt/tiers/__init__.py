@@ -1,4 +1,4 @@
-"""An epoch in more than one place: its copy in another directory, and the mirror of a directory.
+"""Where the epochs of a job lie: in one directory, on a disk of each host, and in a mirror; and copies between these.
 
 Promises: a copy is a commit of its own, compared with its checksums on the way; a mirror belongs to one directory at a
 time, and whoever finds another one's claim there writes nothing; no address that comes out of a directory is opened.
@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
+    from epochckpt.tiers.directory_per_host import DirectoryPerHost
     from epochckpt.tiers.epoch_copy import EpochCopy, check_place
+    from epochckpt.tiers.host_record import HostRecord, read_host_record
     from epochckpt.tiers.ledger import Ledger, LedgerFile, read_ledger
     from epochckpt.tiers.mirror import Mirror, viewed
+    from epochckpt.tiers.shared_directory import SharedDirectory
 else:
 
     def __getattr__(name: str) -> Any:
         modules = {
+            "DirectoryPerHost": "directory_per_host",
             "EpochCopy": "epoch_copy",
+            "HostRecord": "host_record",
+            "read_host_record": "host_record",
+            "SharedDirectory": "shared_directory",
             "check_place": "epoch_copy",
             "Ledger": "ledger",
             "LedgerFile": "ledger",
@@ -27,4 +34,16 @@ else:
         return lookup(__name__, modules, name)
 
 
-__all__ = ["EpochCopy", "Ledger", "LedgerFile", "Mirror", "check_place", "read_ledger", "viewed"]
+__all__ = [
+    "DirectoryPerHost",
+    "EpochCopy",
+    "HostRecord",
+    "Ledger",
+    "LedgerFile",
+    "Mirror",
+    "SharedDirectory",
+    "check_place",
+    "read_host_record",
+    "read_ledger",
+    "viewed",
+]

@@ -427,7 +427,7 @@ class Worker:
 
     def _step(self) -> bool:
         """The next piece of work; False if there is none."""
-        if self._ledger.open:
+        if self._ledger.undecided():
             self._ledger.settle()
         if self._writer is None:
             self._claim()

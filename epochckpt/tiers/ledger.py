@@ -282,8 +282,7 @@ class LedgerFile:
         """Tells that this run has claimed the directory: only from then on the ledger is written."""
         self._writer = writer
 
-    @property
-    def open(self) -> frozenset[int]:
+    def undecided(self) -> frozenset[int]:
         """Epochs of withdrawals of which it is not written yet whether they hold: no policy may delete these."""
         return self._open
 

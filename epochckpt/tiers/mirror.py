@@ -42,7 +42,7 @@ from epochckpt.errors import (
 from epochckpt.format import paths
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
-from epochckpt.saving.opening import Survey
+from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.copying import Backlog, Follower, Job, MirrorEpochs, Worker, publish_end, seen_id
@@ -61,13 +61,9 @@ class Mirror:
         url: str,
         options: StorageOptions,
         policies: ocp.CheckpointManagerOptions,
-        hosted: Callable[[], Sequence[str]] = tuple,
         names: StepNames | None = None,
     ):
-        """`hosted` gives the names of this process's nodes, which are known once the directory is open.
-
-        `names` are those of epochs' folders, if they are not those of the `policies`.
-        """
+        """`names` are those of epochs' folders, if they are not those of the `policies`."""
         store = open_store(url, settings=options.store)
         names = names or StepNames.of(policies)
         self.url = store.root
@@ -75,7 +71,7 @@ class Mirror:
         self._copies = commits_of(store, names)  # to write, in the background
         self._options = options
         self._policies = policies
-        self._hosted = hosted
+        self._hosted: Sequence[str] = ()  # the names of this process's nodes
         self._standing: Standing = Unanswered(UnsupportedError("nobody has looked"))
         self._found: Ledger | None = None  # the ledger of this directory, as of the last look
         self._gone: Mapping[int, str | None] = {}  # the save ids of epochs that are no part of the mirror's history
@@ -88,10 +84,18 @@ class Mirror:
         self._follower: Follower | None = None  # on the other processes
         self._work: _threads.Future[None] | None = None
 
+    def take_nodes(self, hosted: Sequence[str]) -> None:
+        """Says which nodes this process hosts, once that is known, and when they are renamed."""
+        self._hosted = hosted
+
+    def hosted(self) -> Sequence[str]:
+        """The names of this process's nodes."""
+        return self._hosted
+
     # -- looking -------------------------------------------------------------------------------------------------
 
     def complete(self, local: Commits, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
-        """On the primary: a survey of the directory, with what the mirror has; see `opening.Completing`.
+        """On the primary: a survey of the directory, with what the mirror has; see `survey.Completing`.
 
         Raises:
             StorageError, DamagedError, …: the mirror cannot be looked at, and there is nothing here to go on with.
@@ -317,16 +321,16 @@ class Mirror:
         return epoch not in ledger.hidden and copy is not None and copy.mirror_id == mirror_id
 
     def newest(self, texts: Sequence[str]) -> str:
-        """See `opening.Completing`."""
+        """See `survey.Completing`."""
         found = ledgers.newest(texts, self.url)
         return "" if found is None else found.to_bytes().decode()
 
     def text(self) -> str:
-        """See `opening.Completing`."""
+        """See `survey.Completing`."""
         return "" if self._ledger is None else self._ledger.text()
 
     def adopt(self, text: str) -> None:
-        """See `opening.Completing`."""
+        """See `survey.Completing`."""
         if self._local is None or self._writer is None:
             return
         found = ledgers.newest([text], self.url)
@@ -335,7 +339,7 @@ class Mirror:
             self._writer.overwrite(paths.MIRROR_RECORD, text.encode())
 
     def origin_of(self, epoch: int) -> str | None:
-        """See `opening.Completing`."""
+        """See `survey.Completing`."""
         there = self._epochs.there.get(epoch)
         known = self._known.get(epoch)
         if known is not None and known.save_id and there in (None, known.mirror_id):
@@ -357,7 +361,7 @@ class Mirror:
         self._local = local
         self._ledger = ledger
         self._writer = stager if isinstance(stager, Writer) else None
-        if not self._options.local_disks:  # else `saving.hosts` does so on each disk
+        if not self._options.local_disks:  # else `DirectoryPerHost` does so on each disk
             self._set_aside(local)
         job = Job(
             url=self.url,
@@ -366,7 +370,7 @@ class Mirror:
             coordinator=coordinator,
             prefix=f"{prefix}/mirror",
             options=self._options,
-            hosted=self._hosted,
+            hosted=self.hosted,
         )
         if not coordinator.primary:
             self._follower = Follower(job=job, adopt=self.adopt)

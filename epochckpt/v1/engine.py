@@ -1,4 +1,4 @@
-"""Our manager as the v1 interface needs it: how each save ended, saves that can be cancelled, items by either name."""
+"""What the v1 interface adds to our manager: how each save ended, saves that can be cancelled, items by either name."""
 
 import math
 import threading
@@ -15,8 +15,9 @@ from epochckpt.agreement.collective import Timeouts, collective
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import items
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
-from epochckpt.manager import Asked, CheckpointManager, CheckpointReader, Response
+from epochckpt.manager import CheckpointManager, CheckpointReader, Readers, Response, RestoreRequest
 from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.parts import Parts
 from epochckpt.options import StorageOptions
 from epochckpt.saving import EpochInfo, Save
 from epochckpt.storage import scheme_of
@@ -45,7 +46,8 @@ class SaveResponse(Response[bool]):
 
     def __init__(self, engine: "Engine", outcome: "Future[_Outcome]"):
         super().__init__(self._ended, engine.told)
-        self._engine, self._outcome = engine, outcome
+        self._engine = engine
+        self._outcome = outcome
 
     def _ended(self, timeout: float | None) -> bool:
         deadline = Deadline(math.inf if timeout is None else timeout)
@@ -58,8 +60,12 @@ class SaveResponse(Response[bool]):
         return True
 
 
-class Engine(CheckpointManager):
-    """A CheckpointManager of one unnamed item, or of several named ones, from epoch to epoch."""
+class Engine:
+    """A CheckpointManager for one unnamed item, or several named ones, which may differ from epoch to epoch.
+
+    Attributes:
+        manager: the manager.
+    """
 
     def __init__(
         self,
@@ -71,67 +77,96 @@ class Engine(CheckpointManager):
         node: str | Sequence[str] | None,
     ):
         self._ends: dict[str, Future[_Outcome]] = {}  # by the save's name
-        self.waits = 0  # for saves in flight: each process makes these calls alike
         self._continuous: Continuous | None = None
         if options.save_decision_policy is None:
-            self._continuous = Continuous(self)
+            self._continuous = Continuous()
             preempted = decide.PreemptionCheckpointingPolicy()
             options.save_decision_policy = decide.AnySavePolicy(
                 [decide.InitialSavePolicy(), self._continuous, preempted]
             )
-        registry = bridge.Registry()
-        super().__init__(directory, None, options, metadata, None, None, logger, registry, storage=storage, node=node)
-        self._listener.heard = self._hear
+        self.manager = CheckpointManager(
+            directory,
+            options=options,
+            metadata=metadata,
+            logger=logger,
+            handler_registry=bridge.Registry(),
+            storage=storage,
+            node=node,
+        )
+        parts = self.manager.parts
+        if self._continuous is not None:
+            self._continuous.connect(parts)
+        self._directory = parts.directory
+        self._readers = parts.readers
+        self._history = parts.history
+        self._saves = parts.saves
+        self._restores = parts.restores
+        self._saves.listener.heard = self._hear
         self._restores.newest_call = "load()"
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def save_epoch(
-        self, step: int, items_by_name: Mapping[str, Any], context: Any, overwrite: bool, **kwargs: Any
+        self,
+        step: int,
+        items_by_name: Mapping[str, Any],
+        context: Any,
+        *,
+        overwrite: bool,
+        metrics: Any,
+        force: bool,
+        custom_metadata: Mapping[str, Any] | None,
     ) -> SaveResponse | None:
         """Begins to save, see `CheckpointManager.save`; None if the policy does not ask for it."""
         step = epoch_number(step)
         self._make_way(step, overwrite)
-        args = {name: bridge.save_args(name, value, context) for name, value in items_by_name.items()}
-        self._multi = None  # each epoch has its own items
+        args = self._save_args({name: bridge.save_args(name, value, context) for name, value in items_by_name.items()})
+        self._saves.arguments.several = None  # each epoch has its own items
         try:
-            if [*args] != [STATE]:
-                given = ocp.args.Composite(**args)
-            elif not self._commits.store.renames and scheme_of(self.root).stock_orbax:
-                given = ocp.args.Composite(**{_IN_BUCKETS: args[STATE]})
-            else:
-                given = args[STATE]
-            if not self.save(step, args=given, **kwargs):
+            call = self._saves.call(step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
+            if not (force or self.manager.should_save(step)):
                 return None
+            save = self._saves.begin(call)
         finally:
-            self._overwrites.pop(step, None)
-            self._multi = None
-        name = f"{step}-{self._saves.next_try(step) - 1}"
-        end = self._ends.setdefault(name, Future())
-        for other in [key for key, future in self._ends.items() if key != name and future.done()]:
+            self._saves.refuse_overwrite(step)
+            self._saves.arguments.several = None
+        if save is None:
+            return None
+        end = self._ends.setdefault(save.name, Future())
+        for other in [key for key, future in self._ends.items() if key != save.name and future.done()]:
             self._ends.pop(other, None)
         return SaveResponse(self, end)
+
+    def _save_args(self, by_name: Mapping[str, Any]) -> Any:
+        """The argument of a save: of several items by name, or of the one unnamed item."""
+        if [*by_name] != [STATE]:
+            return ocp.args.Composite(**by_name)
+        store = self._directory.store
+        if not store.renames and scheme_of(store.root).stock_orbax:
+            return ocp.args.Composite(**{_IN_BUCKETS: by_name[STATE]})
+        return by_name[STATE]
 
     def _make_way(self, step: int, overwrite: bool) -> None:
         """Lets a save take the place of an epoch, if that is asked for; a save that failed is in nobody's way."""
         if overwrite:
-            self._saves.drain(step)
-        in_flight = step in [save.epoch for save in self._saves.saving()]
-        committed = step in self.all_steps()
+            self._saves.queue.drain(step)
+        root = self.manager.root
+        in_flight = step in [save.epoch for save in self._saves.queue.saving()]
+        committed = step in self.manager.all_steps()
         if (in_flight or committed) and not overwrite and self._history.is_own(step):
             return  # `save` says that it was requested just now
         if committed:
             if not overwrite:
                 raise StepExistsError(
-                    f"{self.root}: checkpoint {step} exists: overwrite=True lets this save take its place, delete() "
+                    f"{root}: checkpoint {step} exists: overwrite=True lets this save take its place, delete() "
                     f"removes it (in Orbax's words: Step {step} already exists)"
                 )
-            self.allow_overwrite(step)
+            self._saves.allow_overwrite(step)
         elif not in_flight:
             self._history.drop([step])
         else:
             raise StepExistsError(
-                f"{self.root}: checkpoint {step} is being saved: overwrite=True waits for that and lets this save take "
+                f"{root}: checkpoint {step} is being saved: overwrite=True waits for that and lets this save take "
                 f"its place (in Orbax's words: Step {step} already exists)"
             )
 
@@ -149,58 +184,30 @@ class Engine(CheckpointManager):
 
     def is_pending(self, save: Save) -> bool:
         """Whether a save still has to leave the saves in flight."""
-        return save in self._saves.pending()
-
-    def wait_until_finished(self) -> None:
-        try:
-            super().wait_until_finished()
-        finally:
-            self.waits += 1
+        return save in self._saves.queue.pending()
 
     def told(self, failure: SaveError | RemovalError) -> None:
         """The caller knows of a failure: `wait_until_finished` and `close` do not raise it once more."""
-        self._saves.in_flight.forget_error(failure)
+        self._saves.queue.in_flight.forget_error(failure)
 
     def cancel(self) -> None:
         """No save that is in flight is committed any more, unless it is just being committed; all processes call it."""
-        for save in self._saves.pending():
+        for save in self._saves.queue.pending():
             save.cancel_requested = True
 
     # -- restoring and looking -----------------------------------------------------------------------------------
 
     def load(self, step: int | None, abstract: Mapping[str, Any] | None, context: Any) -> dict[str, Any]:
         """The items of an epoch by name, verified; None: the newest epoch that every process can read, all items."""
-        return self._restores.run(step, self._by_name(abstract, context))
+        return self._restores.run(step, _ItemsByName(self._readers, abstract, context))
 
     def begin_load(self, step: int | None, abstract: Mapping[str, Any] | None, context: Any) -> Response:
         """The same in the background, see `CheckpointManager.restore_async`."""
-        return self._restores.begin(step, self._by_name(abstract, context))
-
-    def _by_name(self, abstract: Mapping[str, Any] | None, context: Any) -> Asked[dict[str, Any]]:
-
-        def restore(reader: CheckpointReader) -> dict[str, Any]:
-            kinds, recorded = reader.item_kinds(), reader.item_handlers()
-            stored = (
-                shown_names(reader, kinds) if not abstract else {name: items.found_as(name, kinds) for name in abstract}
-            )
-            for name, item in stored.items():
-                if item not in kinds:
-                    raise items.unknown_item(reader.record.epoch, name, kinds)
-            asked = {
-                item: bridge.restore_args(
-                    name, kinds[item], recorded.get(item, ""), (abstract or {}).get(name), context
-                )
-                for name, item in stored.items()
-            }
-            with errors.advice_for(_REMEDIES):
-                found = reader.restore(ocp.args.Composite(**asked))
-            return {name: found[item] for name, item in stored.items() if item in found}
-
-        return self._readers, restore
+        return self._restores.begin(step, _ItemsByName(self._readers, abstract, context))
 
     def look(self, step: int, look: Callable[[CheckpointReader], T]) -> T:
         """Calls a function with the reader of an epoch."""
-        self._saves.drain(step)
+        self._saves.queue.drain(step)
         return self._readers.read(step, look)
 
     def committed(self) -> list[EpochInfo]:
@@ -209,14 +216,15 @@ class Engine(CheckpointManager):
 
     def remove(self, step: int) -> Future[bool]:
         """Deletes an epoch, see `delete`; True when its files are removed, else RemovalError."""
-        self.delete(step)
-        end = self._saves.remove(lambda: None)  # in the same lane, after what was deleted
+        self.manager.delete(step)
+        queue = self._saves.queue
+        end = queue.remove(lambda: None)  # in the same lane, after what was deleted
 
         def wait() -> bool:
-            self._saves.drain_removals()
+            queue.drain_removals()
             if not end.done():
-                raise RemovalError(self.root, step, f"it took more than {self._storage.save_timeout_secs:g} s")
-            for failure in list(self._saves.in_flight.failures):
+                raise RemovalError(self.manager.root, step, f"it took more than {self._saves.timeout_secs:g} s")
+            for failure in list(queue.in_flight.failures):
                 if isinstance(failure, RemovalError) and failure.epoch == step:
                     raise failure
             return True
@@ -225,12 +233,32 @@ class Engine(CheckpointManager):
 
     def folder(self, epoch: int) -> str:
         """The folder of an epoch, relative to the directory."""
-        return self._commits.folder(epoch)
+        return self._directory.commits.folder(epoch)
 
-    @property
-    def voting(self) -> tuple[Any, str, Callable[[], str]]:
-        """What `Continuous` needs: coordinator, prefix of keys, and the name of the last save."""
-        return self._coordinator, f"{self._prefix}/next", lambda: self._saves.last
+
+class _ItemsByName(RestoreRequest[dict[str, Any]]):
+    """The items of an epoch by the names that v1 gives them: those that are asked for, or all."""
+
+    def __init__(self, readers: Readers, abstract: Mapping[str, Any] | None, context: Any):
+        super().__init__(readers)
+        self._abstract = abstract or {}
+        self._context = context
+
+    def result_of(self, reader: CheckpointReader) -> dict[str, Any]:
+        kinds = reader.item_kinds()
+        recorded = reader.item_handlers()
+        stored = {name: items.found_as(name, kinds) for name in self._abstract} or shown_names(reader, kinds)
+        for name, item in stored.items():
+            if item not in kinds:
+                raise items.unknown_item(reader.record.epoch, name, kinds)
+        args = {}
+        for name, item in stored.items():
+            args[item] = bridge.restore_args(
+                name, kinds[item], recorded.get(item, ""), self._abstract.get(name), self._context
+            )
+        with errors.advice_for(_REMEDIES):
+            found = reader.restore(ocp.args.Composite(**args))
+        return {name: found[item] for name, item in stored.items() if item in found}
 
 
 def shown_names(reader: CheckpointReader, kinds: Mapping[str, str]) -> dict[str, str]:
@@ -267,23 +295,28 @@ class Continuous:
     others are behind.
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self) -> None:
         self._votes: dict[str, _Vote] = {}
         self._asked: tuple[int, int] | None = None  # a step, and how often the caller had waited
-        self._answer, self._calls = False, 0
+        self._answer = False
+        self._calls = 0
         self._kept = RecentKeys(_KEPT_VOTES)
+
+    def connect(self, parts: Parts) -> None:
+        """Says of which manager it is the policy, before that saves."""
+        self._directory = parts.directory
+        self._saves = parts.saves
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
         """Whether no save is in progress; the same on every process."""
-        coordinator, _, last = self._engine.voting
-        if coordinator.processes == 1:
-            return not self._engine.is_saving_in_progress()
-        asked = (step.step, self._engine.waits)
+        if self._directory.coordinator.processes == 1:
+            return not self._saves.queue.pending()
+        asked = (step.step, self._saves.waits)
         if asked != self._asked:
             self._asked = asked
             self._calls += 1  # before the vote is looked at: see `ended`
-            self._answer = not last() or self._next(self._votes.setdefault(last(), _Vote()))
+            last = self._saves.last_name()
+            self._answer = not last or self._next(self._votes.setdefault(last, _Vote()))
         return self._answer
 
     def _next(self, vote: _Vote) -> bool:
@@ -291,7 +324,7 @@ class Continuous:
 
     def ended(self, name: str) -> None:
         """Takes part in the vote that follows a save."""
-        coordinator, prefix, _ = self._engine.voting
+        coordinator = self._directory.coordinator
         if coordinator.processes == 1:
             return
         vote = self._votes.setdefault(name, _Vote())
@@ -303,7 +336,7 @@ class Continuous:
         answered = self._calls
         for other in [key for key in self._votes if key != name and self._votes[key].result.done()]:
             self._votes.pop(other, None)
-        prefix = f"{prefix}/{name}"
+        prefix = f"{self._directory.prefix}/next/{name}"
 
         def agree() -> int:
             patience = Timeouts(

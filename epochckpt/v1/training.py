@@ -115,17 +115,17 @@ class Checkpointer:
     @property
     def manager(self) -> CheckpointManager:
         """The manager underneath, for what Orbax's v1 has no name for, such as `verify`, `status` and `rollback_to`."""
-        return self._engine
+        return self._engine.manager
 
     @property
     def _manager(self) -> CheckpointManager:
         """The same, by the name that users of Orbax's v1 reach for, where it had no `delete`; see docs/orbax.md."""
-        return self._engine
+        return self.manager
 
     @property
     def directory(self) -> epath.Path:
         """The directory, resolved."""
-        return self._engine.directory
+        return self.manager.directory
 
     # -- which epochs there are ----------------------------------------------------------------------------------
 
@@ -150,13 +150,13 @@ class Checkpointer:
     def reload(self) -> None:
         """Looks at storage again; see `CheckpointManager.reload`."""
         self._wait_for_deletion()
-        self._engine.reload()
+        self.manager.reload()
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def should_save(self, step: Any) -> bool:
         """Whether the policy asks for this step to be saved, after those that were requested so far."""
-        return self._engine.should_save(_number(step))
+        return self.manager.should_save(_number(step))
 
     def save(
         self,
@@ -268,7 +268,13 @@ class Checkpointer:
         self._wait_for_deletion()
         context = contexts.now(self._context)
         return self._engine.save_epoch(
-            step, checkpointables, context, overwrite, metrics=metrics, force=force, custom_metadata=custom_metadata
+            step,
+            checkpointables,
+            context,
+            overwrite=overwrite,
+            metrics=metrics,
+            force=force,
+            custom_metadata=custom_metadata,
         )
 
     @staticmethod
@@ -277,7 +283,7 @@ class Checkpointer:
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save of this process has not ended yet."""
-        return self._engine.is_saving_in_progress()
+        return self.manager.is_saving_in_progress()
 
     def cancel(self, step: Any = None) -> None:
         """No save in flight is committed any more, but for one that is just being committed; all processes call it.
@@ -371,7 +377,7 @@ class Checkpointer:
 
     def root_metadata(self) -> Any:
         """Orbax's RootMetadata: what was written for the whole directory, else `custom_metadata=`."""
-        found = self._engine.metadata()
+        found = self.manager.metadata()
         return RootMetadata(directory=self.directory, custom_metadata=found.custom_metadata)
 
     # -- deleting, waiting, closing ------------------------------------------------------------------------------
@@ -414,19 +420,19 @@ class Checkpointer:
     def wait(self) -> None:
         """Waits for saves and deletions; raises the failures that no response has raised."""
         self._wait_for_deletion()
-        self._engine.wait_until_finished()
+        self.manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits like `wait`, and lets go of the directory."""
         self._wait_for_deletion()
-        self._engine.close()
+        self.manager.close()
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: object) -> None:
         """Closes it. An error of the block itself is what is raised; a failed save becomes a note on it."""
-        self._engine.__exit__(kind, error, trace)
+        self.manager.__exit__(kind, error, trace)
 
     # -- older names ---------------------------------------------------------------------------------------------
 
@@ -464,7 +470,7 @@ class Checkpointer:
             return _number(step)
         infos = self._engine.committed()
         if not infos:
-            raise EpochNotFoundError(None, self._engine.root, [])
+            raise EpochNotFoundError(None, self.manager.root, [])
         return infos[-1].step
 
 

@@ -111,16 +111,15 @@ def commit(manager: ec.CheckpointManager, epoch: int) -> None:
 def commit_unheard(job: Job, manager: ec.CheckpointManager, epoch: int, node_1_gave_up: threading.Event) -> None:
     """The primary commits an epoch only after the other node has given up waiting for the verdict."""
     if manager._coordinator.process == 0:
-        writer = manager._claim.writer
-        publish = writer.publish
+        publish = manager.parts.directory.directory.writer.publish
 
         def stopped(*args: Any) -> None:
             assert node_1_gave_up.wait(WAIT_SECS)
             publish(*args)
 
-        writer.publish = stopped
+        manager.parts.directory.directory.writer.publish = stopped
         commit(manager, epoch)
-        writer.publish = publish
+        manager.parts.directory.directory.writer.publish = publish
     else:
         manager._coordinator.unheard = ("/verdict/2-0/0",)
         assert save(manager, epoch)
@@ -188,7 +187,9 @@ def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(
         manager = job.open(max_blocked_secs=0.05 if number == slow else None)
         for epoch in (1, 2, 3):
             assert save(manager, epoch, metrics={"loss": epoch})
-        asked = [(info.step, info.metrics) for info in manager._history.requested(manager._saves.saving())]
+        asked = [
+            (info.step, info.metrics) for info in manager.parts.history.requested(manager.parts.saves.queue.saving())
+        ]
         may = manager.should_save(3), manager.should_save(4)
         if number == slow:
             behind = r"checkpoint 3 .*storage is behind: .*checkpoint 1, .*\((writing|waiting|beginning)"
@@ -241,13 +242,13 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
         manager = job.open()
         commit(manager, 1)
         if number == 1:
-            hear = manager._history.commit
+            hear = manager.parts.history.commit
 
             def late(done: Any) -> None:
-                manager._coordinator.get(f"{manager._prefix}/call/2-0/delete(2)/0/decision", WAIT_SECS)
+                manager._coordinator.get(f"{manager.parts.directory.prefix}/call/2-0/delete(2)/0/decision", WAIT_SECS)
                 hear(done)
 
-            manager._history.commit = late
+            manager.parts.history.commit = late
             assert save(manager, 2)
         else:
             commit(manager, 2)
@@ -280,8 +281,8 @@ def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: p
         assert save(manager, 1)
         assert reached.wait(WAIT_SECS)
         if number == 0:
-            manager._saves.pending()[0].deadline = Deadline(0)
-        manager._saves.drain()
+            manager.parts.saves.queue.pending()[0].deadline = Deadline(0)
+        manager.parts.saves.queue.drain()
         with pytest.raises(UncertainError, match="uncertain whether checkpoint 1 was committed"):
             manager.check_for_errors()
         between = manager.status(1).state, list(manager.all_steps())
@@ -332,7 +333,7 @@ def test_a_coordination_service_that_hangs_holds_no_training(job: Job) -> None:
             manager._coordinator.put = lambda key, value: (go.wait(WAIT_SECS), put(key, value))[1]
             for epoch in range(1, 5):
                 assert save(manager, epoch)
-                assert manager._saves.pending()[-1].written.wait(WAIT_SECS)
+                assert manager.parts.saves.queue.pending()[-1].written.wait(WAIT_SECS)
             assert not go.is_set()
             go.set()
         else:
@@ -459,7 +460,7 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
     try:
         assert save(manager, 1)
         assert save(manager, 2)
-        behind = manager._saves.pending()[1]
+        behind = manager.parts.saves.queue.pending()[1]
         assert behind.snapshot.trees
         with pytest.raises(SaveErrorGroup, match="process_0") as caught:
             manager.wait_until_finished()
@@ -470,7 +471,7 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
     finally:
         monkeypatch.setattr(PosixWriter, "finish", finish)
         go.set()
-    assert manager._saves._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert manager.parts.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
     manager.close()
     with ec.CheckpointManager(tmp_path / "run") as again:
         assert again.all_steps() == []
@@ -505,7 +506,7 @@ def test_saving_goes_on_beside_a_write_that_hangs_without_holding_training(
     assert isinstance(failed.pop(0), LateNodesError)
     assert failed
     assert all(isinstance(error, StorageBehindError) for error in failed.values())
-    assert manager._saves._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert manager.parts.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
     with contextlib.suppress(SaveError):
         manager.close()
     assert not set(manager.all_steps()) & {0, *failed}

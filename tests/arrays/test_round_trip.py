@@ -678,6 +678,25 @@ def test_nothing_in_a_partial_target_leaves_the_leaf_out(layers: ec.CheckpointMa
         assert_same(layers.restore(0, args=args), target)
 
 
+def test_a_leaf_that_only_a_partial_target_has_keeps_its_value(layers: ec.CheckpointManager) -> None:
+    """Without restore_args, with them, and where they lack the leaf."""
+    target = {"step": 0, "more": 7}
+    for restore_args in (None, jax.tree.map(lambda _: ocp.RestoreArgs(), target), {"step": ocp.RestoreArgs()}):
+        args = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
+        assert layers.restore(0, args=args) == {"step": layers.restore(0)["step"], "more": 7}
+
+
+def test_a_placeholder_for_an_array_needs_restore_args(layers: ec.CheckpointManager) -> None:
+    """Without them the item is a target, and a number is none for an array."""
+    full = layers.restore(0)
+    item = jax.tree.map(lambda leaf: leaf if isinstance(leaf, str) else 0, full)
+    with pytest.raises(MismatchError):
+        layers.restore(0, args=ocp.args.PyTreeRestore(item))
+    asked = jax.tree.map(lambda _: ocp.RestoreArgs(), item)
+    got = layers.restore(0, args=ocp.args.PyTreeRestore(item, restore_args=asked))
+    np.testing.assert_array_equal(got["params"]["layer0"]["kernel"], full["params"]["layer0"]["kernel"])
+
+
 def test_placeholders_are_left_as_they_are(layers: ec.CheckpointManager) -> None:
     """`...` in a target: not read, and handed back."""
     target = {"params": ..., "step": ocp.PLACEHOLDER, "name": "", "text": ..., "nothing": None}

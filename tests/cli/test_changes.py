@@ -19,8 +19,8 @@ from epochckpt.cli import main
 from epochckpt.directory import commits_of
 from epochckpt.manager import changes
 from epochckpt.orbax import StepNames
-from epochckpt.saving import host_record
 from epochckpt.storage import open_store
+from epochckpt.tiers import host_record
 
 Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions
 EPOCHS = [0, 1, 2, 3]

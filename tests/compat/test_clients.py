@@ -265,6 +265,56 @@ def test_what_projects_read_behind_the_interface(
         assert manager._options is options
 
 
+@both
+def test_whether_items_have_names_is_known_once_it_is_said(tmp_path: pathlib.Path, manager_class: ManagerClass) -> None:
+    """By the handlers, or by the first save or restore; the error for the other form has Orbax's words."""
+    single, named = tmp_path / "single", tmp_path / "named"
+    tree = ocp.args.StandardSave({"w": np.ones(2)})
+    with manager_class(single) as manager:
+        assert manager._default_item.get() is None
+        manager.save(0, args=tree)
+        assert manager._default_item.get() is True
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match="Cannot provide `args` of type `Composite` when dealing with a single"):
+            manager.save(1, args=ocp.args.Composite(state=tree))
+    with manager_class(named) as manager:
+        manager.save(0, args=ocp.args.Composite(state=tree))
+        assert manager._default_item.get() is False
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match="Must provide `args` of type `Composite` when dealing with multiple"):
+            manager.save(1, args=tree)
+    with manager_class(single) as manager:
+        assert manager._default_item.get() is None
+        manager.restore(0, args=ocp.args.StandardRestore())
+        assert manager._default_item.get() is True
+    with manager_class(named, item_names=("state",)) as manager:
+        assert manager._default_item.get() is False
+        with pytest.raises(ValueError, match="does not match with any registered handler"):
+            manager.save(1, args=ocp.args.Composite(other=tree))
+    with manager_class(single, item_handlers=ocp.StandardCheckpointHandler()) as manager:
+        assert manager._default_item.get() is True
+
+
+@both
+def test_the_file_of_the_directorys_metadata(tmp_path: pathlib.Path, manager_class: ManagerClass) -> None:
+    """It has a path once there is something to read, for a manager that only reads, too."""
+    readers = ocp.CheckpointManagerOptions(read_only=True, create=False)
+    tree = ocp.args.StandardSave({"w": np.ones(2)})
+    with manager_class(tmp_path / "none") as manager:
+        manager.save(0, args=tree)
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match="Metadata directory is not initialized"):
+            manager._root_metadata_file_path()
+    with manager_class(tmp_path / "some", metadata={"run": 1}) as manager:
+        manager.save(0, args=tree)
+        manager.wait_until_finished()
+        file = manager._root_metadata_file_path()
+    assert json.loads(file.read_text())["custom_metadata"] == {"run": 1}
+    with manager_class(tmp_path / "some", options=readers) as manager:
+        assert manager._root_metadata_file_path() == file
+        assert manager._root_metadata_file_path(legacy=True).parent == file.parent
+
+
 # -- Tunix -------------------------------------------------------------------------------------------------------------
 
 TRAINERS = [

@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_while_it_claims_is_not_taken_for_alive(
     with ec.CheckpointManager(run) as manager, monkeypatch.context() as patch:
         patch.setattr(PosixStore, call, killed)
         with pytest.raises(Killed):
-            manager._commits.claim()
+            manager.parts.directory.commits.claim()
     assert [path.name[:10] for path in run.glob("*tmp")] == ["unclaimed-"]
     assert may_be_claimed(run)
     assert not list(run.glob("*tmp"))
@@ -210,11 +210,11 @@ def test_a_run_that_is_killed_while_it_closes_is_not_taken_for_alive(
 
     manager = ec.CheckpointManager(run)
     manager.claim()
-    (run / paths.incarnation_folder(manager._claim.incarnation) / "3-0").mkdir()
+    (run / paths.incarnation_folder(manager.parts.directory.directory.incarnation) / "3-0").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(PosixStore, "remove_tree", killed)
         with pytest.raises(Killed):
-            manager._claim.writer.release()
+            manager.parts.directory.directory.writer.release()
     assert may_be_claimed(run)
 
 

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt.arrays.restore import TreeRequest, restore_tree
-from epochckpt.directory import head_turns
+from epochckpt.directory import commits_of, head_turns
 from epochckpt.directory.conditional_put import BucketStaging, BucketWriter
 from epochckpt.directory.rename import PosixStaging, PosixWriter
 from epochckpt.errors import (
@@ -40,7 +40,8 @@ from epochckpt.errors import (
 from epochckpt.format import checksums
 from epochckpt.format import paths as layout
 from epochckpt.orbax import StepNames
-from epochckpt.saving import opening
+from epochckpt.saving import survey as survey_lib
+from epochckpt.storage import open_store
 
 WAIT_SECS = 30.0
 MOMENT_SECS = 0.2  # how long something that must not happen is waited for
@@ -76,18 +77,18 @@ def fill(directory: str, *epochs: int, options: Options | None = None) -> None:
 
 def on_storage(directory: str, options: Options | None = None) -> list[int]:
     """What somebody who only reads sees now."""
-    commits = opening.commits_of(opening.open_store(directory), StepNames.of(options or Options()))
+    commits = commits_of(open_store(directory), StepNames.of(options or Options()))
     return commits.list_epochs()
 
 
 def data_path(manager: ec.CheckpointManager, epoch: int) -> str:
-    record = manager._commits.read_record(epoch)
-    return f"{manager._commits.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
+    record = manager.parts.directory.commits.read_record(epoch)
+    return f"{manager.parts.directory.commits.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
 
 
 def cut(manager: ec.CheckpointManager, epoch: int) -> None:
     """Removes the last byte of an epoch's data."""
-    store, path = manager._store, data_path(manager, epoch)
+    store, path = manager.parts.directory.store, data_path(manager, epoch)
     with store.open_reader(path) as reader:
         data = bytearray(reader.size)
         reader.read_into(0, memoryview(data))
@@ -195,7 +196,7 @@ def test_an_error_of_storage_at_open_is_raised_and_condemns_no_epoch(
     """The survey tells a file that cannot be looked at now from one that is damaged."""
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1, 2])
-        store = type(manager._store)
+        store = type(manager.parts.directory.store)
     method = "size" if store.renames else "read"
     once = Once(monkeypatch, store, method, timed_out(), lambda _, path: path.startswith("2/"))
     with pytest.raises(StorageError):
@@ -211,7 +212,9 @@ def test_a_passing_error_does_not_make_restore_fall_back(directory: str, monkeyp
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1, 2])
         path = data_path(manager, 2)
-        once = Once(monkeypatch, manager._store, "open_reader", timed_out(), lambda opened, *_: opened == path)
+        once = Once(
+            monkeypatch, manager.parts.directory.store, "open_reader", timed_out(), lambda opened, *_: opened == path
+        )
         with pytest.raises(StorageError):
             manager.restore(None)
         assert once.hits == 1
@@ -225,7 +228,7 @@ def test_a_passing_error_in_the_middle_of_a_file_does_not_make_restore_fall_back
     """The same, if the file could be opened."""
     with ec.CheckpointManager(tmp_path) as manager:
         save_all(manager, [1, 2])
-        with manager._store.open_reader(data_path(manager, 2)) as reader:
+        with manager.parts.directory.store.open_reader(data_path(manager, 2)) as reader:
             kind = type(reader)
         once = Once(monkeypatch, kind, "read_into", timed_out(), lambda r, *_: r.handle.name.endswith(".safetensors"))
         with pytest.raises(StorageError):
@@ -246,7 +249,7 @@ def test_retention_deletes_nothing_while_metrics_cannot_be_read(
         save_all(manager, [1], metrics={"acc": 0.99})
     with ec.CheckpointManager(directory, options=options) as manager:
         with monkeypatch.context() as patch:
-            once = Once(patch, manager._store, "read", timed_out(), lambda path: path == "1/epoch.json")
+            once = Once(patch, manager.parts.directory.store, "read", timed_out(), lambda path: path == "1/epoch.json")
             save_all(manager, [2], metrics={"acc": 0.1})
             assert once.hits == 1
         assert list(manager.all_steps()) == on_storage(directory) == [1, 2]
@@ -263,14 +266,14 @@ def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.Mo
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1])
         saving: list[bool] = []
-        survey = opening.survey
+        survey = survey_lib.survey
 
-        def look(*args: Any) -> Any:
+        def look(*args: Any, **kwargs: Any) -> Any:
             saving.append(manager.is_saving_in_progress())
-            return survey(*args)
+            return survey(*args, **kwargs)
 
-        monkeypatch.setattr(opening, "survey", look)
-        hold = Hold(monkeypatch, manager._claim.writer, "publish", lambda *args: True)
+        monkeypatch.setattr(survey_lib, "survey", look)
+        hold = Hold(monkeypatch, manager.parts.directory.directory.writer, "publish", lambda *args: True)
         assert manager.save(2, args=Save(state(2)))
         assert waits_for(hold, manager.reload) == [None]
         assert saving == [False]
@@ -298,7 +301,9 @@ def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, monke
     """wait_until_finished covers the deletions that follow a commit."""
     with ec.CheckpointManager(directory, options=Options(max_to_keep=1)) as manager:
         save_all(manager, [1])
-        hold = Hold(monkeypatch, manager._claim.writer, "unlist", lambda epoch, kept_in=None: epoch == 1)
+        hold = Hold(
+            monkeypatch, manager.parts.directory.directory.writer, "unlist", lambda epoch, kept_in=None: epoch == 1
+        )
         assert manager.save(2, args=Save(state(2)))
         waits_for(hold, manager.wait_until_finished)
         assert list(manager.all_steps()) == on_storage(directory) == [2]
@@ -311,7 +316,7 @@ def test_waiting_ends_whatever_hiding_raises(directory: str, monkeypatch: pytest
     """The new epoch is committed, the old one stays listed; saving goes on, and the next commit deletes it."""
     manager = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(manager, [1])
-    once = Once(monkeypatch, manager._claim.writer, "unlist", error)
+    once = Once(monkeypatch, manager.parts.directory.directory.writer, "unlist", error)
     assert manager.save(2, args=Save(state(2)))
     with pytest.raises(RetentionError, match="checkpoint 1, "):
         bounded(manager.wait_until_finished)
@@ -388,7 +393,7 @@ def test_an_older_run_never_replaces_what_a_newer_one_committed(late: bool, monk
     assert value_of(older.restore(None)) == 1
     assert list(older.all_steps()) == [1]
     older.claim()
-    write, begun = older._store.replace, b'"begun":{"'
+    write, begun = older.parts.directory.store.replace, b'"begun":{"'
 
     def replace(path: str, old: bytes, new: bytes, **how: bool) -> None:
         if (begun in old) is late and (begun in new) is not late:  # the beginning, or the commit
@@ -399,7 +404,7 @@ def test_an_older_run_never_replaces_what_a_newer_one_committed(late: bool, monk
             newer.wait_until_finished()
         write(path, old, new, **how)
 
-    monkeypatch.setattr(older._store, "replace", replace)
+    monkeypatch.setattr(older.parts.directory.store, "replace", replace)
     assert older.save(2, args=Save(state(22)))
     with pytest.raises(FencedError):
         older.wait_until_finished()
@@ -414,7 +419,7 @@ def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(monkeypatch: p
     url = new_memory()
     older = ec.CheckpointManager(url)
     save_all(older, [1])
-    write, runs = older._store.replace, list[ec.CheckpointManager]()
+    write, runs = older.parts.directory.store.replace, list[ec.CheckpointManager]()
 
     def replace(path: str, old: bytes, new: bytes, **how: bool) -> None:
         write(path, old, new, **how)
@@ -423,7 +428,7 @@ def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(monkeypatch: p
             runs[0].claim()
             raise FileExistsError("changed, since the first request was sent")
 
-    monkeypatch.setattr(older._store, "replace", replace)
+    monkeypatch.setattr(older.parts.directory.store, "replace", replace)
     assert older.save(2, args=Save(state(2)))
     older.wait_until_finished()
     (newer,) = runs
@@ -472,7 +477,11 @@ def test_a_rollback_over_epochs_of_another_name_format_is_finished_by_the_next_c
     fill(str(tmp_path), 1, 2, 3, options=old)
     manager = ec.CheckpointManager(tmp_path, options=both)
     once = Once(
-        monkeypatch, manager._store, "rename", OSError(errno.EIO, "killed"), lambda src, *_: src.startswith("step_")
+        monkeypatch,
+        manager.parts.directory.store,
+        "rename",
+        OSError(errno.EIO, "killed"),
+        lambda src, *_: src.startswith("step_"),
     )
     with pytest.raises(UnfinishedError, match="killed"):
         manager.rollback_to(1)
@@ -497,8 +506,8 @@ def test_a_deleted_epoch_is_gone_even_if_its_bytes_stay(
     manager = ec.CheckpointManager(directory)
     save_all(manager, [1, 2])
     with monkeypatch.context() as patch:
-        method = "remove_tree" if manager._store.renames else "remove_all"
-        once = Once(patch, manager._store, method, OSError(errno.EBUSY, "busy, says the server"))
+        method = "remove_tree" if manager.parts.directory.store.renames else "remove_all"
+        once = Once(patch, manager.parts.directory.store, method, OSError(errno.EBUSY, "busy, says the server"))
         manager.delete(2)
         assert list(manager.all_steps()) == on_storage(directory) == [1]
         with pytest.raises(RemovalError, match=r"checkpoint 2 is deleted.*busy, says the server"):
@@ -521,7 +530,11 @@ def test_an_epoch_that_cannot_be_kept_elsewhere_is_not_deleted(
     save_all(manager, [1])
     no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     once = Once(
-        monkeypatch, manager._store, broken, no_space, lambda *paths: paths[-1] == "old/1" or "/removed-" in paths[0]
+        monkeypatch,
+        manager.parts.directory.store,
+        broken,
+        no_space,
+        lambda *paths: paths[-1] == "old/1" or "/removed-" in paths[0],
     )
     with pytest.raises(RetentionError, match=r"checkpoint 1, .*No space left on device"):
         save_all(manager, [2])
@@ -580,16 +593,16 @@ def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
     with ec.CheckpointManager(directory) as manager:
         assert manager.save(1, args=args(1))
         manager.wait_until_finished()
-        reader = manager._readers.open(1).native
+        reader = manager.parts.readers.open(1).native
         if record_read:
             reader.node_record(0)
         manager.delete(1)
-        manager._saves.drain_removals()
+        manager.parts.saves.queue.drain_removals()
         assert manager.save(1, args=args(2))
         manager.wait_until_finished()
         with pytest.raises(EpochDeletedError):
             read(reader)
-        read(manager._readers.open(1).native)
+        read(manager.parts.readers.open(1).native)
 
 
 # -- odd places and records ----------------------------------------------------------------------------------------

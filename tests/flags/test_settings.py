@@ -60,6 +60,7 @@ BY_CODE = {
         "options",
         "storage",
     },
+    "Job": set(),
     "JobRunner": {"job", "checkpoint_manager", "upload_task_group_builder", "metadata_handler", "resume_from_epoch"},
     "follow": {"after", "options", "stop", "directory"},
 }
@@ -80,8 +81,10 @@ def made(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         for owner in ("CheckpointManager", "JobRunner", "follow"):
             patch.setattr(f"epochckpt._settings.{owner}", record(owner))
         settings.manager(directory=settings.directory or "none")
+        job = ec.Job()
         if not settings.read_only:
-            settings.runner(ec.Job(), object(), metadata_handler=None)
+            settings.runner(job, object(), metadata_handler=None)
+        out["Job.stop_when"] = repr(job.stop_conditions)
         settings.follow(directory="none")
     handler = out["CheckpointManager.metadata_handler"]
     out["CheckpointManager.metadata_handler"] = handler and type(handler)
@@ -124,6 +127,7 @@ def test_each_setting_decides_the_one_thing_it_says(name: str, monkeypatch: pyte
         ("CheckpointManagerOptions", {name.partition(".")[0] for name in checks.HONOURED}),
         ("StorageOptions", {field.name for field in dataclasses.fields(ec.StorageOptions)}),
         ("CheckpointManager", set(inspect.signature(ec.CheckpointManager).parameters)),
+        ("Job", {"stop_when"}),
         ("JobRunner", set(inspect.signature(ec.JobRunner).parameters)),
         ("follow", set(inspect.signature(ec.follow).parameters)),
     ],
@@ -253,6 +257,18 @@ WRONG: list[tuple[str, Any, str]] = [
     ("metadata_handler", "json: x", "json:FILE"),
     ("metadata_handler", "sqlite: x", "sqlite:FILE"),
     ("directory", b"x" * 1000, "…"),
+    ("stop_when", "max_epoch(3)", "there is no condition 'max_epoch'; near: 'max_epochs'"),
+    ("stop_when", "max_epochs", "expected conditions joined by | and &, such as max_epochs(100) | nan('loss')"),
+    ("stop_when", "max_epochs(3) + preempted", "expected conditions joined by | and &"),
+    ("stop_when", "max_epochs(0)", "max_epochs(n) must be a whole number, at least 1, got 0"),
+    ("stop_when", "nan(loss)", "loss is no value; write a text in quotes"),
+    ("stop_when", "nan(*['loss'])", "is no value"),
+    ("stop_when", "nan()", "missing 1 required positional argument: 'metric'"),
+    ("stop_when", "preempted(3)", "expected conditions joined by | and &"),
+    ("stop_when", "__import__('os')", "there is no condition '__import__'"),
+    ("stop_when", "max_epochs(", "found 'max_epochs('"),
+    ("stop_when", "(" * 1000, "nested parentheses"),
+    ("stop_when", 3, "found 3"),
 ]
 
 
@@ -403,6 +419,21 @@ def test_a_runner_resumes_as_the_settings_say(tmp_path: pathlib.Path) -> None:
         assert list(manager.all_steps()) == [0, 1, 2]
     with pytest.raises(InvalidArgumentError, match="never"), Settings(**base).manager() as manager:
         Settings(**base, resume="never").runner(counting_job(2), manager).train(ec.LocalSession())
+
+
+def test_a_run_ends_as_the_settings_say_or_as_the_job_does(tmp_path: pathlib.Path) -> None:
+    """The condition of `stop_when` joins those of the job, once for all runners of it."""
+    settings = Settings(directory=tmp_path, stop_when='max_epochs(2) | metric_above("acc", 1)', progress=False)
+    job = counting_job(3)
+    with settings.manager() as manager:
+        runners = [settings.runner(job, manager) for _ in range(2)]
+        assert list(map(repr, job.stop_conditions)) == ["max_epochs(3)", "(max_epochs(2) | metric_above('acc', 1.0))"]
+        assert runners[1].train(ec.LocalSession()) == 2
+        assert runners[1].result.stop_reason == "max_epochs(2)"
+    longer = dataclasses.replace(settings, stop_when="max_epochs(4)")
+    assert longer.runner(counting_job(9)).train(ec.LocalSession()) == 4
+    with pytest.raises(InvalidArgumentError, match=r"counts epochs"):
+        Settings(directory=tmp_path, stop_when="max_steps(9)").runner(counting_job(3))
 
 
 def test_the_handler_is_told_by_the_runner_if_not_by_the_manager(tmp_path: pathlib.Path) -> None:

@@ -93,6 +93,13 @@ def test_target_is_reached_at_the_value(mode: Any, expected: list[bool]) -> None
     assert shown_all(stop.target("x", 0.5, mode), [0.25, 0.5, 0.75, math.nan]) == expected
 
 
+def test_metric_above_is_true_beyond_its_limit() -> None:
+    """At the limit it is not, and NaN is beyond nothing."""
+    values = [9.0, 10.0, math.nextafter(10.0, math.inf), math.inf, math.nan, -math.inf]
+    assert shown_all(stop.metric_above("x", 10), values) == [False, False, True, True, False, False]
+    assert repr(stop.metric_above("loss", np.float32(10))) == "metric_above('loss', 10.0)"
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_improvement_waits_for_its_patience(sign: int) -> None:
     """Improvements of exactly min_delta are none; NaN never improves; an improvement starts the count again."""
@@ -173,7 +180,8 @@ def test_a_metric_in_a_mapping_is_found_by_its_name() -> None:
         stop.target("eval/f1", 0.5)(at(**nested))
 
 
-NEED_A_METRIC = [stop.target("x", 1), stop.nan("x"), stop.no_improvement("x", 1)]
+EXAMPLES = [stop.of_example(name) for name in stop.CONDITIONS]
+NEED_A_METRIC = [condition for condition in EXAMPLES if isinstance(condition, stop.OfMetric)]
 
 
 @pytest.mark.parametrize("condition", NEED_A_METRIC, ids=repr)
@@ -204,13 +212,16 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: stop.max_time(1, total=1), r"max_time\(total\)"),  # type: ignore[arg-type]
     *((lambda v=v: stop.target("x", v), r"target\(value\)") for v in (math.nan, math.inf, "1", None, True, np.ones(1))),
-    *((lambda v=v: stop.target(v, 1), r"target\(metric\)") for v in ("", None, 3, b"x")),
+    *((lambda v=v: stop.metric_above("x", v), r"metric_above\(limit\)") for v in (math.nan, math.inf, "1", None)),
+    *(
+        (lambda c=c, v=v: type(c)(v, *c.example[1:]), rf"{type(c).__name__}\(metric\)")
+        for c in NEED_A_METRIC
+        for v in ("", None, 3, b"x")
+    ),
     *((lambda v=v: stop.target("x", 1, v), r"target\(mode\)") for v in ("MAX", None, np.ones(2), 1)),
     *((lambda v=v: stop.no_improvement("x", v), r"\(patience\)") for v in (0, 1.5, None, True, "2")),
     *((lambda v=v: stop.no_improvement("x", 1, v), r"\(min_delta\)") for v in (-0.1, math.nan, math.inf, "0", None)),
     (lambda: stop.no_improvement("x", 1, mode="best"), r"\(mode\)"),  # type: ignore[arg-type]
-    (lambda: stop.no_improvement(None, 1), r"no_improvement\(metric\)"),  # type: ignore[arg-type]
-    *((lambda v=v: stop.nan(v), r"nan\(metric\)") for v in ("", None, 3)),
     *((lambda v=v: stop.file_exists(v), r"file_exists\(path\)") for v in ("", None, 3, b"x", "a\0b")),
     (lambda: stop.file_exists("memory://x"), "names no store"),
     (lambda: stop.file_exists("gs://b/x?token=1"), "is a secret"),
@@ -349,6 +360,33 @@ def test_plain_callables_compose_on_either_side() -> None:
     assert [(no | cond)(at(e)) for e in (1, 2)] == [(cond | no)(at(e)) for e in (1, 2)] == [False, True]
 
 
+# -- as text -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_condition_is_registered_with_an_example() -> None:
+    """What `ec.stop` exports beside the interface, in `CONDITIONS`; a flag and the docs have them from there."""
+    assert {*stop.CONDITIONS} == {*ec.stop.__all__} - {"Condition", "Context", "as_condition"}
+    for name, condition in stop.CONDITIONS.items():
+        assert condition is getattr(ec.stop, name)
+        assert (condition.__doc__ or "").startswith("True ")
+
+
+@given(st.deferred(lambda: MAKERS))
+def test_the_repr_of_conditions_describes_them(make: Any) -> None:
+    """Whatever is composed, the text that names it in records and results makes it again."""
+    condition = make()
+    assert repr(stop.parsed(repr(condition))) == repr(condition)
+
+
+def test_a_text_of_conditions_is_read_as_python_reads_it() -> None:
+    """`&` binds closer than `|`; arguments may be named; `preempted` takes parentheses, too."""
+    found = stop.parsed(" max_epochs(n=100) | nan('loss') & preempted() | max_time('2h', total=True)\n")
+    expected = stop.max_epochs(100) | stop.nan("loss") & stop.preempted | stop.max_time(7200, total=True)
+    assert repr(found) == repr(expected)
+    with pytest.raises(InvalidArgumentError, match="it is no stop condition: there is no condition 'max_epoch'; near"):
+        stop.parsed("preempted | max_epoch(3)")
+
+
 # -- states ------------------------------------------------------------------------------------------------------------
 
 NUMBERS = st.one_of(st.sampled_from([math.nan, math.inf, -math.inf, 0.0, 1.0]), st.floats(width=32))
@@ -358,9 +396,9 @@ PATIENT = st.builds(
     st.sampled_from([0.0, 0.5]),
     st.sampled_from(["max", "min"]),
 )
-STATELESS = st.sampled_from([lambda: stop.nan("x"), lambda: stop.target("x", 0.5), lambda: stop.max_epochs(5)])
+EXAMPLE = st.sampled_from([lambda name=name: stop.of_example(name) for name in stop.CONDITIONS])
 MAKERS = st.recursive(
-    st.one_of(PATIENT, STATELESS),
+    st.one_of(PATIENT, EXAMPLE),
     lambda inner: st.builds(
         lambda sign, a, b: lambda: sign(a(), b()), st.sampled_from([operator.or_, operator.and_]), inner, inner
     ),

@@ -85,15 +85,15 @@ def test_what_is_committed_during_a_look_is_listed(saved: pathlib.Path, monkeypa
     for epoch in range(2):
         damage(saved, epoch)
     with ec.CheckpointManager(saved) as manager:
-        survey, looked, go = manager._common.survey, threading.Event(), threading.Event()
+        look, looked, go = manager.parts.directory.directory.look, threading.Event(), threading.Event()
 
-        def held(calls: Any) -> Any:
-            found = survey(calls)
+        def held(*args: Any) -> Any:
+            found = look(*args)
             looked.set()
             assert go.wait(WAIT_SECS)
             return found
 
-        monkeypatch.setattr(manager._common, "survey", held)
+        monkeypatch.setattr(manager.parts.directory.directory, "look", held)
         response = manager.restore_async(None, args=ARGS)
         assert looked.wait(WAIT_SECS)
         manager.save(2, args=ocp.args.StandardSave({"w": STATE["w"] + 2}))

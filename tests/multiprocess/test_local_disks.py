@@ -54,6 +54,16 @@ def test_the_same_job_goes_on_from_its_disks_alone_and_others_from_the_mirror(
         assert not any(wrong)
 
 
+@pytest.mark.slow
+def test_a_look_that_one_process_takes_alone_harms_no_later_one(tmp_path: pathlib.Path) -> None:
+    """It ends in time and names the process that did not come; the next look, by both, finds what is there."""
+    primary, other = run_worker(f"{JOBS}:lone_reloads", {"root": str(tmp_path)}, 2)
+    assert re.search("process_1 did not answer within 0.5 s", primary[0])
+    assert re.search(r"the primary, process_0, did not answer reload\(\) within 1 s", other[1])
+    assert primary[1:] == [[1], [1]]
+    assert [other[0], other[2]] == [[1], [1]]
+
+
 def check_disk(disk: pathlib.Path, node: str, processes: int, capsys: pytest.CaptureFixture[str]) -> None:
     """What is said of a directory on the disk of one host, when its mirror is there."""
     assert [path.name for path in (disk / "2").iterdir() if path.is_dir()] == [node]

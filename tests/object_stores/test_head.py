@@ -213,10 +213,10 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     url = cloud.new_url()
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
-        writer = manager._claim.writer
+        writer = manager.parts.directory.directory.writer
         writer.stage(2, dead := f"{writer.incarnation}-2-9")
         writer.stage(1, again := f"{writer.incarnation}-1-9")
-        store = manager._store
+        store = manager.parts.directory.store
         for path in (f"2/process_0/{dead}/node.json", f"2/default/process_0/{dead}/x", f"1/process_0/{again}/x"):
             store.create(path, b"x")
     newer = commits_of(open_store(url), StepNames.of(Options()))
@@ -252,7 +252,7 @@ def test_what_comes_late_to_an_epoch_that_is_gone_is_in_nobodys_way(url: str) ->
         assert manager.all_steps() == [1, 4]
         manager.claim()
         assert not manager.foreign_folders()
-        BucketSweep(manager._commits).remove_dead({attempt: "3"})  # type: ignore[arg-type]  # the claim does behind
+        BucketSweep(manager.parts.directory.commits).remove_dead({attempt: "3"})  # type: ignore[arg-type]  # the claim does behind
         assert not store.exists("2")
         assert not store.exists("3")
         save(manager, 2, 3)
@@ -278,7 +278,10 @@ def test_a_late_copy_of_a_record_never_hides_a_newer_one(url: str) -> None:
     """The older run stands still before it copies the record of its epoch, which is then saved anew."""
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
-        writer, record = manager._claim.writer, open_store(url).read("1/epoch.json", limit_bytes=2**20)
+        writer, record = (
+            manager.parts.directory.directory.writer,
+            open_store(url).read("1/epoch.json", limit_bytes=2**20),
+        )
         older = manager.save_id(1)
         manager.allow_overwrite(1)
         save(manager, 1)

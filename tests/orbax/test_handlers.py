@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import threading
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -188,18 +189,19 @@ def test_orbax_handlers_select_our_engine(
     assert sum("items array, state: Orbax's array handlers choose" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_a_handler_that_overrides_orbaxs_engine_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_handler_that_changes_orbaxs_engine_is_refused(tmp_path: pathlib.Path) -> None:
     """By name, at construction or when its argument comes; nothing is begun."""
 
     class MyPyTree(ocp.PyTreeCheckpointHandler):
-        pass
+        def restore(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
+            return {}
 
     @ocp.args.register_with_handler(MyPyTree, for_save=True)
     @dataclasses.dataclass
     class MySave(ocp.args.CheckpointArgs):
         item: Any
 
-    with pytest.raises(ec.errors.UnsupportedError, match=r"MyPyTree overrides Orbax's own engine"):
+    with pytest.raises(ec.errors.UnsupportedError, match=r"MyPyTree changes PyTreeCheckpointHandler, a part of Orbax"):
         ec.CheckpointManager(tmp_path, item_handlers={"state": MyPyTree()})
     with ec.CheckpointManager(tmp_path) as manager:
         with pytest.raises(ec.errors.UnsupportedError, match="MyPyTree"):
@@ -207,6 +209,74 @@ def test_a_handler_that_overrides_orbaxs_engine_is_refused(tmp_path: pathlib.Pat
         with pytest.raises(ec.errors.UnsupportedError, match="CompositeCheckpointHandler"):
             manager.save(0, args=ocp.args.Composite(state=ocp.args.Composite(a=ocp.args.JsonSave({}))))
         assert manager.all_steps() == []
+
+
+class Renamed(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler by another name."""
+
+
+@ocp.args.register_with_handler(Renamed, for_save=True)
+class RenamedSave(ocp.args.PyTreeSave):
+    """The arguments of the handler for saving."""
+
+
+@ocp.args.register_with_handler(Renamed, for_restore=True)
+class RenamedRestore(ocp.args.PyTreeRestore):
+    """The arguments of the handler for restoring."""
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_a_handler_that_adds_nothing_to_one_of_orbaxs_is_that_one(tmp_path: pathlib.Path) -> None:
+    """In each form in which handlers are given, with its own arguments and Orbax's. Stock Orbax reads the epochs."""
+    plain = {"item_handlers": Renamed()}, (ocp.args.PyTreeSave, ocp.args.PyTreeRestore)
+    own = RenamedSave, RenamedRestore
+    known = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for args in own:
+        known.add(None, args, Renamed())
+    for step, (given, (save_args, restore_args)) in enumerate([plain, ({}, own), ({"handler_registry": known}, own)]):
+        with ec.CheckpointManager(tmp_path, **given) as manager:
+            manager.save(step, args=save_args(STATE))
+            manager.wait_until_finished()
+            np.testing.assert_array_equal(manager.restore(step, args=restore_args())["w"], STATE["w"])
+            np.testing.assert_array_equal(manager.restore(step)["w"], STATE["w"])
+    with ec.CheckpointManager(tmp_path, ocp.Checkpointer(Renamed())) as manager:
+        manager.save(3, STATE)
+        np.testing.assert_array_equal(manager.restore(3)["w"], STATE["w"])
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in range(4):
+            np.testing.assert_array_equal(manager.restore(step)["w"], STATE["w"])
+
+
+def test_a_handler_of_orbaxs_that_is_no_part_of_its_engine_is_run(tmp_path: pathlib.Path) -> None:
+    """Such as the one of its test tools, whose save fails in the background."""
+    tools = ocp.test_utils
+    with futures.ThreadPoolExecutor(1) as executor:
+        handler = tools.ErrorCheckpointHandler(ocp.PyTreeCheckpointHandler(), executor=executor)
+        with ec.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+            manager.save(0, args=tools.ErrorSaveArgs(STATE))
+            with pytest.raises(ec.errors.SaveError, match="its handler failed") as caught:
+                manager.wait_until_finished()
+            assert manager.all_steps() == []
+    assert isinstance(caught.value.__cause__, SystemError)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_arguments_of_another_handler_are_refused(named: bool, tmp_path: pathlib.Path) -> None:
+    """As in stock Orbax, where the item has a handler: what takes them here could not be run with stock Orbax."""
+    handler = ocp.PyTreeCheckpointHandler()
+
+    def item(args: Any) -> Any:
+        return ocp.args.Composite(state=args) if named else args
+
+    with ec.CheckpointManager(tmp_path, item_handlers={"state": handler} if named else handler) as manager:
+        for args in (ocp.args.StandardSave(STATE), ocp.args.ArraySave(STATE["w"])):
+            with pytest.raises(ValueError, match=r"has a PyTreeCheckpointHandler, which takes PyTreeSave.* got a "):
+                manager.save(0, args=item(args))
+        manager.save(0, args=item(ocp.args.PyTreeSave(STATE)))
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match=r"PyTreeRestore.*got a StandardRestore.*any registered handler"):
+            manager.restore(0, args=item(ocp.args.StandardRestore()))
+        assert manager.restore(0, args=item(ocp.args.PyTreeRestore())) is not None
 
 
 def test_arguments_without_a_handler_and_contradictions_are_refused(tmp_path: pathlib.Path) -> None:
@@ -228,7 +298,9 @@ def test_arguments_without_a_handler_and_contradictions_are_refused(tmp_path: pa
         ec.CheckpointManager(tmp_path, item_handlers={"x": NotesHandler()}, handler_registry=registry)
     with (
         ec.CheckpointManager(tmp_path / "typed", item_handlers={"x": NotesHandler()}) as manager,
-        pytest.raises(ec.errors.InvalidArgumentError, match=r"'x' has a NotesHandler, which takes no StandardSave"),
+        pytest.raises(
+            ec.errors.InvalidArgumentError, match=r"has a NotesHandler, which takes NotesSave .* a StandardS"
+        ),
     ):
         manager.save(0, args=ocp.args.Composite(x=ocp.args.StandardSave(STATE)))
     with ec.CheckpointManager(tmp_path) as manager:

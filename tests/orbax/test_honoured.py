@@ -17,7 +17,7 @@ from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN, p
 import epochckpt as ec
 from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.directory.rename import PosixWriter
-from epochckpt.manager.readers import apart, together
+from epochckpt.manager.readers import shared_reads
 from epochckpt.orbax import options as checks
 from epochckpt.saving import opening
 from tests.support.orbax_options import fields_of, option
@@ -60,7 +60,7 @@ def shares(directory: pathlib.Path, options: Any) -> bool:
     job = coordination.Coordinator()
     job.ids = (0, 1)
     calls = CollectiveCalls(job, "", str)
-    return together(job, calls, ec.StorageOptions(), options.single_host_load_and_broadcast) is not apart
+    return shared_reads(job, calls, ec.StorageOptions(), options.single_host_load_and_broadcast) is not None
 
 
 def opens(directory: pathlib.Path, options: Any) -> bool:

@@ -65,7 +65,7 @@ def violations(sources: Sources) -> list[str]:
                 found.append(f"{where} imports {PACKAGE} itself")
             elif imported != importer and module != imported and what in exported.get(imported, ()):
                 found.append(f"{where} imports {what} from {module}: {imported} exports it")
-            elif imported != importer and what.startswith("_"):
+            elif imported != importer and what.startswith("_") and what != "__all__":
                 found.append(f"{where} imports {module}.{what}, which is private")
     return found
 

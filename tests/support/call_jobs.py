@@ -35,7 +35,7 @@ def lone_calls(directory: str) -> dict[str, Any]:
 
     def wait(secs: float) -> None:
         """How long calls wait for the other process: a moment for one that does not come, else as long as it takes."""
-        m._common._wait_secs = secs
+        m.parts.directory.directory._wait_secs = m.parts.administration.directory_calls._wait_secs = secs
         object.__setattr__(storage, "restore_timeout_secs", secs)
 
     def alone(who: int, name: str, call: Callable[[], Any]) -> None:
@@ -114,13 +114,13 @@ def end_of_loop(directory: str) -> dict[str, Any]:
     heard = threading.Event()
     with ec.CheckpointManager(directory) as m:
         if me:
-            await_verdict = m._saves._part._await_verdict
+            await_verdict = m.parts.saves.queue._part._await_verdict
 
             def await_both(attempt: Any, error: Exception | None) -> Any:
                 assert heard.wait(WAIT_MILLIS / 1000)
                 return await_verdict(attempt, error)
 
-            m._saves._part._await_verdict = await_both
+            m.parts.saves.queue._part._await_verdict = await_both
         m.save(0, args=args)
         if not me:
             assert eventually(lambda: not m.is_saving_in_progress())

@@ -61,6 +61,27 @@ def train(
         return [list(manager.all_steps()), restored(manager)]
 
 
+def lone_reloads(root: str) -> Any:
+    """Each process calls `reload` alone, and after each of these calls both call it; returns what is listed then."""
+    me, client = jax.process_index(), ocp.multihost.get_jax_distributed_client()
+    found: list[Any] = []
+    with opened(root) as manager:
+        save(manager, 1)
+        manager.wait_until_finished()
+        for alone in (0, 1):
+            if me == alone:
+                manager._directory._wait_secs = 0.5
+                try:
+                    manager.reload()
+                except ec.errors.CoordinationTimeoutError as error:
+                    found.append(str(error))
+                manager._directory._wait_secs = 30.0
+            client.wait_at_barrier(f"after {alone}", 60_000)
+            manager.reload()
+            found.append(list(manager.all_steps()))
+    return found
+
+
 def resume(root: str) -> Any:
     """All epochs, damaged ones, and what the newest has, or why there is none."""
     with opened(root) as manager:
@@ -97,7 +118,7 @@ def save_all(root: str) -> list[int]:
         manager.save(1, args=everything())
         manager.wait_until_finished()
         here, plan.HOST = plan.HOST, frozenset()
-        manager._planner._plans.clear()
+        manager.parts.saves.planner._plans.clear()
         manager.save(2, args=everything(staged=True))
         plan.HOST = here
         manager.wait_until_finished()

@@ -9,8 +9,8 @@ import pytest
 from epochckpt.directory import commits_of
 from epochckpt.errors import DamagedError
 from epochckpt.orbax import StepNames
-from epochckpt.saving.host_record import HostRecord, introduce, read_host_record
 from epochckpt.storage import open_store
+from epochckpt.tiers.host_record import HostRecord, introduce, read_host_record
 
 
 def test_processes_that_see_one_directory_find_one_record(tmp_path: pathlib.Path) -> None:

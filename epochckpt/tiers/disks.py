@@ -1,4 +1,4 @@
-"""What the processes of a job find on disks of their own (`StorageOptions.local_disks`), and what that makes together.
+"""What the processes of a job find on disks of their own (`StorageOptions.local_disks`), and what the job has.
 
 Guarantee: an epoch counts as whole only if each disk has its process's part of one and the same attempt. What is
 left of a commit, a deletion or a rollback that a kill interrupted is on some of the disks only, and is never listed.
@@ -11,20 +11,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import errors
+from epochckpt.agreement import Coordinator
+from epochckpt.directory import Commits, attached_metrics
+from epochckpt.directory.protocol import ReplaceCondition
 from epochckpt.directory.rename import RenameCommits
-from epochckpt.format import paths
+from epochckpt.format import RunEntry, paths
 from epochckpt.orbax import StepNames
-from epochckpt.saving.host_record import HostRecord
+from epochckpt.saving import auto_interval
+from epochckpt.saving.survey import Completing, Survey
 from epochckpt.storage import Store
+from epochckpt.tiers.host_record import HostRecord
 
 _MAX_MIRROR_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class DiskPart:
     """What one disk has of an epoch: of which attempt (empty: that cannot be read), and what is wrong with it."""
 
     attempt: str
@@ -32,12 +38,12 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Disk:
+class DiskReport:
     """A process's look at its own disk."""
 
     directory: str  # the id of its directory
     known: Sequence[str]  # the ids of all directories when a run last claimed them, by process, and that claim
-    parts: Mapping[int, Part]  # by epoch
+    parts: Mapping[int, DiskPart]  # by epoch
     hidden: Sequence[int]  # epochs that a rollback hides there
     foreign: Mapping[int, str]  # folders that are named like an epoch and are none, described, by number
     mirror: str  # the text of its record of the mirror; empty without one
@@ -47,16 +53,16 @@ class Disk:
         return {**vars(self), "parts": parts, "foreign": sorted(self.foreign.items())}
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Disk:
-        parts = {epoch: Part(attempt, fault) for epoch, attempt, fault in wire["parts"]}
+    def from_wire(cls, wire: Mapping[str, Any]) -> DiskReport:
+        parts = {epoch: DiskPart(attempt, fault) for epoch, attempt, fault in wire["parts"]}
         return cls(**{**wire, "parts": parts, "foreign": dict(map(tuple, wire["foreign"]))})
 
 
-def look(store: Store, names: StepNames, record: HostRecord, process: int, processes: int) -> Disk:
+def look(store: Store, names: StepNames, record: HostRecord, process: int, processes: int) -> DiskReport:
     """Looks at the own directory, whose `record` is given; no data is read."""
     commits = RenameCommits(store, names)  # one that ignores nothing
     epochs, others = commits.scan()
-    foreign, parts = {epoch: commits.obstacle(name) for epoch, name in others.items()}, dict[int, Part]()
+    foreign, parts = {epoch: commits.obstacle(name) for epoch, name in others.items()}, dict[int, DiskPart]()
     for epoch in epochs:
         attempt = ""
         try:
@@ -72,31 +78,31 @@ def look(store: Store, names: StepNames, record: HostRecord, process: int, proce
                 )
             for number in range(count) if processes == 1 else [process]:
                 commits.check_node(commits.folder(epoch), head, number)
-            parts[epoch] = Part(attempt)
+            parts[epoch] = DiskPart(attempt)
         except errors.FormatVersionError as error:  # all hosts have the same record, which this epochckpt cannot read
             logging.error("%s: checkpoint %d cannot be read here: %s", store.root, epoch, error)
-            parts[epoch] = Part("")
+            parts[epoch] = DiskPart("")
         except (errors.DamagedError, errors.FormatError) as error:
-            parts[epoch] = Part(attempt, errors.say(error))
+            parts[epoch] = DiskPart(attempt, errors.say(error))
         except errors.EpochNotFoundError:  # deleted just now
             continue
     mirror = ""
     with suppress(FileNotFoundError, NotADirectoryError, ValueError):
         mirror = store.read(paths.MIRROR_RECORD, limit_bytes=_MAX_MIRROR_BYTES).decode()
-    return Disk(record.directory, [*record.disks, record.claim], parts, sorted(commits.hidden()), foreign, mirror)
+    return DiskReport(record.directory, [*record.disks, record.claim], parts, sorted(commits.hidden()), foreign, mirror)
 
 
 @dataclasses.dataclass(frozen=True)
-class Together:
+class JobDisks:
     """The disks of all processes, in their order."""
 
-    disks: Sequence[Disk]
+    disks: Sequence[DiskReport]
     whole: Mapping[int, str]  # the attempts of the epochs that are whole on all of them
     faults: Mapping[int, str]  # why other epochs are not, but for those that a rollback hides
     unfinished: frozenset[int]  # those of these that no save was ever acknowledged of, or that are deleted in part
 
     @classmethod
-    def of(cls, disks: Sequence[Disk], named: Callable[[Iterable[int]], str]) -> Together:
+    def of(cls, disks: Sequence[DiskReport], named: Callable[[Iterable[int]], str]) -> JobDisks:
         """`named` gives the names of processes."""
         whole, faults, unfinished = dict[int, str](), dict[int, str](), set[int]()
         hidden = {epoch for disk in disks for epoch in disk.hidden}
@@ -134,3 +140,57 @@ class Together:
         """The processes whose part of an epoch is of another attempt than this one."""
         parts = [(number, disk.parts.get(epoch)) for number, disk in enumerate(self.disks)]
         return [number for number, part in parts if part is not None and part.attempt != attempt]
+
+
+def _runs(commits: Commits, epochs: Sequence[int]) -> tuple[RunEntry, ...]:
+    """The runs of a directory until the newest epoch that this epochckpt can read."""
+    for epoch in reversed(epochs):
+        with suppress(errors.FormatVersionError):
+            return commits.read_head(epoch).runs
+    return ()
+
+
+def survey_of_disks(
+    commits: Commits,
+    told: Sequence[Mapping[str, Any]],
+    options: ocp.CheckpointManagerOptions,
+    known: Mapping[int, ReplaceCondition],
+    mirror: Completing,
+    coordinator: Coordinator,
+) -> Survey:
+    """The survey of directories on disks of the processes' own, on the primary: from what all have `told`.
+
+    An epoch that is not whole on all of them is listed if the mirror has it. Then each process reads from the mirror
+    what its disk lacks.
+    """
+    found = JobDisks.of([*map(DiskReport.from_wire, told)], coordinator.named)
+    found.check_apart(coordinator.named, commits.store.root)
+    foreign = {epoch: text for disk in reversed(found.disks) for epoch, text in disk.foreign.items()}
+    there = {epoch: condition for epoch, condition in known.items() if epoch in found.whole}
+    damaged = {e: condition for e, condition in there.items() if condition.attempt in (None, found.whole[e])}
+    epochs = [epoch for epoch in found.whole if epoch not in damaged]
+    needed = attached_metrics.are_needed(options)
+    metrics = attached_metrics.of_epochs(commits, epochs, found.whole.get) if needed else {}
+    runs = _runs(commits, epochs)
+    costs = tuple(auto_interval.recent(epochs, commits.read_brief)) if auto_interval.is_asked(options) else ()
+    local, texts = Survey(epochs, damaged, foreign, metrics, (), runs, costs), [each.mirror for each in found.disks]
+    survey = mirror.complete(commits, local, texts)
+    damaged, remote, aside = dict(survey.damaged), set(survey.remote), dict[int, list[int]]()
+    for epoch in sorted({epoch for disk in found.disks for epoch in disk.parts} - found.whole.keys()):
+        others = found.not_of(epoch, mirror.origin_of(epoch) if epoch in remote else None)
+        for process in others:
+            aside.setdefault(process, []).append(epoch)
+        if epoch in remote:
+            if any(epoch in disk.parts for number, disk in enumerate(found.disks) if number not in others):
+                remote.discard(epoch)
+        elif epoch in found.unfinished:
+            logging.warning("checkpoint %d was never finished, or is deleted in part: %s", epoch, found.faults[epoch])
+        elif epoch in found.faults:
+            logging.error("checkpoint %d is not whole, and the mirror does not have it: %s", epoch, found.faults[epoch])
+            damaged[epoch] = ReplaceCondition(None, found.faults[epoch])
+    for epoch in survey.diverged:
+        for process, disk in enumerate(found.disks):
+            if epoch in disk.parts:
+                aside.setdefault(process, []).append(epoch)
+    away = {process: tuple(epochs) for process, epochs in aside.items()}
+    return dataclasses.replace(survey, damaged=damaged, remote=tuple(sorted(remote)), aside=away)

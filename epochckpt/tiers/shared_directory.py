@@ -1,0 +1,117 @@
+"""A directory that all processes of a job see. The primary claims, commits and deletes; the others only stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from epochckpt import errors
+from epochckpt.agreement import CollectiveCalls, Coordinator
+from epochckpt.directory import Commits
+from epochckpt.directory.protocol import ReplaceCondition, Staging, Writer
+from epochckpt.format import paths
+from epochckpt.saving import Save, survey
+from epochckpt.saving.job_directory import JobDirectory, Place
+from epochckpt.saving.survey import Completing, Survey
+from epochckpt.tiers.host_record import read_host_record
+
+
+class SharedDirectory(JobDirectory):
+    """One directory for all processes; see `JobDirectory`."""
+
+    first_word = "verdict"
+    tells_commits = True
+
+    def __init__(self, place: Place, coordinator: Coordinator, mirror: Completing | None):
+        super().__init__(place, coordinator)
+        self._mirror = mirror
+
+    @property
+    def acts(self) -> bool:
+        return self.coordinator.primary
+
+    def introduce(self, node: str) -> None:
+        del node
+
+    def check(self, commits: Commits, told: Sequence[Any]) -> None:
+        root = commits.store.root
+        if any(one is not None for one in told):
+            raise errors.InvalidArgumentError(f"{root}: StorageOptions.local_disks differs between the processes")
+        if self.place.options.read_only or not commits.store.renames:
+            return
+        record = read_host_record(commits.store)
+        if record is not None:
+            raise errors.InvalidArgumentError(
+                f"{root} is on a disk of one host (of node {record.node}), and has only that host's parts of epochs. "
+                "Open it with StorageOptions(local_disks=True, mirror=…), or all epochs in its mirror, "
+                f"{record.mirror}. options.read_only=True looks at what is here"
+            )
+
+    def survey(self, commits: Commits, told: Sequence[Any], known: Mapping[int, ReplaceCondition]) -> Survey:
+        del told
+        self.is_partial = commits.store.renames and commits.store.exists(paths.HOST_RECORD)
+        return survey.survey(commits, self.place.options, known, self._mirror, is_partial=self.is_partial)
+
+    def address(self, resolved: str) -> str:
+        return resolved
+
+    def look(self, calls: CollectiveCalls, known: Mapping[int, ReplaceCondition]) -> Survey:
+        def act() -> dict[str, Any]:
+            return self.survey(self.commits, [], known).to_wire()
+
+        return Survey.from_wire(calls.broadcast("reload()", act, 2 * self._wait_secs))
+
+    def claimed(self, writer: Writer, write: Callable[[Writer], None]) -> dict[str, Any]:
+        write(writer)
+        self._stager = writer
+        return {"incarnation": writer.incarnation, "epochs": self.commits.list_epochs()}
+
+    def join(self, claim: Mapping[str, Any], write: Callable[[Writer], None], wait_secs: float) -> Sequence[int]:
+        del write, wait_secs
+        if not self.coordinator.primary:
+            self._stager = self.commits.join(claim["incarnation"])
+        return claim["epochs"]
+
+    def commit(
+        self,
+        save: Save,
+        staging: Staging,
+        record: bytes,
+        check: Callable[[], None],
+        key: Callable[[str, Save], str],
+    ) -> Callable[[], None] | None:
+        del key
+        return self.writer.publish(staging, record, check, save.request.replaces)
+
+    def verdict(
+        self,
+        save: Save,
+        save_id: str,
+        hear: Callable[[str], Mapping[str, Any]],
+        key: Callable[[str, Save], str],
+    ) -> Mapping[str, Any]:
+        del save, save_id, key
+        return hear("verdict")
+
+    def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:
+        del save, save_id
+        return failure
+
+    def here(self, epochs: Sequence[int]) -> Sequence[int]:
+        return epochs
+
+    def unlisted_elsewhere(self, epochs: Sequence[int]) -> Sequence[int]:
+        del epochs
+        return ()
+
+    def agree_on_claim(self, claim: Callable[[], None]) -> None:
+        del claim  # the primary claims when it makes the change
+
+    def order(self) -> dict[str, Any]:
+        return {}
+
+    def follow(self, order: Mapping[str, Any], act: Callable[[], None]) -> None:
+        del order, act  # the primary has done it for all
+
+    def check_replaceable(self, epoch: int) -> None:
+        del epoch
