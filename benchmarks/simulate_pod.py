@@ -49,8 +49,9 @@ from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing
 from epochckpt.format.grid import box_shape, cell_box
 from epochckpt.orbax import linked_view, view
-from epochckpt.saving import Save, opening
+from epochckpt.saving import opening
 from epochckpt.saving.node_writer import write_nodes
+from epochckpt.saving.save import Save
 from epochckpt.storage import PosixStore
 
 NODES = flags.DEFINE_list("nodes", ["1", "4", "16", "64", "256", "1000"], "Numbers of nodes.")
@@ -182,14 +183,13 @@ class Pod:
     def write_crowd(self, manager: ec.CheckpointManager) -> None:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
         (save,) = manager.parts.saves.queue.pending()
-        item, commits = save.snapshot.items["default"].arrays, manager.parts.directory.commits
-        identity, pool = f"{commits.incarnation}-{save.name}", _threads.Pool(1)
+        item, staging = save.snapshot.items["default"].arrays, manager.parts.saves.queue._part.staging(save)
         report, again = save.reports[1], len(self.reports) == len(self.crowd)
         bases = view.bases(save.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:
             unread = min(node, abs(node - self.nodes // 2)) > 24
             if unread or again:
-                linked_view.link_node(commits.store, commits._staging(identity), f"process_{node}", False, bases)
+                linked_view.link_node(staging.store, staging.folder, f"process_{node}", False, bases)
             if again:
                 continue
             if unread:
@@ -201,12 +201,11 @@ class Pod:
                 buffers = [Buffer(np.full(span.nbytes // 4, 1.5, np.float32)) for span in plan.cell_ranges]
                 part = Snapshot([SavedTree(plan, node, buffers)], digest=save.snapshot.digest)
                 report = write_nodes(
-                    commits=commits,
+                    staging=staging,
                     nodes=dataclasses.replace(manager.parts.saves.nodes, process=node),
                     save=Save(save.request, part, save.deadline),
-                    save_id=identity,
                     options=ec.StorageOptions(),
-                    pool=pool,
+                    pool=_threads.Pool(1),
                 )
             self.reports.append(json.dumps(report.to_wire()))
 

@@ -13,6 +13,8 @@ found when it joined. From then on every rename out of them fails, and the older
 reads takes nothing over.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -31,8 +33,9 @@ from epochckpt.arrays import Planner, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.directory import placing
-from epochckpt.directory.protocol import ReplaceCondition
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage
+from epochckpt.directory.protocol import ReplaceCondition, Staging
+from epochckpt.directory.rename import PosixStager, PosixStaging, PosixWriter, RenameCommits
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -70,6 +73,18 @@ class _NodeNames(StepNames):
         del name
 
 
+class _NodeStaging(PosixStaging):
+    """The node's files lie beside the commit record."""
+
+    def node_folder(self, node: str) -> str:
+        del node
+        return self.folder
+
+    def make_node_folder(self, node: str) -> str:
+        self.make()
+        return self.node_folder(node)
+
+
 class NodeCommits(RenameCommits):
     """The epochs of one node in a directory that need not exist yet. With a `lead`, for reading: in `<lead><epoch>`."""
 
@@ -81,12 +96,6 @@ class NodeCommits(RenameCommits):
             )
         self.node, self._lead = paths.check_node_name(node), lead
         super().__init__(store, _NodeNames(node, lead))
-        self._older: list[str] = []  # the staging folders that this job found when it joined
-        self._leave: weakref.finalize | None = None
-
-    @property
-    def _home(self) -> str:
-        return paths.node_staging_folder(self.node, self.incarnation)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -129,32 +138,34 @@ class NodeCommits(RenameCommits):
         where = f"{self.store.root}{f'/{self._lead}<epoch>' if self._lead else ''}, node {self.node}"
         return EpochNotFoundError(epoch, where, self.list_epochs())
 
-    # -- writing -------------------------------------------------------------------------------------------------
+    # -- claiming ------------------------------------------------------------------------------------------------
 
-    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
-        """Takes this job's place in the order of jobs for this node; `begin` then takes over from those before it.
+    def claim(
+        self,
+        epoch: int = 0,
+        check: Callable[[], None] = lambda: None,
+        lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
+    ) -> NodeWriter:
+        """Takes this job's place in the order of jobs for this node; `stage` then takes over from those before it.
 
         NotACheckpointDirectoryError: the directory is missing. AccessError: it may not be written. UnsupportedError: it
         is another manager's.
         """
-        del epoch
+        del epoch, lineage
         check()
-        if self.incarnation:
-            return
         incarnation = paths.new_id()
-        home = paths.node_staging_folder(self.node, incarnation)
+        stager = _NodeStager(self, incarnation)
         try:
             with self.access():
-                self.store.make_folder(home)
+                self.store.make_folder(stager.home)
                 # listed after our own was made: of two jobs that join at once, at least one sees the other
-                entries = [entry for entry in self.store.list("") if entry.name != home]
-                self._refuse_others(home, [entry.name for entry in entries if entry.is_folder])
+                entries = [entry for entry in self.store.list("") if entry.name != stager.home]
+                self._refuse_others(stager.home, [entry.name for entry in entries if entry.is_folder])
                 found = [entry.name for entry in entries]
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise self._missing() from error
-        self._root_id = self.store.root_id()
-        self.incarnation, self._older = incarnation, [n for n in found if paths.parse_node_staging(n) == self.node]
-        self._leave = weakref.finalize(self, _leave, self.store, home, os.getpid())
+            raise self.missing() from error
+        stager.note_root()
+        return NodeWriter(self, stager, [name for name in found if paths.parse_node_staging(name) == self.node])
 
     def _refuse_others(self, home: str, folders: list[str]) -> None:
         """Refuses a directory in which all nodes commit an epoch together; removes the own staging folder there."""
@@ -168,71 +179,8 @@ class NodeCommits(RenameCommits):
                         "itself, and need another directory: take another db_prefix, or epochckpt.CheckpointManager"
                     )
 
-    def begin(self, epoch: int, attempt: str) -> None:
-        """See Commits. Fences off the jobs that were there when this one joined, and removes what they left."""
-        moved = list[str | None]()
-        for name in self._older:
-            with self._permitted(name):
-                moved.append(placing.take_over(self.store, self._home, name))
-        if moved and not self.store.exists(self._home):
-            raise self.lost(epoch)
-        self._older = []
-        for path in filter(None, moved):
-            _threads.logged("what an earlier job left stays", functools.partial(self.store.remove_tree, path))
-        super().begin(epoch, attempt)
-
-    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """See Commits. The node's files lie beside the commit record."""
-        return self._staging(attempt)
-
-    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        return self.make_staging(epoch, attempt)
-
-    def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
-    ) -> Callable[[], None] | None:
-
-        def make_room() -> None:
-            with contextlib.suppress(FileExistsError):
-                self.store.make_folder(str(epoch))
-            self._check_place(epoch)
-            self.store.sync_folder("")  # also if another node's job made the folder: it may not have got that far
-            check()
-
-        return super().publish(epoch, attempt, record, make_room, replaces)
-
-    def _check_place(self, epoch: int) -> None:
-        """Refuses to write into an epoch of another manager, or over a folder that is no epoch of this node."""
-        parent, final = str(epoch), self.folder(epoch)
-        for mark in (paths.EPOCH_RECORD, STEP_RECORD):
-            if self.store.exists(paths.join(parent, mark)):
-                problem = (
-                    f"is an epoch of a CheckpointManager ({mark} lies in it); nodes that save by themselves need a"
-                )
-                raise SaveError(epoch, f"{self.store.root}/{parent} {problem} directory of their own")
-        if self.store.exists(final) and not self.is_committed(epoch):
-            problem = f"exists and holds no {paths.EPOCH_RECORD}: not replaced. Move it away"
-            raise SaveError(epoch, f"{self.store.root}/{final} {problem}")
-
-    def release(self) -> None:
-        """See Commits. Happens by itself when the object goes away."""
-        if self._leave is not None and self._leave.detach():
-            placing.leave(self.store, self._home)
-
-    def lost(self, epoch: int) -> Any:
-        if not os.path.isdir(self.store.root):
-            return self._missing()
-        if self.store.exists(self._home):
-            return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
-        if self._root_id != self.store.root_id():
-            return SaveError(epoch, self._away())
-        return FencedError(
-            epoch,
-            f"a newer job for node {self.node} has taken over {self.store.root}, or the staging folder of this one, "
-            f"{self._home}, was removed; this process can no longer save there",
-        )
-
-    def _missing(self) -> EpochCheckpointError:
+    def missing(self) -> EpochCheckpointError:
+        """The error where the directory is not there."""
         found = "is a file" if os.path.lexists(self.store.root) else "does not exist"
         return NotACheckpointDirectoryError(
             f"{self.store.root} {found}; expected a directory, which is never created here: make or mount it"
@@ -246,6 +194,88 @@ class NodeCommits(RenameCommits):
         except PermissionError as error:
             needed = f"this user (uid {os.getuid()}) needs read and write access"
             raise AccessError(f"{self.store.root}: {error}; {needed}") from error
+
+
+class _NodeStager(PosixStager):
+    """The staging folder of one job for a node."""
+
+    def __init__(self, directory: NodeCommits, incarnation: str):
+        super().__init__(directory.store, incarnation)
+        self.home = paths.node_staging_folder(directory.node, incarnation)
+        self._directory = directory
+
+    def staging(self, epoch: int, save_id: str) -> _NodeStaging:
+        return _NodeStaging(self, epoch, save_id)
+
+    def lost(self, epoch: int) -> EpochCheckpointError:
+        if not os.path.isdir(self.store.root):
+            return self._directory.missing()
+        if self.store.exists(self.home):
+            return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
+        if self._root_id != self.store.root_id():
+            return SaveError(epoch, self.away())
+        return FencedError(
+            epoch,
+            f"a newer job for node {self._directory.node} has taken over {self.store.root}, or the staging folder of "
+            f"this one, {self.home}, was removed; this process can no longer save there",
+        )
+
+
+class NodeWriter(PosixWriter):
+    """The right of the newest job for a node to change the node's epochs."""
+
+    def __init__(self, directory: NodeCommits, stager: _NodeStager, older: list[str]):
+        """`older`: the staging folders that this job found when it joined."""
+        super().__init__(directory, stager)
+        self.directory: NodeCommits = directory
+        self._older = older
+        self._leave = weakref.finalize(self, _leave, self.store, stager.home, os.getpid())
+
+    def stage(self, epoch: int, save_id: str) -> PosixStaging:
+        """See Writer. Fences off the jobs that were there when this one joined, and removes what they left."""
+        moved = list[str | None]()
+        for name in self._older:
+            with self._permitted(name):
+                moved.append(placing.take_over(self.store, self.home, name))
+        if moved and not self.store.exists(self.home):
+            raise self.lost(epoch)
+        self._older = []
+        for path in filter(None, moved):
+            _threads.logged("what an earlier job left stays", functools.partial(self.store.remove_tree, path))
+        return super().stage(epoch, save_id)
+
+    def publish(
+        self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+    ) -> Callable[[], None] | None:
+
+        epoch = staging.epoch
+
+        def make_room() -> None:
+            with contextlib.suppress(FileExistsError):
+                self.store.make_folder(str(epoch))
+            self._check_place(epoch)
+            self.store.sync_folder("")  # also if another node's job made the folder: it may not have got that far
+            check()
+
+        return super().publish(staging, record, make_room, replaces)
+
+    def _check_place(self, epoch: int) -> None:
+        """Refuses to write into an epoch of another manager, or over a folder that is no epoch of this node."""
+        parent, final = str(epoch), self.directory.folder(epoch)
+        for mark in (paths.EPOCH_RECORD, STEP_RECORD):
+            if self.store.exists(paths.join(parent, mark)):
+                problem = (
+                    f"is an epoch of a CheckpointManager ({mark} lies in it); nodes that save by themselves need a"
+                )
+                raise SaveError(epoch, f"{self.store.root}/{parent} {problem} directory of their own")
+        if self.store.exists(final) and not self.directory.is_committed(epoch):
+            problem = f"exists and holds no {paths.EPOCH_RECORD}: not replaced. Move it away"
+            raise SaveError(epoch, f"{self.store.root}/{final} {problem}")
+
+    def release(self) -> None:
+        """See Writer. Happens by itself when the object goes away."""
+        if self._leave.detach():
+            placing.leave(self.store, self.home)
 
 
 def _leave(store: Store, home: str, pid: int) -> None:
@@ -269,6 +299,13 @@ class NodeEpochs:
         self._pool = _threads.Pool(self._options.io_threads)
         self._handlers = Handlers()
         self._tries = 0
+        self._writer: NodeWriter | None = None  # from the first save, or `claim`, on
+
+    def claim(self) -> NodeWriter:
+        """Takes this job's place in the order of jobs for the node, once."""
+        if self._writer is None:
+            self._writer = self.commits.claim()
+        return self._writer
 
     @functools.cached_property
     def _nodes(self) -> Nodes:
@@ -293,7 +330,7 @@ class NodeEpochs:
         commits, epoch = self.commits, epoch_number(epoch)
         wanted = items.to_save(args, self._handlers)
         items.check_names([item.name for item in wanted], (), ())
-        commits.claim()
+        writer = self.claim()
         self._tries += 1
         request = SaveRequest(
             epoch=epoch,
@@ -303,27 +340,26 @@ class NodeEpochs:
         )
         snapshot = dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot()
         save = Save(request, snapshot, Deadline(self._options.save_timeout_secs))  # the snapshot's time is not counted
-        save_id = f"{commits.incarnation}-{save.name}"
+        staging = writer.staging(epoch, f"{writer.incarnation}-{save.name}")
         try:
             with commits.access():
-                commits.begin(epoch, save_id)
+                writer.stage(epoch, staging.save_id)
                 save.reports[0] = write_nodes(
-                    commits=commits,
+                    staging=staging,
                     nodes=self._nodes,
                     save=save,
-                    save_id=save_id,
                     options=self._options,
                     pool=self._pool,
                 )
-                record = save.record(save_id, objects=False, per_node=True)
+                record = save.record(staging.save_id, objects=False, per_node=True)
                 replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
-                remove = commits.publish(epoch, save_id, record.to_bytes(), lambda: None, replaces)
+                remove = writer.publish(staging, record.to_bytes(), lambda: None, replaces)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
-            _threads.logged("the remains of a save stay", lambda: commits.discard(epoch, save_id))
+            _threads.logged("the remains of a save stay", lambda: writer.discard(staging))
             if isinstance(error, EpochCheckpointError) or not isinstance(error, Exception):
                 raise
             lost = isinstance(error, FileNotFoundError)
-            raise (commits.lost(epoch) if lost else as_save_error(epoch, error)) from error
+            raise (writer.lost(epoch) if lost else as_save_error(epoch, error)) from error
         finally:
             save.snapshot.drop()
         if remove is not None:

@@ -287,7 +287,7 @@ class CheckpointManager(Manager):
         else:
             self._blob_names = list(_items_by_blob(self._epochs_at(path_prefix).reader(epoch)))
         try:
-            self._epochs.commits.claim()
+            self._epochs.claim()
         except OSError as error:  # a job trains to its end without its directory; every save will say it again
             logging.warning("nothing can be saved for node %s: %s", self.node_name, error)
         return list(self._blob_names)

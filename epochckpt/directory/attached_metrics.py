@@ -7,9 +7,7 @@ replaced, or quarantined and saved anew, do not count for the new one. Its bytes
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from epochckpt.storage import Store
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
-MAX_HEAD_BYTES = 2**14  # of the same on object stores, whose head has the metrics of all epochs
 
 
 def are_needed(options: ocp.CheckpointManagerOptions) -> bool:
@@ -45,7 +42,7 @@ METRICS = codec.Codec(_read_metrics, lambda metrics: checksums.pack_json(dict(me
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _File:
+class MetricsFile:
     """The metrics that one source gives for one attempt."""
 
     written_ns: int = stored("written_ns", codec.INTEGER)  # by the wall clock
@@ -53,61 +50,6 @@ class _File:
     attempt: str = stored("attempt", codec.text())
     source: str = stored("source", codec.text())
     metrics: Mapping[str, Any] = stored("metrics", METRICS)
-
-
-def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str, attempt: str | None = None) -> None:
-    """Attaches metrics to a committed epoch, durably; see `epochckpt.attach_metrics`."""
-    if not paths.is_name(source):
-        raise errors.InvalidArgumentError(
-            f"source {source!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_' or "
-            f"'-', at most {paths.MAX_NAME}"
-        )
-    if not isinstance(metrics, Mapping):
-        raise errors.InvalidArgumentError(f"metrics are an object of names and numbers, got a {type(metrics).__name__}")
-    record = commits.read_record(epoch)
-    if record.stock:
-        problem = f"{commits.store.root}: checkpoint {epoch} was written by stock Orbax"
-        raise errors.UnsupportedError(f"{problem}; metrics are attached to epochs of epochckpt only")
-    if attempt is not None and record.attempt != attempt:
-        raise errors.EpochDeletedError(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
-    _check_names(commits, record, metrics, source)
-    file = _File(written_ns=time.time_ns(), epoch=epoch, attempt=record.attempt, source=source, metrics=metrics)
-    data = codec.seal("metrics", file)
-    in_head = commits.attached() is not None
-    limit = MAX_HEAD_BYTES if in_head else MAX_BYTES
-    if len(data) > limit:
-        raise errors.InvalidArgumentError(f"metrics of {len(data)} bytes; at most {limit} can be attached")
-    if in_head and not commits.attach(epoch, record.attempt, source, dict(metrics)):
-        raise errors.EpochDeletedError(epoch, commits.store.root, "while metrics were being attached to it")
-    path = paths.join(commits.folder(epoch), paths.metrics_file(source))
-    try:
-        draft = f"{path}.{paths.new_id()}{paths.TMP_SUFFIX}"
-        commits.store.put(path, data, draft=draft, replace=True)
-    except FileNotFoundError as error:
-        raise errors.EpochDeletedError(epoch, commits.store.root, str(error)) from error
-    except PermissionError as error:
-        raise errors.AccessError(f"{path}: {error}; metrics need write access to the epoch's folder") from error
-    # The epoch may have been deleted or replaced during the write: then the file is about no epoch any more.
-    if commits.read_attempt(epoch) != record.attempt:
-        with suppress(OSError, errors.EpochCheckpointError):
-            file = parsing.read_record(commits.store, path, _parse, limit_bytes=MAX_BYTES)
-            if file is not None and file.attempt == record.attempt:
-                commits.store.remove(path)
-        raise errors.EpochDeletedError(epoch, commits.store.root, "while metrics were being attached to it")
-
-
-def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, Any], source: str) -> None:
-    """Refuses a metric of a name that the epoch has already from the save or from another source."""
-    if record.metrics is not None and not isinstance(record.metrics, Mapping):
-        problem = f"checkpoint {record.epoch} was saved with metrics that are no object of names"
-        raise errors.InvalidArgumentError(f"{problem}: none can be attached to them")
-    attached = of_epoch(commits, record)
-    owners = {name: f"source {other!r}" for other, found in attached.items() if other != source for name in found}
-    owners |= dict.fromkeys(record.metrics or {}, "the save itself")
-    taken = sorted(owners.keys() & metrics.keys())
-    if taken:
-        problem = f"checkpoint {record.epoch} has the metric {taken[0]!r} already, from {owners[taken[0]]}"
-        raise errors.InvalidArgumentError(f"{problem}: choose another name")
 
 
 def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, Any]]:
@@ -168,7 +110,7 @@ def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> di
         if source is None:  # being written, or another's
             continue
         try:
-            file = parsing.read_record(commits.store, path, _parse, limit_bytes=MAX_BYTES)
+            file = parsing.read_record(commits.store, path, parse, limit_bytes=MAX_BYTES)
         except errors.StorageError:
             raise
         except errors.EpochCheckpointError as error:
@@ -179,14 +121,15 @@ def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> di
     return out
 
 
-def _parse(path: str, data: bytes) -> _File:
-    return codec.parse(_File, parsing.open_record(path, data, "metrics"))
+def parse(path: str, data: bytes) -> MetricsFile:
+    """Parses such a file; raises DamagedError, FormatError or FormatVersionError."""
+    return codec.parse(MetricsFile, parsing.open_record(path, data, "metrics"))
 
 
 def attempt_of(store: Store, path: str) -> str | None:
     """The attempt that a file is about; None if there is no such file, or it cannot be used."""
     try:
-        file = parsing.read_record(store, path, _parse, limit_bytes=MAX_BYTES)
+        file = parsing.read_record(store, path, parse, limit_bytes=MAX_BYTES)
     except errors.EpochCheckpointError:
         return None
     return None if file is None else file.attempt

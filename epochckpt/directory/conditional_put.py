@@ -24,10 +24,8 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.directory import attached_metrics, head_turns, metrics_log, owners, surroundings
+from epochckpt.directory import attached_metrics, head_turns, metrics_log, object_log, owners, surroundings
 from epochckpt.directory.head_changes import (
-    Attachment,
-    AttachMetrics,
     BeginSave,
     ClaimHead,
     GiveUp,
@@ -44,7 +42,7 @@ from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.object_log import ObjectLog
 from epochckpt.directory.object_views import ObjectViews
-from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback
+from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback, Stager, Staging, Writer
 from epochckpt.directory.stock_steps import StockStepRemoval
 from epochckpt.errors import (
     DamagedError,
@@ -64,7 +62,7 @@ _KEPT, _KEPT_BYTES = 4, 1 << 20  # records that are remembered, and the largest 
 
 
 class PutCommits(Commits):
-    """Epochs become visible when the head names them."""
+    """Epochs are what the head names."""
 
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
@@ -73,16 +71,6 @@ class PutCommits(Commits):
         self._headless: Head | None = None  # what there is of stock Orbax, while there is no head
         # Paths and contents of records, by folder and attempt. Replaced as a whole: threads share it.
         self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
-        self._copying = threading.RLock()  # held where the copy of a record is written, or removed
-        self._log = ObjectLog(store, self.head)
-        self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
-        self.stock_removal = StockStepRemoval(store, self.head)
-
-    @property
-    def _claimed(self) -> Incarnation:
-        return Incarnation(self.store.root, self.incarnation)
-
-    # -- reading -------------------------------------------------------------------------------------------------
 
     def scan(self) -> tuple[list[int], dict[int, str]]:
         if self.names.only:
@@ -164,7 +152,7 @@ class PutCommits(Commits):
                     return steps.read(self.store, folder, epoch)
             raise EpochNotFoundError(epoch, self.store.root, [e for e in self.entries() if e != epoch])
         while True:
-            record = self._record(folder, entry.attempt, parse)
+            record = self.attempt_record(folder, entry.attempt, parse)
             if record is not None:
                 return record
             # Deleted or replaced since the look at the head, or lost.
@@ -177,7 +165,7 @@ class PutCommits(Commits):
                 raise DamagedError(_record_path(folder, entry.attempt), problem)
             entry = now
 
-    def _record(
+    def attempt_record(
         self, folder: str, attempt: str, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
     ) -> EpochRecord | None:
         """The commit record of an attempt, or else its copy; it may be remembered, since it never changes."""
@@ -208,7 +196,7 @@ class PutCommits(Commits):
         if self.names.only or "/" in folder:
             return super().read_in(folder, epoch, parse)
         found = self.head.seen() or Head()
-        return self._record(folder, found.epochs[folder].attempt, parse) if folder in found.epochs else None
+        return self.attempt_record(folder, found.epochs[folder].attempt, parse) if folder in found.epochs else None
 
     def rollback(self) -> Rollback | None:
         return None  # it is one change of the head
@@ -219,11 +207,7 @@ class PutCommits(Commits):
         return {epoch: (entry.attempt, entry.attached) for epoch, entry in self.entries().items() if entry.attached}
 
     def deleted(self) -> dict[int, metrics_log.Line]:
-        return {} if self.names.only else self._log.deleted(self.head.seen() or Head())
-
-    def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
-        change = KeepDeleted(incarnation=self._claimed, lines=tuple(lines))
-        self._log.move(self.head.write(change).head)
+        return {} if self.names.only else object_log.deleted(self.store, self.head.seen() or Head())
 
     def _is_copy(self, folder: str) -> bool:
         return self.store.exists(paths.join(folder, paths.EPOCH_RECORD))
@@ -240,8 +224,6 @@ class PutCommits(Commits):
         others = [name for name, attempts in found.items() if attempts is None or name in known.stock]
         return found, surroundings.steps_in(self.store, self.names, others, known)
 
-    # -- writing -------------------------------------------------------------------------------------------------
-
     def owners(self) -> list[Any]:
         found = self.head.read()
         return [] if found is None or found.closed else [found.owner]
@@ -250,12 +232,14 @@ class PutCommits(Commits):
         found = self.head.read()
         return None if found is None else found.lineage
 
+    # -- claiming ------------------------------------------------------------------------------------------------
+
     def claim(
         self,
         epoch: int = 0,
         check: Callable[[], None] = lambda: None,
         lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
-    ) -> None:
+    ) -> BucketWriter:
         owner = owners.current()
         conflicts = Conflicts()
         for _ in rounds():
@@ -276,31 +260,134 @@ class PutCommits(Commits):
         else:
             raise conflicts.error(f"{self.store.root}/{paths.HEAD}")
         new = claimed
-        if old is None:
-            self._views.guard()
-        self.incarnation, self.taken_over = new.incarnation, None
+        writer = BucketWriter(self, new.incarnation)
+        self.taken_over = None
         if old is not None and not old.closed:
             self.taken_over = old.incarnation, owners.report_takeover(self.store.root, lambda: old.owner)
-        for name in sorted(name for name, attempts in beside.items() if attempts is not None):
-            _threads.logged(f"{self.store.root}/{name}: a copy of a record stays", partial(self._tidy, name, new))
-        if new.dead:
-            logging.info("%s: removing what earlier runs left of %d saves", self.store.root, len(new.dead))
-            _threads.start(lambda: _threads.logged(self.store.root, lambda: self.remove_dead(new.dead)))
+        copies = sorted(name for name, attempts in beside.items() if attempts is not None)
+        writer.clean_up(new, copies, sorted({*pages} - {page.path for page in new.pages}), is_first=old is None)
+        return writer
 
-        unnamed = sorted({*pages} - {page.path for page in new.pages})
+    def join(self, incarnation: str) -> BucketStager:
+        return BucketStager(self, incarnation)
+
+
+class BucketSweep:
+    """Removes objects of which the head says that nobody needs them. That needs no claim: the head stays the judge.
+
+    Attributes:
+        views: the Orbax views of the epochs.
+    """
+
+    def __init__(self, directory: PutCommits):
+        self._store = directory.store
+        self._head = directory.head
+        read = partial(directory.attempt_record, parse=parsing.parse_epoch)
+        self.views = ObjectViews(directory.store, directory.head, read)
+        self._steps = StockStepRemoval(directory.store, directory.head)
+
+    def finish_step(self, folder: str, incarnation: Incarnation | None = None) -> None:
+        """Removes what is left of a step of stock Orbax that counts no more, or moves it; for this run, or for any."""
+        self._steps.finish(folder, incarnation)
+
+    def remove_dead(self, dead: Mapping[str, str]) -> None:
+        """Removes what attempts wrote that are dead, by attempt the folder."""
+        for folder in sorted(set(dead.values())):
+            self._remove(folder, {attempt for attempt, where in dead.items() if where == folder})
+        self._head.swept |= dead.keys()
+
+    def _remove(self, folder: str, attempts: Collection[str]) -> None:
+        """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""
+        path, found = paths.join(folder, paths.EPOCH_RECORD), [file.path for file in self._store.files(folder)]
+        self.views.remove_all(folder, attempts, found)
+        gone = [paths.join(folder, name) for name in found if paths.attempt_in(name) in attempts]
+        metrics = [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]
+        copy: EpochRecord | None = None
+        with suppress(EpochCheckpointError):
+            copy = parsing.read_record(self._store, path, parsing.parse_head) if paths.EPOCH_RECORD in found else None
+        if copy is not None and copy.attempt in attempts:
+            gone += [path, *metrics]
+            if not copy.objects:  # the folder was copied from a file system
+                gone += [paths.join(folder, below) for below in copy.sizes()]
+        else:
+            gone += [each for each in metrics if attached_metrics.attempt_of(self._store, each) in attempts]
+        # A reader that misses something looks for the record: it is gone first.
+        self._store.remove_all([path for path in gone if path.count("/") == 1])
+        self._store.remove_all([path for path in gone if path.count("/") > 1])
+
+
+class BucketStager(Stager):
+    """Says where the nodes of a save write in a bucket."""
+
+    def __init__(self, directory: PutCommits, incarnation: str):
+        super().__init__(incarnation)
+        self._directory = directory
+        self._claimed = Incarnation(directory.store.root, incarnation)
+
+    def staging(self, epoch: int, save_id: str) -> BucketStaging:
+        return BucketStaging(self._directory.store, epoch, save_id, self._directory.names.build(epoch))
+
+    def check(self, epoch: int) -> None:
+        found = self._directory.head.read()
+        if found is not None:
+            self._claimed.check(found, epoch)
+
+
+class BucketStaging(Staging):
+    """Each folder in it carries the save's id: no other save ever writes there."""
+
+    def node_folder(self, node: str) -> str:
+        return paths.join(self.folder, paths.part_folder(paths.folder_name(node), self.save_id))
+
+    def data_folder(self, node: str, item: str) -> str:
+        return paths.join(self.folder, paths.part_folder(paths.folder_name(node), self.save_id, item))
+
+
+class BucketWriter(Writer):
+    """The right of the run that the head names: each of its changes is one conditional write of the head."""
+
+    def __init__(self, directory: PutCommits, incarnation: str):
+        super().__init__(directory, incarnation)
+        self.directory: PutCommits = directory
+        self._head = directory.head
+        self._claimed = Incarnation(directory.store.root, incarnation)
+        self._stager = BucketStager(directory, incarnation)
+        self._sweep = BucketSweep(directory)
+        self._views = self._sweep.views
+        self._log = ObjectLog(directory.store, directory.head)
+        self._copying = threading.RLock()  # held where the copy of a record is written, or removed
+
+    def staging(self, epoch: int, save_id: str) -> BucketStaging:
+        return self._stager.staging(epoch, save_id)
+
+    def check(self, epoch: int) -> None:
+        self._stager.check(epoch)
+
+    def clean_up(self, now: Head, copies: Iterable[str], pages: Collection[str], *, is_first: bool) -> None:
+        """Removes what earlier runs left, as a claim has found it: most of it in the background.
+
+        `now` is the head of the claim. `copies`: folders that have copies of records, and no epoch. `pages`: that the
+        head does not name. `is_first`: there was no head.
+        """
+        if is_first:
+            self._views.guard()
+        for name in copies:
+            _threads.logged(f"{self.store.root}/{name}: a copy of a record stays", partial(self._tidy, name, now))
+        if now.dead:
+            logging.info("%s: removing what earlier runs left of %d saves", self.store.root, len(now.dead))
+            _threads.start(lambda: _threads.logged(self.store.root, lambda: self._sweep.remove_dead(now.dead)))
 
         def finish() -> None:
-            if unnamed:  # a writer was killed before it named them, or before it removed them
-                _threads.logged(f"{self.store.root}: {unnamed[0]} stays", lambda: self.store.remove_all(unnamed))
-            self._remove_steps(new.removed_steps)
-            _threads.logged(self.store.root, lambda: self._views.finish(new))
+            if pages:  # a writer was killed before it named them, or before it removed them
+                _threads.logged(f"{self.store.root}: {min(pages)} stays", lambda: self.store.remove_all(pages))
+            self._remove_steps(now.removed_steps)
+            _threads.logged(self.store.root, lambda: self._views.finish(now))
 
         _threads.start(finish)
 
-    def check_claim(self, epoch: int) -> None:
-        found = self.head.read()
-        if found is not None:
-            self._claimed.check(found, epoch)
+    def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
+        change = KeepDeleted(incarnation=self._claimed, lines=tuple(lines))
+        self._log.move(self._head.write(change).head)
 
     def _tidy(self, folder: str, now: Head) -> None:
         """Removes the copies of a record and of metrics where there is no epoch, but for those that are set aside."""
@@ -312,53 +399,25 @@ class PutCommits(Commits):
             copies = [] if attempt is None else [paths.join(folder, paths.EPOCH_RECORD)]
             self.store.remove_all([*copies, *self.store.find(paths.METRICS_PREFIX, folder)])
 
-    def remove_dead(self, dead: Mapping[str, str]) -> None:
-        """Removes what attempts wrote that are dead, by attempt the folder."""
-        for folder in sorted(set(dead.values())):
-            self._remove(folder, {attempt for attempt, where in dead.items() if where == folder})
-        self.head.swept |= dead.keys()
-
-    def _remove(self, folder: str, attempts: Collection[str]) -> None:
-        """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""
-        path, found = paths.join(folder, paths.EPOCH_RECORD), [file.path for file in self.store.files(folder)]
-        self._views.remove_all(folder, attempts, found)
-        gone = [paths.join(folder, name) for name in found if paths.attempt_in(name) in attempts]
-        metrics = [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]
-        copy: EpochRecord | None = None
-        with suppress(EpochCheckpointError):
-            copy = parsing.read_record(self.store, path, parsing.parse_head) if paths.EPOCH_RECORD in found else None
-        if copy is not None and copy.attempt in attempts:
-            gone += [path, *metrics]
-            if not copy.objects:  # the folder was copied from a file system
-                gone += [paths.join(folder, below) for below in copy.sizes()]
-        else:
-            gone += [each for each in metrics if attached_metrics.attempt_of(self.store, each) in attempts]
-        # A reader that misses something looks for the record: it is gone first.
-        self.store.remove_all([path for path in gone if path.count("/") == 1])
-        self.store.remove_all([path for path in gone if path.count("/") > 1])
-
-    def begin(self, epoch: int, attempt: str) -> None:
-        folder = self.names.build(epoch)
-        if folder in (self.head.seen() or Head()).removed_steps:
-            self.stock_removal.finish(folder, self._claimed)
-        change = BeginSave(incarnation=self._claimed, epoch=epoch, folder=folder, attempt=attempt)
-        self.head.write(change)
-
-    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt))
-
-    def data_folder(self, epoch: int, attempt: str, node: str, item: str) -> str:
-        return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt, item))
+    def stage(self, epoch: int, save_id: str) -> BucketStaging:
+        staging = self.staging(epoch, save_id)
+        if staging.folder in (self._head.seen() or Head()).removed_steps:
+            self._sweep.finish_step(staging.folder, self._claimed)
+        change = BeginSave(incarnation=self._claimed, epoch=epoch, folder=staging.folder, attempt=save_id)
+        self._head.write(change)
+        return staging
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
-        """See Commits. The view is only planned and noted: `publish` returns what writes it, after the commit."""
+        """See Writer. The view is only planned and noted: `publish` returns what writes it, after the commit."""
         del run
         return self._views.plan(record)
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+        self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        folder = self.names.build(epoch)
+        epoch = staging.epoch
+        attempt = staging.save_id
+        folder = staging.folder
         path = _record_path(folder, attempt)
         entry = HeadEpoch.of(parsing.parse_head(path, record))
         self.store.create(path, record)
@@ -376,15 +435,15 @@ class PutCommits(Commits):
             may_replace=may_replace,
             kept_in=kept_in,
         )
-        seen = self.head.seen()  # our own run alone changes what is listed in it
+        seen = self._head.seen()  # our own run alone changes what is listed in it
         # The decisive step: one conditional write.
         try:
-            before = self.head.write(change).before
+            before = self._head.write(change).before
         except (FencedError, SaveError):
             raise
         except (EpochCheckpointError, OSError) as error:
             try:
-                committed = self._give_up(epoch, attempt)
+                committed = self._give_up(staging)
             except FencedError:
                 raise
             except (EpochCheckpointError, OSError) as problem:
@@ -393,7 +452,7 @@ class PutCommits(Commits):
             if not committed:
                 raise SaveError(epoch, f"the head could not be changed: {error}") from error
             before = seen
-        self._folders[epoch] = folder
+        self.directory.note_folder(epoch, folder)
         was = None if before is None else before.listed.get(folder)
         if was is not None and kept_in is not None:
             logging.warning("%s: the damaged checkpoint %d was set aside in %s", self.store.root, epoch, kept_in)
@@ -404,51 +463,51 @@ class PutCommits(Commits):
             steps.append(partial(self._remove_steps, [folder]))
         steps += self._views.after_commit(folder, attempt, was)
         if was is not None and not was.stock and kept_in is None:
-            steps.append(partial(self.remove_dead, {was.attempt: folder}))
+            steps.append(partial(self._sweep.remove_dead, {was.attempt: folder}))
         return partial(_threads.Pool(1).run, steps)
 
     def _copy_record(self, folder: str, attempt: str, record: bytes) -> None:
         """Copies the record of a committed epoch; that of a newer one stays, however late this is."""
         path = paths.join(folder, paths.EPOCH_RECORD)
         with self._copying, suppress(FileExistsError):
-            if (self.head.seen() or Head()).has(folder, attempt):  # it may have been set aside since
+            if (self._head.seen() or Head()).has(folder, attempt):  # it may have been set aside since
                 self.store.create(path, record)
             return
         there = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)  # of the epoch that gave way
-        if (self.head.read() or Head()).has(folder, attempt):
+        if (self._head.read() or Head()).has(folder, attempt):
             self.store.replace(path, there, record)
 
-    def _give_up(self, epoch: int, attempt: str) -> bool:
-        """Makes sure that an attempt is never committed, unless it has been; returns whether it has."""
-        change = GiveUp(incarnation=self._claimed, attempts=frozenset({attempt}), epoch=epoch)
-        return self.head.write(change).head.has(self.names.build(epoch), attempt)
+    def _give_up(self, staging: Staging) -> bool:
+        """Makes sure that a save is never committed, unless it has been; returns whether it has."""
+        change = GiveUp(incarnation=self._claimed, attempts=frozenset({staging.save_id}), epoch=staging.epoch)
+        return self._head.write(change).head.has(staging.folder, staging.save_id)
 
-    def discard(self, epoch: int, attempt: str) -> None:
-        if not self._give_up(epoch, attempt):
-            self.remove_dead({attempt: self.names.build(epoch)})
+    def discard(self, staging: Staging) -> None:
+        if not self._give_up(staging):
+            self._sweep.remove_dead({staging.save_id: staging.folder})
 
-    def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
-        folder = self.folder(epoch)
-        seen = self.head.seen() or Head()
-        occupied = into is not None and folder in seen.listed and self.store.files(paths.join(into, folder), 1)
+    def unlist(self, epoch: int, kept_in: str | None = None, *, logged: bool = False) -> Callable[[], None]:
+        folder = self.directory.folder(epoch)
+        seen = self._head.seen() or Head()
+        occupied = kept_in is not None and folder in seen.listed and self.store.files(paths.join(kept_in, folder), 1)
         change = UnlistEpochs(
             incarnation=self._claimed,
             epoch=epoch,
             folders=(folder,),
-            kept_in=into,
+            kept_in=kept_in,
             occupied=frozenset({folder} if occupied else ()),
             log=self._logging(seen, folder) if logged else None,
         )
-        before = self.head.write(change).before or Head()
-        self._folders.pop(epoch, None)
+        before = self._head.write(change).before or Head()
+        self.directory.note_folder(epoch, None)
         gone = change.gone(before)
-        steps: list[Callable[[], None]] = [lambda: self._log.move(self.head.seen())]
-        if into is not None:
+        steps: list[Callable[[], None]] = [lambda: self._log.move(self._head.seen())]
+        if kept_in is not None:
             self._copy_aside(change.kept(before))
         elif any(entry.stock for entry in gone.values()):
-            steps.insert(0, partial(self.stock_removal.finish, folder, self._claimed))
+            steps.insert(0, partial(self._sweep.finish_step, folder, self._claimed))
         else:
-            steps.insert(0, partial(self.remove_dead, {entry.attempt: folder for entry in gone.values()}))
+            steps.insert(0, partial(self._sweep.remove_dead, {entry.attempt: folder for entry in gone.values()}))
         return partial(_threads.Pool(1).run, steps)
 
     def _logging(self, seen: Head, folder: str) -> LogDeleted:
@@ -458,13 +517,13 @@ class PutCommits(Commits):
             return log
         attempt = seen.listed[folder].attempt
         with suppress(EpochCheckpointError, OSError):  # whatever it is, the epoch is deleted
-            record = self._record(folder, attempt)
+            record = self.directory.attempt_record(folder, attempt)
             if record is not None:
                 log = dataclasses.replace(log, large={attempt: record.metrics})
         return log
 
     def roll_back(self, rollback: Rollback) -> None:
-        listed = (self.head.seen() or Head()).listed
+        listed = (self._head.seen() or Head()).listed
         change = UnlistEpochs(
             incarnation=self._claimed,
             epoch=rollback.about,
@@ -472,7 +531,7 @@ class PutCommits(Commits):
             kept_in=rollback.folder,
             log=LogGoneBack(rollback.about),
         )
-        self._copy_aside(change.kept(self.head.write(change).before or Head()))
+        self._copy_aside(change.kept(self._head.write(change).before or Head()))
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
         del rollback  # it is done at once
@@ -481,7 +540,7 @@ class PutCommits(Commits):
         """Moves or removes steps of stock Orbax that are no epochs any more; the next claim does what fails."""
         for folder in folders:
             what = f"{self.store.root}/{folder}: what is left of a step of stock Orbax stays for now"
-            _threads.logged(what, partial(self.stock_removal.finish, folder, self._claimed))
+            _threads.logged(what, partial(self._sweep.finish_step, folder, self._claimed))
 
     def _copy_aside(self, entries: Mapping[str, HeadEpoch]) -> None:
         """Copies the records of epochs that were set aside, for people; their data objects stay where they are.
@@ -509,18 +568,10 @@ class PutCommits(Commits):
         problem = f"{self.store.root}/{path}, which is a copy for people, could not be written"
         _threads.logged(problem, lambda: self.store.put(path, read(), draft="", replace=True))
 
-    def attach(self, epoch: int, attempt: str, source: str, metrics: Mapping[str, Any]) -> bool:
-        """Adds the metrics of a source to an epoch's entry; False if another attempt, or none, is there by now."""
-        folder = self.folder(epoch)
-        attachment = Attachment(folder, attempt, source, metrics)
-        with self.head.turns.waits(attachment):
-            written = self.head.write(AttachMetrics((attachment,)), head_turns.ATTACHMENTS)
-        return written.head.has(folder, attempt)
-
     def release(self) -> None:
-        """See Commits. The head stays, and the next incarnation counts on from it."""
+        """See Writer. The head stays, and the next incarnation counts on from it."""
         with suppress(FencedError):
-            self.head.write(Release(incarnation=self._claimed))
+            self._head.write(Release(incarnation=self._claimed))
 
 
 def _record_path(folder: str, attempt: str) -> str:

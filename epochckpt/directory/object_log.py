@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from epochckpt.storage import Store
 
 
+def deleted(store: Store, now: Head) -> dict[int, Line]:
+    """See `Commits.deleted`; if lines have been moved, one listing, and one request for each part."""
+    moved = metrics_log.read_parts(store) if now.logged else []
+    return metrics_log.deleted([*(line for line in moved if line.number <= now.logged), *now.log])
+
+
 class ObjectLog:
-    """The log of one directory."""
+    """Moves lines of the log of one directory."""
 
     def __init__(self, store: Store, head: HeadObject):
         self._store = store
         self._head = head
-
-    def deleted(self, now: Head) -> dict[int, Line]:
-        """See `Commits.deleted`; if lines have been moved, one listing, and one request for each part."""
-        moved = metrics_log.read_parts(self._store) if now.logged else []
-        return metrics_log.deleted([*(line for line in moved if line.number <= now.logged), *now.log])
 
     def move(self, now: Head | None) -> None:
         """Moves lines of the head to parts if they are many; a failure is logged."""

@@ -15,6 +15,13 @@ earlier ones: it moves their staging folders away, or claims the head, which the
 
 A rollback quarantines every later epoch, and the next save of its number quarantines a damaged one. A good epoch is
 replaced only if the caller allows it (`ReplaceCondition`).
+
+Three objects, so that nobody holds a method that he may not call:
+
+- `Commits` reads a directory, and never writes. Its `claim` is the only way to a `Writer`;
+- a `Writer` is one run's right to change the directory. In a job the primary has it;
+- a `Staging` says where the nodes of one save write. A `Stager` gives stagings, and nothing else: the other processes
+  of a job get one when they `join` the claim.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
@@ -83,26 +90,81 @@ class ReplaceCondition:
     damage: str = ""  # a damaged epoch is quarantined first, a good one is exchanged: one is there at any moment
 
 
+class Staging(abc.ABC):
+    """Where the nodes of one save write before it is an epoch.
+
+    Attributes:
+        store: the directory.
+        epoch: the epoch that is saved.
+        save_id: what no other save is called.
+        folder: what its files are found in; with others' where the store has no rename.
+    """
+
+    def __init__(self, store: Store, epoch: int, save_id: str, folder: str):
+        self.store = store
+        self.epoch = epoch
+        self.save_id = save_id
+        self.folder = folder
+
+    @abc.abstractmethod
+    def node_folder(self, node: str) -> str:
+        """Where a node writes its record and handlers' files."""
+
+    def data_folder(self, node: str, item: str) -> str:
+        """Where a node writes the data files of an item."""
+        del item
+        return self.node_folder(node)
+
+    def make_node_folder(self, node: str) -> str:
+        """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""
+        return self.node_folder(node)
+
+    def seal(self, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None) -> None:
+        """Makes the names in a node's folder and in its `folders` durable, and writes `node.json` (`record`).
+
+        It is the node's last act on its staging. `view`: None if the epoch is to have no Orbax view; else the folders
+        of databases in it where this node makes the link to its folder. The primary makes those that are missing.
+        """
+        del folders, view
+        self.store.create(paths.join(self.node_folder(node), paths.NODE_RECORD), record)
+
+    def lost(self) -> errors.EpochCheckpointError:
+        """The error of a save whose staging is gone."""
+        return errors.SaveError(self.epoch, f"files of it have disappeared from {self.store.root}")
+
+    @contextlib.contextmanager
+    def guarded(self) -> Generator[None]:
+        """Raises `lost` where the staging is not there any more."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise self.lost() from None
+
+
 _ignored: set[str] = set()  # paths that were logged as ignored, once per process
 
 
 class Commits(abc.ABC):
-    """The epochs of one directory, and how an attempt becomes one."""
+    """The epochs of one directory, as any process may look at them. It writes nothing: a `claim` gives who does."""
 
     def __init__(self, store: Store, names: StepNames):
         self.store, self.names = store, names
-        self.incarnation = ""
         self.taken_over: tuple[str, int] | None = None  # incarnation and claim of a run that had not closed it
         self.ignored: frozenset[int] = frozenset()  # epochs on this disk that are none of the job's, see `disks`
         self._folders: dict[int, str] = {}
-
-    # -- reading -------------------------------------------------------------------------------------------------
 
     def folder(self, epoch: int) -> str:
         """Folder of an epoch, relative to the directory."""
         if epoch not in self._folders and self.names.several:
             self.scan()
         return self._folders.get(epoch) or self.names.build(epoch)
+
+    def note_folder(self, epoch: int, folder: str | None) -> None:
+        """Notes the folder of an epoch that a writer has made, or None for one that it has taken out of sight."""
+        if folder is None:
+            self._folders.pop(epoch, None)
+        else:
+            self._folders[epoch] = folder
 
     def list_epochs(self) -> list[int]:
         """The committed epochs, ascending, as storage has them now."""
@@ -131,17 +193,9 @@ class Commits(abc.ABC):
         """
         return None
 
-    def attach(self, epoch: int, attempt: str, source: str, metrics: Mapping[str, Any]) -> bool:
-        """Adds metrics to what `attached` returns; False if another attempt, or none, is there by now."""
-        raise NotImplementedError
-
     def deleted(self) -> dict[int, metrics_log.Line]:
         """What is kept of epochs that were deleted, their metrics, ascending; numbers may be in use again."""
         return metrics_log.deleted(metrics_log.read(self.store))
-
-    def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
-        """Adds what another directory has kept of epochs that were deleted there."""
-        raise NotImplementedError
 
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
         if epoch in self.hidden():
@@ -313,8 +367,6 @@ class Commits(abc.ABC):
         """Whether a foreign folder is an epoch of ours that lost its records."""
         return self.store.renames and steps.lost_records(self.store, folder)
 
-    # -- writing -------------------------------------------------------------------------------------------------
-
     def write_refusal(self) -> errors.AccessError | None:
         """Why this process may not write to the directory, if that can be seen without trying."""
         if self.store.may_write():
@@ -332,105 +384,9 @@ class Commits(abc.ABC):
     def lineage(self) -> Lineage | None:
         """Whose mirror this directory is, as storage has it now; None if no directory has claimed it as one."""
 
-    @abc.abstractmethod
-    def claim(
-        self,
-        epoch: int = 0,
-        check: Callable[[], None] = lambda: None,
-        lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
-    ) -> None:
-        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps their leftovers.
-
-        The `lineage` changes with it, or the claim fails with a FencedError.
-
-        After a failure in the middle of it, a second call makes another incarnation. Errors name `epoch`. FencedError
-        says that another run has claimed at the same moment, and is the later one. `check` raises what keeps this run
-        from claiming; on object stores no other run's claim comes between a check and the claim.
-        """
-
-    @abc.abstractmethod
-    def check_claim(self, epoch: int) -> None:
-        """Raises FencedError, which names `epoch`, if a newer incarnation has claimed by now."""
-
-    @abc.abstractmethod
-    def begin(self, epoch: int, attempt: str) -> None:
-        """Primary: makes room for an attempt. Other nodes may have begun to write for it already."""
-
-    @abc.abstractmethod
-    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """Where a node writes its record and handlers' files for an attempt, whose id begins with the incarnation."""
-
-    def data_folder(self, epoch: int, attempt: str, node: str, item: str) -> str:
-        """Where a node writes the data files of an item for an attempt."""
-        del item
-        return self.node_folder(epoch, attempt, node)
-
-    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""
-        return self.node_folder(epoch, attempt, node)
-
-    def seal_node(
-        self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: Sequence[str] | None
-    ) -> None:
-        """Makes the names in a node's folder and in its `folders` durable, and writes `node.json` (`record`).
-
-        It is the node's last act on its staging. `view`: None if the epoch is to have no Orbax view; else the folders
-        of databases in it where this node makes the link to its folder. The primary makes those that are missing.
-        """
-        del folders, view
-        self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
-
     def uncache(self, epoch: int, node: str) -> None:
         """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
         del epoch, node
-
-    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
-        """Primary: writes the Orbax view of a staged epoch, durably, where the store has symlinks.
-
-        `run` runs calls in parallel. Returns the record, which notes the leaves that the view lacks.
-        """
-        del run
-        return record
-
-    @abc.abstractmethod
-    def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
-    ) -> Callable[[], None] | None:
-        """Primary: makes the epoch visible. Returns a call that removes the bytes of a good epoch that gave way.
-
-        `check` is called just before the decisive step, and raises when it is too late. An epoch of this number gives
-        way only where it is the one that `replaces` names.
-
-        Raises:
-            FencedError: a newer incarnation has taken over.
-            UncertainError: it may or may not have become durable; it has been taken out of sight where possible.
-            SaveError: it did not become visible.
-        """
-
-    @abc.abstractmethod
-    def discard(self, epoch: int, attempt: str) -> None:
-        """Primary: removes the files of a failed attempt; files that are gone already are no error."""
-
-    @abc.abstractmethod
-    def hide(self, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
-        """Primary: takes an epoch out of sight, durably; the returned call removes its bytes.
-
-        With `logged`, its metrics stay, see `deleted`: unless it is the newest, of which a run goes back then.
-        With `into`, that subfolder of the directory keeps the epoch. Where no rename can move an epoch (overlayfs, for
-        epochs of a lower layer), a record hides it during the removal; UnfinishedError says that this has failed.
-        """
-
-    @abc.abstractmethod
-    def roll_back(self, rollback: Rollback) -> None:
-        """Primary: quarantines epochs, durably recorded before the first one moves."""
-
-    @abc.abstractmethod
-    def release(self) -> None:
-        """Primary: ends the incarnation; removes its empty staging."""
-
-    def lost(self, epoch: int) -> errors.SaveError:
-        """The error of an attempt whose staging folder is gone."""
-        return errors.SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def read_attempt(self, epoch: int) -> str | None:
         """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
@@ -463,8 +419,117 @@ class Commits(abc.ABC):
             raise errors.EpochNotFoundError(epoch, self.store.root, epochs)
         return epochs
 
+    # -- claiming ------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def claim(
+        self,
+        epoch: int = 0,
+        check: Callable[[], None] = lambda: None,
+        lineage: ClaimLineage | ClaimDirectly = ClaimDirectly(),  # noqa: B008 (a frozen value)
+    ) -> Writer:
+        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps their leftovers.
+
+        The only way to a `Writer`. The `lineage` changes with it, or the claim fails with a FencedError.
+
+        After a failure in the middle of it, a second call makes another incarnation. Errors name `epoch`. FencedError
+        says that another run has claimed at the same moment, and is the later one. `check` raises what keeps this run
+        from claiming; on object stores no other run's claim comes between a check and the claim.
+        """
+
+    @abc.abstractmethod
+    def join(self, incarnation: str) -> Stager:
+        """What another process of the run has that has claimed: it stages, and changes nothing else."""
+
+
+class Stager(abc.ABC):
+    """What every process of a run has that has claimed a directory: it says where the nodes of a save write.
+
+    Attributes:
+        incarnation: the run's id.
+    """
+
+    def __init__(self, incarnation: str):
+        self.incarnation = incarnation
+
+    @abc.abstractmethod
+    def staging(self, epoch: int, save_id: str) -> Staging:
+        """Where the nodes of a save write. Nothing is written."""
+
+    @abc.abstractmethod
+    def check(self, epoch: int) -> None:
+        """Raises FencedError, which names `epoch`, if a newer incarnation has claimed by now."""
+
+
+class Writer(Stager):
+    """One run's right to change a directory. The process that has claimed it has it: in a job the primary.
+
+    Every method raises FencedError once a newer run has claimed.
+
+    Attributes:
+        directory: the directory as everybody may look at it.
+    """
+
+    def __init__(self, directory: Commits, incarnation: str):
+        super().__init__(incarnation)
+        self.directory = directory
+        self.store = directory.store
+        self.names = directory.names
+
+    @abc.abstractmethod
+    def stage(self, epoch: int, save_id: str) -> Staging:
+        """Makes room for a save, of which other nodes may have begun to write already; returns its staging."""
+
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """Writes the Orbax view of a staged epoch, durably, where the store has symlinks.
+
+        `run` runs calls in parallel. Returns the record, which notes the leaves that the view lacks.
+        """
+        del run
+        return record
+
+    @abc.abstractmethod
+    def publish(
+        self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+    ) -> Callable[[], None] | None:
+        """Makes the epoch visible. Returns a call that removes the bytes of a good epoch that gave way.
+
+        `check` is called just before the decisive step, and raises when it is too late. An epoch of this number gives
+        way only where it is the one that `replaces` names.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            UncertainError: it may or may not have become durable; it has been taken out of sight where possible.
+            SaveError: it did not become visible.
+        """
+
+    @abc.abstractmethod
+    def discard(self, staging: Staging) -> None:
+        """Removes the files of a failed save; files that are gone already are no error."""
+
+    @abc.abstractmethod
+    def unlist(self, epoch: int, kept_in: str | None = None, *, logged: bool = False) -> Callable[[], None]:
+        """Takes an epoch out of sight, durably; the returned call removes its bytes.
+
+        With `logged`, its metrics stay, see `Commits.deleted`: unless it is the newest, of which a run goes back then.
+        With `kept_in`, that subfolder of the directory keeps the epoch. Where no rename can move an epoch (overlayfs,
+        for epochs of a lower layer), a record hides it during the removal; UnfinishedError says that this has failed.
+        """
+
+    @abc.abstractmethod
+    def roll_back(self, rollback: Rollback) -> None:
+        """Quarantines epochs, durably recorded before the first one moves."""
+
+    @abc.abstractmethod
+    def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
+        """Adds what another directory has kept of epochs that were deleted there."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Ends the incarnation; removes its empty staging."""
+
     def write_once(self, parts: tuple[str, str], data: bytes) -> None:
-        """Primary: writes `folder/name` of the directory itself unless that file is there, and holds JSON."""
+        """Writes `folder/name` of the directory itself unless that file is there, and holds JSON."""
         folder, name = parts
         path, old = paths.join(folder, name), None
         try:
@@ -478,25 +543,22 @@ class Commits(abc.ABC):
                 raise
             logging.warning("%s/%s is no JSON (%s): it is written anew", self.store.root, path, error)
         try:
-            self.make_folder(folder)
+            make_folder(self.store, folder)
             self.store.put(path, data, draft=self._draft(), replace=old is not None)
         except FileExistsError:
             logging.info("%s was written by another process", path)
 
     def overwrite(self, path: str, data: bytes) -> None:
-        """Primary: writes `folder/name` of the directory itself, or replaces it; FencedError as `publish`."""
+        """Writes `folder/name` of the directory itself, or replaces it; FencedError as `publish`."""
         try:
-            self.make_folder(path.rpartition("/")[0])
+            make_folder(self.store, path.rpartition("/")[0])
             self.store.put(path, data, draft=self._draft(), replace=True)
         except FileNotFoundError as error:
             raise self.lost(0) from error
 
-    def make_folder(self, folder: str) -> None:
-        """Makes a folder of the directory itself, durably, unless it is there."""
-        if not self.store.exists(folder):
-            with contextlib.suppress(FileExistsError):
-                self.store.make_folder(folder)
-            self.store.sync_folder("")
+    def lost(self, epoch: int) -> errors.EpochCheckpointError:
+        """The error of a write for which something of this run is not there any more."""
+        return errors.SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def _draft(self) -> str:
         """Where a small file is written before it is renamed; the next run removes it after a kill."""
@@ -504,7 +566,7 @@ class Commits(abc.ABC):
 
     def finish_rollback(self) -> None:
         """Completes a rollback, or a deletion, that was begun before, and holds since: no reader sees its epochs."""
-        rollback = self.rollback()
+        rollback = self.directory.rollback()
         if rollback is None:
             return
         what = "deletion of checkpoints" if rollback.to is None else f"rollback to checkpoint {rollback.to}"
@@ -527,3 +589,11 @@ class Commits(abc.ABC):
     @abc.abstractmethod
     def _move_rolled_back(self, rollback: Rollback) -> None:
         """Moves or removes the epochs of a rollback, newest first, then removes its record."""
+
+
+def make_folder(store: Store, folder: str) -> None:
+    """Makes a folder of the directory itself, durably, unless it is there."""
+    if not store.exists(folder):
+        with contextlib.suppress(FileExistsError):
+            store.make_folder(folder)
+        store.sync_folder("")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from epochckpt import _threads, _units
 from epochckpt.directory import Commits, placing
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.conditional_put import BucketSweep, PutCommits
 from epochckpt.directory.head_changes import ForgetDead, ForgetKept, GiveUp, Refresh, RemoveKeptSteps
 from epochckpt.directory.head_record import Head
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
@@ -201,12 +201,13 @@ class _GarbageSearch:
         if reason := self.reason(dataclasses.replace(row, age_secs=(row.age_secs or 0.0) - self._ahead_secs)):
             return reason
         folder, _, name = row.path.rpartition("/")
+        sweep = BucketSweep(commits)
         if row.kind == DELETED and not folder:  # a step of stock Orbax
-            commits.stock_removal.finish(name)
+            sweep.finish_step(name)
         elif row.kind in (ATTEMPT, DELETED):
-            _bury(commits, {name: folder})
+            _bury(commits, sweep, {name: folder})
         else:
-            _bury_aside(commits, row.path)
+            _bury_aside(commits, sweep, row.path)
         return ""
 
     def end(self) -> None:
@@ -229,18 +230,18 @@ def _clock_ns(commits: PutCommits) -> int:
     return next(file.written_ns for file in commits.store.files(folder) if file.path == name)
 
 
-def _bury(commits: PutCommits, attempts: Mapping[str, str]) -> None:
+def _bury(commits: PutCommits, sweep: BucketSweep, attempts: Mapping[str, str]) -> None:
     """Removes attempts, by id the folder, also those that a run has begun: from now on they are dead."""
     named = commits.head.write(GiveUp(incarnation=None, attempts=frozenset(attempts))).head.named
-    commits.remove_dead({a: f for a, f in attempts.items() if a not in named})
+    sweep.remove_dead({a: f for a, f in attempts.items() if a not in named})
     commits.head.write(ForgetDead(frozenset(commits.head.swept)))
 
 
-def _bury_aside(commits: PutCommits, name: str) -> None:
+def _bury_aside(commits: PutCommits, sweep: BucketSweep, name: str) -> None:
     """Removes the epochs that were set aside under a name."""
     now = commits.head.write(RemoveKeptSteps(name)).head
     kept = {place: entry for place, entry in now.aside.items() if place.startswith(f"{name}/")}
     for folder in (folder for folder, step in now.removed_steps.items() if not step.kept_in):
-        commits.stock_removal.finish(folder)
+        sweep.finish_step(folder)
     commits.store.remove_tree(name)  # named by the head until nothing is left: the next one goes on
-    _bury(commits, commits.head.write(ForgetKept(kept)).head.dead)
+    _bury(commits, sweep, commits.head.write(ForgetKept(kept)).head.dead)

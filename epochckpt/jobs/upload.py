@@ -171,12 +171,13 @@ def _epoch_upload(manager: CheckpointManager, epoch: int, requested: CopyUpload)
 
         @guarded
         def begin() -> str | None:
-            return copy.commits.incarnation if copy.begin(requested.replace) else None
+            return copy.writer.incarnation if copy.begin(requested.replace) else None
 
         # The primary looks at the destination and makes room, every process copies, and the primary publishes.
         incarnation = calls.broadcast("beginning of the upload", begin)
         if incarnation is not None:
-            copy.commits.incarnation = incarnation
+            if not calls.primary:
+                copy.join(copy.commits.join(incarnation))
             copied: list[NodeEntry] = []  # on the primary, of all processes
 
             def copy_own() -> list[dict[str, Any]]:

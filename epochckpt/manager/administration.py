@@ -81,7 +81,7 @@ class Administration:
         self._saves.queue.drain()
 
         def unlist(here: int) -> None:
-            self._saves.queue.remove(retention.hide(self._commits, here, self._options.todelete_subdir))
+            self._saves.queue.remove(retention.unlist(self._job_directory.writer, here, self._options.todelete_subdir))
 
         def decide() -> None:
             remote = self._is_remote(epoch)
@@ -106,10 +106,10 @@ class Administration:
             local = self._commits.list_epochs() if remote else self._commits.require(epoch)
             later = sorted(e for e in {*local, *self._listed()} if e > epoch)
             with self._pinned(epoch if remote else None):
-                self._withdraw(epoch, later, lambda: retention.roll_back(self._commits, epoch, remote))
+                self._withdraw(epoch, later, lambda: retention.roll_back(self._job_directory.writer, epoch, remote))
 
         def follow() -> None:
-            retention.roll_back(self._commits, epoch, remote=True)
+            retention.roll_back(self._job_directory.writer, epoch, remote=True)
 
         self._change("rollback_to", epoch, decide, follow)
         self._history.drop([e for e in self._listed() if e > epoch])

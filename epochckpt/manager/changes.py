@@ -17,7 +17,8 @@ from collections.abc import Callable, Generator, Sequence
 import orbax.checkpoint as ocp
 
 from epochckpt import _threads
-from epochckpt.directory import Commits, attached_metrics, commits_of, owners
+from epochckpt.directory import Commits, attached_metrics, attaching, commits_of, owners
+from epochckpt.directory.protocol import Writer
 from epochckpt.errors import (
     DamagedError,
     EpochNotFoundError,
@@ -161,33 +162,33 @@ class DirectoryCopy:
         target = self._target
         if not self.exists:
             target.store.make_root()
-        target.claim(check=functools.partial(check_changeable, target, self._take_over))
+        writer = target.claim(check=functools.partial(check_changeable, target, self._take_over))
         try:
             for epoch in sorted([*self._epochs, *self.present]):
                 with self._noting(epoch):
                     reader = self._open(epoch)
                     if epoch in self._epochs:
-                        self._copy(reader, progress).copy_once()
+                        self._copy(reader, progress).copy_once(writer)
                     for source, metrics in attached_metrics.of_epoch(reader.commits, reader.record).items():
-                        attached_metrics.attach(target, epoch, metrics, source)
+                        attaching.attach(target, epoch, metrics, source)
             if self._whole:
-                self._copy_metadata()
-                self._copy_deleted()
+                self._copy_metadata(writer)
+                self._copy_deleted(writer)
         finally:
-            _threads.logged(f"{self.destination}: the staging of a copy", target.release)
+            _threads.logged(f"{self.destination}: the staging of a copy", writer.release)
 
-    def _copy_metadata(self) -> None:
+    def _copy_metadata(self, writer: Writer) -> None:
         path = paths.join(*paths.ROOT_METADATA)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             data = self._source.store.read(path, limit_bytes=2**24)
-            self._target.write_once(paths.ROOT_METADATA, data)
+            writer.write_once(paths.ROOT_METADATA, data)
 
-    def _copy_deleted(self) -> None:
+    def _copy_deleted(self, writer: Writer) -> None:
         """The metrics of epochs that were deleted in the source, if the destination says nothing of their numbers."""
         known = {*self._target.deleted(), *self._target.scan()[0]}
         lines = [dataclasses.replace(line, number=0) for line in self._source.deleted().values()]
         if new := [line for line in lines if line.epoch not in known]:
-            self._target.keep_deleted(new)
+            writer.keep_deleted(new)
 
     def _open(self, epoch: int) -> CheckpointReader:
         reader = self._readers.open(epoch)

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from epochckpt._durations import seconds
 from epochckpt._threads import Deadline
-from epochckpt.directory import Commits, attached_metrics, commits_of
+from epochckpt.directory import Commits, attaching, commits_of
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -132,4 +132,4 @@ def attach_metrics(
         [('accuracy', 0.75), ('loss', 0.5)]
     """
     commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
-    attached_metrics.attach(commits, epoch_number(epoch), metrics, source, save_id)
+    attaching.attach(commits, epoch_number(epoch), metrics, source, save_id)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import orbax.checkpoint as ocp
 
 from epochckpt.directory import Commits, commits_of, rebuild
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.conditional_put import BucketSweep, PutCommits
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames, linked_view, object_view
@@ -61,7 +61,7 @@ def repair(commits: Commits, epoch: int) -> list[str]:
         raise UnsupportedError(f"{store.root}/{folder}: {problem}")
     if record.objects:
         if isinstance(commits, PutCommits):
-            commits.stock_removal.finish(folder)  # of a step of stock Orbax that the epoch has replaced
+            BucketSweep(commits).finish_step(folder)  # of a step of stock Orbax that the epoch has replaced
         return object_view.repair(store, folder, record, lambda: commits.read_attempt(epoch) == record.attempt)
     return linked_view.repair(store, folder, record)
 

@@ -348,7 +348,7 @@ class Saves:
         self.claim.check(epoch)
         self.queue.drain(epoch)
         if self.claim.known:
-            self._directory.commits.check_claim(epoch)
+            self._directory.job_directory.stager.check(epoch)
         if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
             self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).attempt)
         else:
@@ -399,6 +399,14 @@ class Saves:
         if coordinator.processes == 1:
             self._history.forget_gone()
         if coordinator.primary:
+            self._ledger.claimed(directory.job_directory.writer)
             _threads.logged(f"{directory.store.root}: its mirror's ledger", self._ledger.settle)
         if self._mirror is not None:
-            self._mirror.claimed(directory.commits, self._ledger, coordinator, directory.prefix, epochs)
+            self._mirror.claimed(
+                local=directory.commits,
+                stager=directory.job_directory.stager,
+                ledger=self._ledger,
+                coordinator=coordinator,
+                prefix=directory.prefix,
+                epochs=epochs,
+            )

@@ -22,6 +22,7 @@ from epochckpt.directory import owners
 from epochckpt.errors import AccessError, FencedError
 
 if TYPE_CHECKING:
+    from epochckpt.directory.protocol import Writer
     from epochckpt.saving.job_directory import JobDirectory
 
 
@@ -84,10 +85,10 @@ class Claim:
                 raise FencedError(epoch, self.fenced.reason)
             try:
                 if self.may_take_over:
-                    self._commits.claim(epoch)
+                    writer = self._commits.claim(epoch)
                 else:
-                    self._commits.claim(epoch, functools.partial(owners.check_idle, self._commits))
-                self._taken = self._directory.claimed(self._write_root_files)
+                    writer = self._commits.claim(epoch, functools.partial(owners.check_idle, self._commits))
+                self._taken = self._directory.claimed(writer, self._write_root_files)
             except BaseException as error:
                 self._failed(error)
                 raise
@@ -109,18 +110,18 @@ class Claim:
     def _failed(self, error: BaseException) -> None:
         """Notes it before another save may try: it would take over from the run that was the later one."""
         self.note(error)
-        self._commits.incarnation = ""  # the next try is a new incarnation, which sweeps this one
+        self._directory.forget_claim()  # the next try is a new incarnation, which sweeps this one
         self._taken = None
 
-    def _write_root_files(self) -> None:
+    def _write_root_files(self, writer: Writer) -> None:
         for parts, data in self._root_files.items():
-            self._commits.write_once(parts, data)
+            writer.write_once(parts, data)
 
     def release(self) -> None:
         """Ends the incarnation, if this manager ever claimed, where this process `acts`; failures are logged."""
         if self._known is None or self.fenced is not None or not self._directory.acts:
             return
         try:
-            self._commits.release()
+            self._directory.writer.release()
         except OSError as error:  # the next run that writes sweeps it
             logging.warning("%s: the staging folder could not be removed: %s", self._commits.store.root, error)

@@ -50,7 +50,7 @@ class DirectoryCalls:
             claim = take()
             learn(claim)
             if was_known:  # a change may turn out to change nothing, and so not to notice
-                self._directory.commits.check_claim(epoch)
+                self._directory.stager.check(epoch)
             decide()
             lost = _threads.start(self._history.pop_lost).result()
             return {**claim, "lost": lost, "order": _threads.start(self._directory.order).result()}

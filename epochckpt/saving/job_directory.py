@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.directory import Commits, commits_of
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.protocol import ReplaceCondition, Stager, Staging, Writer
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
@@ -58,7 +58,7 @@ class JobDirectory(abc.ABC):
     """The directory of a job on one process, for one manager.
 
     Attributes:
-        commits: what this process reads and writes, once it is open.
+        commits: what this process reads, once it is open.
         coordinator: the processes of the job.
         is_partial: whether it has only the parts of epochs that one host wrote, as of the last look.
         first_word: the key under which the primary tells the other processes first how a save has gone.
@@ -73,6 +73,28 @@ class JobDirectory(abc.ABC):
         self.coordinator = coordinator
         self.is_partial = False
         self._wait_secs = place.storage.open_timeout_secs
+        self._stager: Stager | None = None  # from the claim on; a `Writer` where this process acts
+
+    @property
+    def stager(self) -> Stager:
+        """Says where the nodes of a save write; only a process that knows of the claim may ask."""
+        assert self._stager is not None, "the directory was not claimed"
+        return self._stager
+
+    @property
+    def writer(self) -> Writer:
+        """The right to change the directory; only a process that `acts` may ask, once it has claimed."""
+        assert isinstance(self._stager, Writer), "the directory was not claimed by this process"
+        return self._stager
+
+    @property
+    def incarnation(self) -> str:
+        """The run's id; empty before the claim."""
+        return "" if self._stager is None else self._stager.incarnation
+
+    def forget_claim(self) -> None:
+        """After a claim that failed: the next one is another incarnation, which sweeps this one."""
+        self._stager = None
 
     @property
     @abc.abstractmethod
@@ -114,14 +136,14 @@ class JobDirectory(abc.ABC):
     # -- the claim -----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def claimed(self, write: Callable[[], None]) -> dict[str, Any]:
+    def claimed(self, writer: Writer, write: Callable[[Writer], None]) -> dict[str, Any]:
         """On the primary, once it has claimed its directory: the claim, for `join`, as JSON.
 
         `write` writes what every directory has.
         """
 
     @abc.abstractmethod
-    def join(self, claim: Mapping[str, Any], write: Callable[[], None], wait_secs: float) -> Sequence[int]:
+    def join(self, claim: Mapping[str, Any], write: Callable[[Writer], None], wait_secs: float) -> Sequence[int]:
         """On every process: takes part in the primary's claim; returns the epochs of the job."""
 
     # -- a save --------------------------------------------------------------------------------------------------
@@ -130,7 +152,7 @@ class JobDirectory(abc.ABC):
     def commit(
         self,
         save: Save,
-        save_id: str,
+        staging: Staging,
         record: bytes,
         check: Callable[[], None],
         key: Callable[[str, Save], str],

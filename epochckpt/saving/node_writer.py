@@ -10,7 +10,7 @@ from epochckpt._threads import Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
-from epochckpt.directory import Commits
+from epochckpt.directory.protocol import Staging
 from epochckpt.format import DataFile, NodeEntry, NodeRecord, Nodes, checksums, paths
 from epochckpt.format.records import ReplicaFile, tree_digest
 from epochckpt.options import StorageOptions
@@ -23,17 +23,15 @@ from epochckpt.saving.save import Save
 _INLINED_BYTES, _INLINED_BY_OTHERS = 2**20, 16 * 2**20
 
 
-def write_nodes(
-    *, commits: Commits, nodes: Nodes, save: Save, save_id: str, options: StorageOptions, pool: Pool
-) -> ProcessReport:
-    """Writes and seals the folders of this process's nodes, durably; `save_id` is the save's id."""
+def write_nodes(*, staging: Staging, nodes: Nodes, save: Save, options: StorageOptions, pool: Pool) -> ProcessReport:
+    """Writes and seals the folders of this process's nodes, durably."""
     try:
-        writers = [_NodeWriter(commits, nodes, number, save, save_id, options) for number in nodes.hosted]
+        writers = [_NodeWriter(staging, nodes, number, save, options) for number in nodes.hosted]
         began, trees, replicas = time.monotonic(), save.snapshot.trees, save.snapshot.replicas
         for each in writers:
             each.write_arrays(pool)
         sizes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *replicas]), sum(each.nbytes for each in writers)
-        events.wrote(commits.store.root, time.monotonic() - began, *sizes)
+        events.wrote(staging.store.root, time.monotonic() - began, *sizes)
         if nodes.process == 0:
             for tree in trees:
                 _monitoring.numbers(tree.plan.figures)
@@ -41,18 +39,18 @@ def write_nodes(
         writers[0].write_files()
         return ProcessReport(save.plan, tuple(each.seal() for each in writers))
     except FileNotFoundError as missing:
-        raise commits.lost(save.epoch) from missing
+        raise staging.lost() from missing
 
 
 class _NodeWriter:
     """Writes the folder of one node: its arrays, then the files of handlers, and `node.json` last."""
 
     @_monitoring.timed(*events.MADE_FOLDERS)
-    def __init__(self, commits: Commits, nodes: Nodes, number: int, save: Save, save_id: str, options: StorageOptions):
-        self._commits, self._store, self._options = commits, commits.store, options
-        self._save, self._save_id, self._number = save, save_id, number
+    def __init__(self, staging: Staging, nodes: Nodes, number: int, save: Save, options: StorageOptions):
+        self._staging, self._store, self._options = staging, staging.store, options
+        self._save, self._number = save, number
         (self._name, self._process), self._processes = nodes.rows[number], nodes.processes
-        self._folder = commits.make_node_folder(save.epoch, save_id, self._name)
+        self._folder = staging.make_node_folder(self._name)
         self._files: list[DataFile] = []
         self._replicas: list[ReplicaFile] = []
         self._folders: list[str] = []
@@ -72,7 +70,7 @@ class _NodeWriter:
         began, epoch, size = time.monotonic(), self._save.epoch, self._options.block_bytes
         for plan, node, buffers in self._save.snapshot.trees:
             if node == self._number:
-                folder = self._commits.data_folder(epoch, self._save_id, self._name, plan.item.name)
+                folder = self._staging.data_folder(self._name, plan.item.name)
                 self._files += writer.write_arrays(self._store, folder, epoch, plan, buffers, size, pool)
                 if plan.replicas is not None:
                     self._note_values(plan, buffers)
@@ -126,7 +124,7 @@ class _NodeWriter:
         timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(save.request.blocked_secs, 6)}
         record = NodeRecord(
             epoch=save.epoch,
-            attempt=self._save_id,
+            attempt=self._staging.save_id,
             node=self._name,
             process=self._process,
             processes=self._processes,
@@ -140,7 +138,7 @@ class _NodeWriter:
         view: list[str] | None = [] if self._options.orbax_view else None
         if view is not None and self._processes > 1 and not self._local:
             view = bases(save.snapshot.items, files)
-        self._commits.seal_node(save.epoch, self._save_id, self._name, self._folders, data, view)
+        self._staging.seal(self._name, self._folders, data, view)
         secs = self._secs + time.monotonic() - began
         entry = NodeEntry(self._name, self._process, len(data), checksums.digest(data), files, secs)
         digests = {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()}

@@ -28,6 +28,7 @@ from absl import logging
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Lane, Pool
+from epochckpt.directory.protocol import Staging
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.saving import retention
@@ -101,7 +102,11 @@ class Part(abc.ABC):
 
     def save_id(self, save: Save) -> str:
         """The id of a save, which no other save of any run has."""
-        return f"{self._commits.incarnation}-{save.name}"
+        return f"{self._directory.incarnation}-{save.name}"
+
+    def staging(self, save: Save) -> Staging:
+        """Where the nodes of a save write."""
+        return self._directory.stager.staging(save.epoch, self.save_id(save))
 
     def _key(self, kind: str, save: Save) -> str:
         return f"{self._prefix}/{kind}/{save.name}"
@@ -130,7 +135,7 @@ class Part(abc.ABC):
     def remove_staged(self, save: Save, failure: BaseException) -> None:
         """Removes what is staged of a failed save, where this process acts; an epoch that may exist keeps its data."""
         if self._directory.acts and self._claim.known and not isinstance(failure, errors.UncertainError):
-            discard = functools.partial(self._commits.discard, save.epoch, self.save_id(save))
+            discard = functools.partial(self._directory.writer.discard, self.staging(save))
             # Later: where storage is away it takes long, and the failure is known now.
             self._commit_lane.submit(lambda: _threads.logged("the remains of a save stay", discard))
 
@@ -143,7 +148,7 @@ class Part(abc.ABC):
         kept: list[int] = []
         for epoch in self._directory.here(commit.hides):
             try:
-                save.removals.append(retention.hide(self._commits, epoch, into))
+                save.removals.append(retention.unlist(self._directory.writer, epoch, into))
             except errors.UnfinishedError as error:  # no reader sees it any more
                 logging.warning("an older epoch could not be removed: %s", errors.say(error))
             except Exception as error:

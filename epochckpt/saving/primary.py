@@ -57,7 +57,7 @@ class Primary(Part):
         key = self._key("claim", save)
         claim = take() if self._claim_is_known else broadcast(self._coordinator, key, take, patience)
         self._claim.learn(claim, left)
-        self._commits.begin(save.epoch, self.save_id(save))
+        self._directory.writer.stage(save.epoch, self.save_id(save))
 
     def _take_claim(self, save: Save) -> dict[str, Any]:
         self._let_older_saves_end(save)
@@ -166,7 +166,7 @@ class Primary(Part):
         record = self._record(save)
         data = record.to_bytes()
         check = functools.partial(self._bind, save)
-        remove = self._directory.commit(save, record.attempt, data, check, self._key)
+        remove = self._directory.commit(save, self.staging(save), data, check, self._key)
         if remove is not None:
             self._commit_lane.submit(functools.partial(logged_removal, remove))
         self._history.run.committed()
@@ -184,14 +184,16 @@ class Primary(Part):
         record = save.record(self.save_id(save), objects=not self._commits.store.renames)
         runs = self._history.run.committing(
             save.epoch,
-            self._commits.incarnation,
+            self._directory.incarnation,
             save.spent,
             (record.started_ns, record.committed_ns),
             self._commits.taken_over,
         )
         record = dataclasses.replace(record, runs=runs)
         if self._options.orbax_view:
-            record = _monitoring.timed(events.FINALIZED_ITEMS)(self._commits.write_view)(record, self._pool.run)
+            record = _monitoring.timed(events.FINALIZED_ITEMS)(self._directory.writer.write_view)(
+                record, self._pool.run
+            )
         return record
 
     def _bind(self, save: Save) -> None:

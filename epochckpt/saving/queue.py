@@ -268,10 +268,9 @@ class SaveQueue:
             for name in self._nodes.hosted_names:
                 self._commits.uncache(epoch, name)
         return write_nodes(
-            commits=self._commits,
+            staging=self._part.staging(save),
             nodes=self._nodes,
             save=save,
-            save_id=self._part.save_id(save),
             options=self._options,
             pool=self._pool,
         )

@@ -24,7 +24,7 @@ from epochckpt import _monitoring
 from epochckpt._metrics import flat
 from epochckpt.directory import Commits, attached_metrics
 from epochckpt.directory.head_record import HeadEpoch
-from epochckpt.directory.protocol import ReplaceCondition, Rollback
+from epochckpt.directory.protocol import ReplaceCondition, Rollback, Writer
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -409,31 +409,31 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
     return dataclasses.replace(fresh, deleted=deleted, remote=remote, hides=hides, attached=history.attached())
 
 
-def hide(commits: Commits, epoch: int, into: str | None) -> Callable[[], None]:
-    """Takes an epoch out of sight, see `Commits.hide`; returns what removes its bytes, or raises RemovalError.
+def unlist(writer: Writer, epoch: int, into: str | None) -> Callable[[], None]:
+    """Takes an epoch out of sight, see `Writer.unlist`; returns what removes its bytes, or raises RemovalError.
 
     After an error the epoch is still listed, unless it is an UnfinishedError. The returned call raises what went wrong
     after the epoch had gone out of sight.
     """
     began = time.monotonic()
     try:
-        remove = commits.hide(epoch, into, logged=True)
+        remove = writer.unlist(epoch, into, logged=True)
     except (FencedError, UnfinishedError):
         raise
     except Exception as error:
-        if _is_listed(commits, epoch):
+        if _is_listed(writer.directory, epoch):
             raise
         remove = functools.partial(_raise, error)
     hiding_secs = time.monotonic() - began
     where = "" if into is None else f": it was moved to {into}"
-    logging.info("checkpoint %d of %s is deleted%s", epoch, commits.store.root, where)
+    logging.info("checkpoint %d of %s is deleted%s", epoch, writer.store.root, where)
 
     def remove_it() -> None:
         began = time.monotonic()
         try:
             remove()
         except Exception as error:
-            raise RemovalError(commits.store.root, epoch, say(error)) from error
+            raise RemovalError(writer.store.root, epoch, say(error)) from error
         _monitoring.secs(hiding_secs + time.monotonic() - began, events.DELETED)
 
     return remove_it
@@ -494,13 +494,14 @@ def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
     return ReplaceCondition(record.attempt)
 
 
-def roll_back(commits: Commits, epoch: int, remote: bool = False) -> None:
+def roll_back(writer: Writer, epoch: int, remote: bool = False) -> None:
     """Quarantines every later epoch; UnfinishedError says that they no longer count, but could not be moved.
 
     The epoch itself may be `remote`, only in the mirror.
     """
     _monitoring.event("/epochckpt/rollback")
-    commits.finish_rollback()  # of a call that was interrupted
-    later = tuple(e for e in (commits.list_epochs() if remote else commits.require(epoch)) if e > epoch)
+    writer.finish_rollback()  # of a call that was interrupted
+    directory = writer.directory
+    later = tuple(e for e in (directory.list_epochs() if remote else directory.require(epoch)) if e > epoch)
     if later:
-        commits.roll_back(Rollback(epoch, later, paths.new_id()))
+        writer.roll_back(Rollback(epoch, later, paths.new_id()))

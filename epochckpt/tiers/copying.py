@@ -30,9 +30,9 @@ from epochckpt._threads import Deadline
 from epochckpt.agreement import Coordinator
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import EpochReader
-from epochckpt.directory import Commits, attached_metrics
+from epochckpt.directory import Commits, attached_metrics, attaching
 from epochckpt.directory.lineage import ClaimLineage
-from epochckpt.directory.protocol import ReplaceCondition, Rollback
+from epochckpt.directory.protocol import ReplaceCondition, Rollback, Stager, Staging, Writer
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -275,11 +275,13 @@ class MirrorJob:
     options: StorageOptions
     hosted: Callable[[], Sequence[str]]
 
-    def copy(self, epoch: int, attempt: str) -> EpochCopy:
-        """The copy of an epoch under the id of an attempt of the mirror."""
+    def copy(self, epoch: int, attempt: str, stager: Stager) -> EpochCopy:
+        """The copy of an epoch under the id of an attempt of the mirror, by the run that has claimed the mirror."""
         record = self.local.read_record(epoch)
         reader = EpochReader(self.local.store, self.local.folder(epoch), record, _threads.Pool(1))
-        return EpochCopy(reader, self.copies, attempt)
+        copy = EpochCopy(reader, self.copies, attempt)
+        copy.join(stager)
+        return copy
 
 
 class Worker:
@@ -296,7 +298,7 @@ class Worker:
         self._keys = RecentKeys(_KEPT_TASKS)
         self._bell: _threads.Future[None] = _threads.Future()
         self._metrics_changed = True
-        self._claimed = False
+        self._writer: Writer | None = None  # while this run has claimed the mirror
         self._compared = False
         self._closing = False
         self._ended = False
@@ -304,7 +306,7 @@ class Worker:
         self._fenced = 0  # in a row
         self._attempts = 0
         self._tasks = 0
-        self._dead: list[tuple[int, str]] = []  # attempts in the mirror that failed
+        self._dead: list[Staging] = []  # of copies that failed
         self._unfit = set[int]()  # epochs that cannot be copied
         self._attached: dict[tuple[int, str], Any] = {}
 
@@ -401,8 +403,8 @@ class Worker:
 
         A run of an older claim that was paused may fence this one off before it sees that the lineage has gone on.
         """
-        claimed = self._claimed
-        self._claimed = False
+        claimed = self._writer is not None
+        self._writer = None
         self._compared = False
         self._fenced += 1
         if not claimed or self._fenced > _RECLAIMS:
@@ -420,14 +422,14 @@ class Worker:
         if self._job.coordinator.processes > 1:
             what = f"{self._job.url}: the other processes do not hear of its end"
             _threads.logged(what, lambda: self._publish(_END))
-        if self._claimed:
-            _threads.logged(f"{self._job.url}: at its end", self._copies.release)
+        if self._writer is not None:
+            _threads.logged(f"{self._job.url}: at its end", self._writer.release)
 
     def _step(self) -> bool:
         """The next piece of work; False if there is none."""
         if self._ledger.undecided():
             self._ledger.settle()
-        if not self._claimed:
+        if self._writer is None:
             self._claim()
         elif not self._compared:
             self._compare()
@@ -436,7 +438,7 @@ class Worker:
         elif (epoch := self._epochs.oldest_leaving(self._job.options.mirror_keep or math.inf)) is not None:
             self._remove(epoch)
         elif self._dead:
-            self._copies.discard(*self._dead[-1])
+            self._claimed.discard(self._dead[-1])
             self._dead.pop()
         elif (epoch := self._take()) is not None:
             self._copy(epoch)
@@ -453,6 +455,11 @@ class Worker:
 
     # -- claiming ------------------------------------------------------------------------------------------------
 
+    @property
+    def _claimed(self) -> Writer:
+        assert self._writer is not None, "the mirror was not claimed"
+        return self._writer
+
     def _claim(self) -> None:
         """Claims the mirror for this directory, in place of the claim that the ledger knows, and looks at it."""
         found = self._copies.lineage()
@@ -464,8 +471,7 @@ class Worker:
         # The ledger first, through this run's own claim of the directory: a newer run knows this claim, too.
         ledger = self._ledger.change(lambda now: now.claiming(claim))
         change = ClaimLineage(expected=found, directory=ledger.identity.directory, claim=claim)
-        self._copies.claim(check=self._ledger.check, lineage=change)
-        self._claimed = True
+        self._writer = self._copies.claim(check=self._ledger.check, lineage=change)
 
     def _other_history(self) -> FencedError:
         return FencedError(
@@ -491,8 +497,9 @@ class Worker:
         claim = claim_of(self._copies.lineage())
         if not ledger.goes_on_from(claim, found):  # what was listed may be another directory's already
             if ledger.knows(claim):
-                self._claimed = False
-                self._copies.release()
+                writer = self._claimed
+                self._writer = None
+                writer.release()
             raise self._other_history()
         listed = set(self._local.list_epochs())
         copies: dict[int, Copy] = {}
@@ -523,16 +530,16 @@ class Worker:
         there = tuple(epoch for epoch in withdrawal.epochs if epoch in found)
         if withdrawal.to is None:
             for epoch in there:
-                self._copies.hide(epoch, logged=True)()
+                self._claimed.unlist(epoch, logged=True)()
         elif there:
-            self._copies.finish_rollback()
-            self._copies.roll_back(Rollback(withdrawal.to, there, paths.new_id()))
+            self._claimed.finish_rollback()
+            self._claimed.roll_back(Rollback(withdrawal.to, there, paths.new_id()))
         self._epochs.drop(withdrawal.epochs)
         self._ledger.change(lambda now: now.followed())
 
     def _remove(self, epoch: int) -> None:
         """Removes an epoch that the mirror keeps no longer."""
-        self._copies.hide(epoch, logged=True)()
+        self._claimed.unlist(epoch, logged=True)()
         self._epochs.drop([epoch])
         self._ledger.change(lambda now: now.without([epoch]))
 
@@ -548,7 +555,7 @@ class Worker:
             for source, metrics in attached_metrics.read(self._local, files, epoch, here).items():
                 if self._attached.get((epoch, source)) != metrics:
                     try:
-                        attached_metrics.attach(self._copies, epoch, metrics, source, copy.mirror_id)
+                        attaching.attach(self._copies, epoch, metrics, source, copy.mirror_id)
                     except (EpochNotFoundError, InvalidArgumentError) as error:
                         logging.warning("%s: metrics of %s are left out: %s", self._job.url, source, error)
                     self._attached[epoch, source] = metrics
@@ -580,7 +587,7 @@ class Worker:
         """An epoch cannot be copied; an older form of it in the mirror would come back once it is deleted here."""
         self._unfit.add(epoch)
         if self._epochs.there.get(epoch, NEWER_ID) != NEWER_ID and epoch not in self._epochs.readable:
-            self._copies.hide(epoch)()
+            self._claimed.unlist(epoch)()
             self._epochs.drop([epoch])
 
     def _copy_now(self, epoch: int) -> None:
@@ -598,7 +605,7 @@ class Worker:
             if epoch in self._epochs.there:
                 replaces = ReplaceCondition(there or None, "" if there else "its record cannot be used")
             self._attempts += 1
-            attempt = f"{self._copies.incarnation}-{epoch}-{self._attempts}"
+            attempt = f"{self._claimed.incarnation}-{epoch}-{self._attempts}"
             copy = Copy(save_id=record.origin, mirror_id=attempt)
             self._ledger.change(lambda now: now.begun(epoch, copy))
             self._copy_as(attempt, epoch, replaces)
@@ -608,7 +615,7 @@ class Worker:
 
     def _copy_as(self, attempt: str, epoch: int, replaces: ReplaceCondition | None) -> None:
         """Copies an epoch under the id of an attempt of the mirror."""
-        copy = self._job.copy(epoch, attempt)
+        copy = self._job.copy(epoch, attempt, self._claimed)
         copy.make_room(replaces)
         try:
             with _local_errors():
@@ -620,7 +627,7 @@ class Worker:
         except LateNodesError:  # a node may still write
             raise
         except BaseException:
-            self._dead.append((epoch, attempt))
+            self._dead.append(self._claimed.staging(epoch, attempt))
             raise
 
     def _copy_together(self, copy: EpochCopy, epoch: int, attempt: str) -> list[NodeEntry]:
@@ -629,7 +636,7 @@ class Worker:
         coordinator = job.coordinator
         if coordinator.processes == 1:
             return copy.copy_nodes(job.hosted())
-        number = self._publish({"epoch": epoch, "attempt": attempt, "incarnation": self._copies.incarnation})
+        number = self._publish({"epoch": epoch, "attempt": attempt, "incarnation": self._claimed.incarnation})
         deadline = Deadline(job.options.save_timeout_secs)
         others = set(range(1, coordinator.processes))
         error: Exception | None = None
@@ -743,8 +750,8 @@ class MirrorFollower:
     def _report_of(self, task: Mapping[str, Any]) -> ProcessReport:
         """Copies this process's nodes for a task."""
         try:
-            self._job.copies.incarnation = task["incarnation"]
-            copy = self._job.copy(task["epoch"], task["attempt"])
+            stager = self._job.copies.join(task["incarnation"])
+            copy = self._job.copy(task["epoch"], task["attempt"], stager)
             entries = copy.copy_nodes(self._job.hosted())
             return ProcessReport(nodes=tuple(NodeReport(entry, {}) for entry in entries))
         except Exception as error:

@@ -27,7 +27,7 @@ from epochckpt.agreement import CollectiveCalls, Coordinator, collective
 from epochckpt.agreement.collective import Timeouts
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.directory import Commits
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.protocol import ReplaceCondition, Staging, Writer
 from epochckpt.directory.rename import RenameCommits
 from epochckpt.format import paths
 from epochckpt.saving import Save, opening
@@ -52,7 +52,6 @@ class DirectoryPerHost(JobDirectory):
         assert mirror is not None, "StorageOptions refuses local_disks without a mirror"
         self._mirror = mirror
         self.is_partial = True
-        self._joined = ""  # the incarnation under which this process has claimed its disk
         self._keys = RecentKeys(_KEPT)
 
     @property
@@ -112,11 +111,12 @@ class DirectoryPerHost(JobDirectory):
 
     # -- the claim -----------------------------------------------------------------------------------------------
 
-    def claimed(self, write: Callable[[], None]) -> dict[str, Any]:
+    def claimed(self, writer: Writer, write: Callable[[Writer], None]) -> dict[str, Any]:
         del write  # each process writes to its own directory when it joins
-        return {"incarnation": self.commits.incarnation}
+        self._stager = writer
+        return {"incarnation": writer.incarnation}
 
-    def join(self, claim: Mapping[str, Any], write: Callable[[], None], wait_secs: float) -> Sequence[int]:
+    def join(self, claim: Mapping[str, Any], write: Callable[[Writer], None], wait_secs: float) -> Sequence[int]:
         """Claims this disk for the incarnation of the primary, which has claimed its own.
 
         What is left of interrupted commits is moved aside.
@@ -127,9 +127,8 @@ class DirectoryPerHost(JobDirectory):
         key = f"{self.prefix}/host/claim/{incarnation}"
 
         def claimed() -> dict[str, Any]:
-            if not self.coordinator.primary and self._joined != incarnation:
-                commits.claim_as(incarnation)
-            self._joined = incarnation
+            if self.incarnation != incarnation:  # the primary has claimed its own
+                self._stager = commits.claim_as(incarnation)
             return self._look_at_disk(commits)
 
         def decide(told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,14 +142,14 @@ class DirectoryPerHost(JobDirectory):
         def moved() -> None:
             self._move_aside(self._ignore(survey))
             if agreed["mirror"]:
-                self.commits.overwrite(paths.MIRROR_RECORD, agreed["mirror"].encode())
-            write()
+                self.writer.overwrite(paths.MIRROR_RECORD, agreed["mirror"].encode())
+            write(self.writer)
 
         # A disk whose record names this claim proves that no disk has anything that is left of earlier runs.
         self._meet(f"{key}/moved", moved, lambda _: None, wait_secs)
         node = self.nodes.names[self.coordinator.process]
         self._record = dataclasses.replace(self._record, node=node, disks=tuple(agreed["disks"]), claim=incarnation)
-        self.commits.overwrite(paths.HOST_RECORD, self._record.to_bytes())
+        self.writer.overwrite(paths.HOST_RECORD, self._record.to_bytes())
         self._keys.add(self.coordinator, key)
         return survey.epochs
 
@@ -159,7 +158,7 @@ class DirectoryPerHost(JobDirectory):
         folder = f"partial-{paths.new_id()}"
         for epoch in sorted(epochs):
             if store.exists(self.commits.folder(epoch)):
-                self.commits.hide(epoch, folder)
+                self.writer.unlist(epoch, folder)
                 logging.warning("%s/%s: what this disk has of checkpoint %d was moved there", store.root, folder, epoch)
         self.commits.ignored = frozenset()
 
@@ -173,7 +172,7 @@ class DirectoryPerHost(JobDirectory):
     def commit(
         self,
         save: Save,
-        save_id: str,
+        staging: Staging,
         record: bytes,
         check: Callable[[], None],
         key: Callable[[str, Save], str],
@@ -187,7 +186,7 @@ class DirectoryPerHost(JobDirectory):
         self.coordinator.put(f"{key('record', save)}/0", {"record": text})
         save.offered = True
         self._keys.add(self.coordinator, key("record", save), key("placed", save))
-        self.commits.publish(save.epoch, save_id, record, lambda: None, save.request.replaces)
+        self.writer.publish(staging, record, lambda: None, save.request.replaces)
         patience = Timeouts(collect_secs=max(save.deadline.left(), _PLACING_SECS), hear_secs=0.0)
         try:
             collective.collect(self.coordinator, key("placed", save), patience)
@@ -215,7 +214,7 @@ class DirectoryPerHost(JobDirectory):
             here = save.request.replaces
             if here is not None:  # it was found damaged together, and here it may be another save
                 here = ReplaceCondition(self.commits.read_attempt(save.epoch), here.damage)
-            self.commits.publish(save.epoch, save_id, record, lambda: None, here)
+            self.writer.publish(self.stager.staging(save.epoch, save_id), record, lambda: None, here)
 
         failure = collective.tell(self.coordinator, key, placed)
         if failure is not None:
@@ -226,8 +225,8 @@ class DirectoryPerHost(JobDirectory):
         if self.coordinator.primary and not save.offered:
             return failure
         try:
-            if self.commits.incarnation and self.commits.read_attempt(save.epoch) == save_id:
-                self.commits.hide(save.epoch)()
+            if self.incarnation and self.commits.read_attempt(save.epoch) == save_id:
+                self.writer.unlist(save.epoch)()
         except Exception as problem:
             reason = f"{errors.say(failure)}; and it could not be taken out of sight here ({errors.say(problem)})"
             return errors.UncertainError(save.epoch, reason)

@@ -16,8 +16,7 @@ from absl import logging
 from epochckpt import _threads
 from epochckpt.arrays import EpochReader
 from epochckpt.directory import Commits
-from epochckpt.directory.protocol import ReplaceCondition
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.protocol import ReplaceCondition, Stager, Staging, Writer
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
@@ -49,6 +48,8 @@ class EpochCopy:
     ):
         self._reader, self._progress = reader.again(_threads.Pool(_THREADS)), progress
         self.commits, self._epoch, self._given = commits, reader.record.epoch, attempt
+        self._stager: Stager | None = None  # of the run that copies
+        self._writer: Writer | None = None  # the same, on the primary
         self._replaces: ReplaceCondition | None = None
         self._may_be_visible = False
 
@@ -56,7 +57,28 @@ class EpochCopy:
     def _attempt(self) -> str:
         if self._given or self.commits.store.renames:
             return self._given or self._reader.record.attempt
-        return f"{self.commits.incarnation}-{self._epoch}-0"
+        return f"{self._joined.incarnation}-{self._epoch}-0"
+
+    @property
+    def _joined(self) -> Stager:
+        assert self._stager is not None, "the destination was not claimed"
+        return self._stager
+
+    @property
+    def writer(self) -> Writer:
+        """The right to change the destination; only the primary may ask, once it has claimed the destination."""
+        assert self._writer is not None, "the destination was not claimed by this process"
+        return self._writer
+
+    @property
+    def _staging(self) -> Staging:
+        return self._joined.staging(self._epoch, self._attempt)
+
+    def join(self, stager: Stager) -> None:
+        """On every process: copies as a part of the run that has claimed the destination."""
+        self._stager = stager
+        if isinstance(stager, Writer):
+            self._writer = stager
 
     @property
     def nodes(self) -> tuple[NodeEntry, ...]:
@@ -66,33 +88,33 @@ class EpochCopy:
     def make_room(self, replaces: ReplaceCondition | None) -> None:
         """On the primary, which has claimed the destination: begins a copy, which may replace another epoch there."""
         self._replaces = replaces
-        self.commits.begin(self._epoch, self._attempt)
+        self.writer.stage(self._epoch, self._attempt)
 
     def begin(self, replace: bool) -> bool:
         """On the primary: claims the destination and makes room; False if the destination has this epoch, whole.
 
         Another epoch of this number gives way with `replace`, and is an EpochExistsError without.
         """
-        epoch, commits = self._epoch, self.commits
         # A run that saves there is fenced off only for a copy that is to be made.
         if self.is_there(replace):
             return False
-        commits.claim(epoch)
+        self.join(self.commits.claim(self._epoch))
         with self.giving_up():
             if self.is_there(replace):  # since that look
-                commits.release()
+                self.writer.release()
                 return False
-            commits.begin(epoch, self._attempt)
+            self.writer.stage(self._epoch, self._attempt)
         return True
 
-    def copy_once(self) -> None:
+    def copy_once(self, writer: Writer) -> None:
         """In one process, which has claimed the destination: makes the copy, unless the epoch is there, whole.
 
         Raises EpochExistsError if another epoch of this number is there.
         """
+        self.join(writer)
         with self._discarding():
             if not self.is_there(False):
-                self.commits.begin(self._epoch, self._attempt)
+                writer.stage(self._epoch, self._attempt)
                 self.publish()
 
     def is_there(self, replace: bool) -> bool:
@@ -162,8 +184,8 @@ class EpochCopy:
         return [self._copy_node(number, entry) for number, entry in enumerate(self.nodes) if entry.name in names]
 
     def _copy_node(self, number: int, entry: NodeEntry) -> NodeEntry:
-        reader, commits, target = self._reader, self.commits, self.commits.store
-        base = commits.make_node_folder(self._epoch, self._attempt, entry.name)
+        reader, target, staging = self._reader, self.commits.store, self._staging
+        base = staging.make_node_folder(entry.name)
         recorded = reader.node_record(number)
         of_handlers = [f for f in recorded.files if f.name]
         inner = sorted({name for f in of_handlers for name in paths.parents(f.path)})  # parents first
@@ -172,14 +194,14 @@ class EpochCopy:
         for item in dict.fromkeys(f.item for f in recorded.files if not f.name):
             own = item in recorded.items
             part = reader.of_node(number, item) if own else reader
-            folder = commits.data_folder(self._epoch, self._attempt, entry.name, item)
+            folder = staging.data_folder(entry.name, item)
             for file in part.files(item, 0 if own else number):
                 file.copy(target, paths.join(folder, file.name), self._progress)
         for file in of_handlers:
             reader.node_file(number, file).copy(target, paths.join(base, file.path), self._progress)
         # The record of the node is last.
         data, view = self._node_record(number), None if self._record.orbax_unsupported is None else []
-        commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)
+        staging.seal(entry.name, inner[::-1], data, view)
         return self.entry(number)
 
     def _node_record(self, number: int) -> bytes:
@@ -202,18 +224,15 @@ class EpochCopy:
         there |= {e.name: e for e in self.copy_nodes({entry.name for entry in self.nodes} - there.keys())}
         record = dataclasses.replace(self._record, nodes=tuple(there[entry.name] for entry in self.nodes))
         if record.orbax_unsupported is not None:
-            record = commits.write_view(record, reader.pool.run)
-        staged = commits.names.build(epoch)
-        if isinstance(commits, RenameCommits):
-            staged = commits.make_staging(epoch, self._attempt)
+            record = self.writer.write_view(record, reader.pool.run)
         root, still_there = commits.store.root, functools.partial(reader.check_present, "it was being copied")
         if not self._given:
             try:
-                self._check(staged, record)
+                self._check(self._staging.folder, record)
             except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too
                 raise UploadError(epoch, root, f"the copy is not whole: {error}") from error
         try:
-            remove = commits.publish(epoch, self._attempt, record.to_bytes(), still_there, self._replaces)
+            remove = self.writer.publish(self._staging, record.to_bytes(), still_there, self._replaces)
         except UncertainError:
             self._may_be_visible = True
             raise
@@ -224,7 +243,7 @@ class EpochCopy:
 
     def leave(self) -> None:
         """On the primary: gives up the claim to the destination."""
-        _threads.logged(f"{self.commits.store.root}: the staging of a copy", self.commits.release)
+        _threads.logged(f"{self.commits.store.root}: the staging of a copy", self.writer.release)
 
     @contextlib.contextmanager
     def giving_up(self) -> Generator[None]:
@@ -244,7 +263,7 @@ class EpochCopy:
         except BaseException as error:
             what = f"{self.commits.store.root}: what a failed upload left"
             if not self._may_be_visible and not isinstance(error, EpochExistsError):
-                _threads.logged(what, lambda: self.commits.discard(self._epoch, self._attempt))
+                _threads.logged(what, lambda: self.writer.discard(self._staging))
             raise
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
+from epochckpt.directory.protocol import make_folder
 from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import stored
 
@@ -54,7 +55,7 @@ def introduce(commits: Commits, node: str, mirror: str) -> HostRecord:
     """The record of this process's directory, which gets one if it has none."""
     if (found := read_host_record(commits.store)) is None:
         store, made = commits.store, HostRecord(directory=paths.new_id(), node=node, mirror=mirror)
-        commits.make_folder(paths.HOST_RECORD.rpartition("/")[0])
+        make_folder(store, paths.HOST_RECORD.rpartition("/")[0])
         with contextlib.suppress(FileExistsError):  # another process sees this directory
             draft = f"{paths.HOST_RECORD}.{paths.new_id()}{paths.TMP_SUFFIX}"
             store.put(paths.HOST_RECORD, made.to_bytes(), draft=draft)

@@ -25,6 +25,7 @@ from epochckpt.format.codec import Codec, Fields, stored
 
 if TYPE_CHECKING:
     from epochckpt.directory import Commits
+    from epochckpt.directory.protocol import Writer
     from epochckpt.storage import Store
 
 _FIRST_FREE_INODE = 1024  # roots of file systems have small numbers, and the same ones
@@ -272,9 +273,14 @@ class LedgerFile:
         """With `serials`, each change is numbered: several disks have copies of the ledger."""
         self._local = local
         self._serials = serials
+        self._writer: Writer | None = None  # of the directory, once it is claimed
         self._lock = threading.Lock()
         self._acting = 0  # calls of `withdraw` that are under way
         self._open = frozenset[int]()  # epochs of withdrawals that were written, and may not hold
+
+    def claimed(self, writer: Writer) -> None:
+        """Tells that this run has claimed the directory: only from then on the ledger is written."""
+        self._writer = writer
 
     def undecided(self) -> frozenset[int]:
         """Epochs of withdrawals of which it is not written yet whether they hold: no policy may delete these."""
@@ -317,7 +323,8 @@ class LedgerFile:
     def _write(self, ledger: Ledger) -> Ledger:
         if self._serials:
             ledger = dataclasses.replace(ledger, serial=ledger.serial + 1)
-        self._local.overwrite(paths.MIRROR_RECORD, ledger.to_bytes())
+        assert self._writer is not None, "the ledger is written by the run that has claimed the directory"
+        self._writer.overwrite(paths.MIRROR_RECORD, ledger.to_bytes())
         return ledger
 
     def disown(self, epochs: Collection[int], there: Collection[int]) -> None:

@@ -27,7 +27,7 @@ from epochckpt import _threads
 from epochckpt.agreement import Coordinator
 from epochckpt.directory import Commits, attached_metrics, commits_of
 from epochckpt.directory.lineage import Lineage
-from epochckpt.directory.protocol import Rollback
+from epochckpt.directory.protocol import Rollback, Stager, Writer
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -79,6 +79,7 @@ class Mirror:
         self._epochs = MirrorEpochs()
         self._local: Commits | None = None  # once the directory is claimed
         self._ledger: LedgerFile | None = None  # the same
+        self._writer: Writer | None = None  # of the directory, where this process has claimed it
         self._worker: Worker | None = None  # on the primary, where this run writes to the mirror
         self._follower: MirrorFollower | None = None  # on the other processes
         self._work: _threads.Future[None] | None = None
@@ -330,12 +331,12 @@ class Mirror:
 
     def adopt(self, text: str) -> None:
         """See `survey.Completing`."""
-        if self._local is None:
+        if self._local is None or self._writer is None:
             return
         found = ledgers.newest([text], self.url)
         own = ledgers.usable_ledger(self._local.store)
         if found is not None and (own is None or found.serial > own.serial):
-            self._local.overwrite(paths.MIRROR_RECORD, text.encode())
+            self._writer.overwrite(paths.MIRROR_RECORD, text.encode())
 
     def origin_of(self, epoch: int) -> str | None:
         """See `survey.Completing`."""
@@ -348,13 +349,20 @@ class Mirror:
     # -- what the manager tells ----------------------------------------------------------------------------------
 
     def claimed(
-        self, local: Commits, ledger: LedgerFile, coordinator: Coordinator, prefix: str, epochs: Sequence[int]
+        self,
+        local: Commits,
+        stager: Stager,
+        ledger: LedgerFile,
+        coordinator: Coordinator,
+        prefix: str,
+        epochs: Sequence[int],
     ) -> None:
         """On every process, when the directory is claimed and has these epochs: begins to work."""
         self._local = local
         self._ledger = ledger
+        self._writer = stager if isinstance(stager, Writer) else None
         if not self._options.local_disks:  # else `DirectoryPerHost` does so on each disk
-            self._set_aside(local, coordinator.primary)
+            self._set_aside(local)
         job = MirrorJob(
             url=self.url,
             local=local,
@@ -424,10 +432,10 @@ class Mirror:
         same = {epoch for epoch in known if save_id(local, epoch) in (None, ledger.copies[epoch].save_id)}
         return {epoch for epoch in epochs if epoch in there and epoch not in same}
 
-    def _set_aside(self, local: Commits, primary: bool) -> None:
+    def _set_aside(self, local: Commits) -> None:
         """Moves the epochs that are no part of the mirror's history out of sight."""
         local.ignored = frozenset()
-        if not primary or not self._gone:
+        if self._writer is None or not self._gone:
             return
         listed = set(local.list_epochs())
         # Another run may have saved one of them since.
@@ -437,7 +445,7 @@ class Mirror:
         id = paths.new_id()
         folder = f"diverged-{id}"
         # All at once: some of them alone would be a history that never was.
-        local.roll_back(Rollback(to=None, epochs=gone, id=id, kept=folder))
+        self._writer.roll_back(Rollback(to=None, epochs=gone, id=id, kept=folder))
         logging.warning("%s: checkpoint %s was moved to %s", local.store.root, ", ".join(map(str, gone)), folder)
 
     def _begin(self, work: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from epochckpt import errors
 from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.directory import Commits
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.protocol import ReplaceCondition, Staging, Writer
 from epochckpt.format import paths
 from epochckpt.saving import Save, survey
 from epochckpt.saving.job_directory import JobDirectory, Place
@@ -61,25 +61,27 @@ class SharedDirectory(JobDirectory):
 
         return Survey.from_wire(calls.broadcast("reload()", act, 2 * self._wait_secs))
 
-    def claimed(self, write: Callable[[], None]) -> dict[str, Any]:
-        write()
-        return {"incarnation": self.commits.incarnation, "epochs": self.commits.list_epochs()}
+    def claimed(self, writer: Writer, write: Callable[[Writer], None]) -> dict[str, Any]:
+        write(writer)
+        self._stager = writer
+        return {"incarnation": writer.incarnation, "epochs": self.commits.list_epochs()}
 
-    def join(self, claim: Mapping[str, Any], write: Callable[[], None], wait_secs: float) -> Sequence[int]:
+    def join(self, claim: Mapping[str, Any], write: Callable[[Writer], None], wait_secs: float) -> Sequence[int]:
         del write, wait_secs
-        self.commits.incarnation = claim["incarnation"]
+        if not self.coordinator.primary:
+            self._stager = self.commits.join(claim["incarnation"])
         return claim["epochs"]
 
     def commit(
         self,
         save: Save,
-        save_id: str,
+        staging: Staging,
         record: bytes,
         check: Callable[[], None],
         key: Callable[[str, Save], str],
     ) -> Callable[[], None] | None:
         del key
-        return self.commits.publish(save.epoch, save_id, record, check, save.request.replaces)
+        return self.writer.publish(staging, record, check, save.request.replaces)
 
     def verdict(
         self,

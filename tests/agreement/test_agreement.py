@@ -111,15 +111,15 @@ def commit(manager: ec.CheckpointManager, epoch: int) -> None:
 def commit_unheard(job: Job, manager: ec.CheckpointManager, epoch: int, node_1_gave_up: threading.Event) -> None:
     """The primary commits an epoch only after the other node has given up waiting for the verdict."""
     if manager._coordinator.process == 0:
-        publish = manager.parts.directory.commits.publish
+        publish = manager.parts.directory.job_directory.writer.publish
 
-        def stopped(number: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Any) -> None:
+        def stopped(*args: Any) -> None:
             assert node_1_gave_up.wait(WAIT_SECS)
-            publish(number, attempt, record, check, replaces)
+            publish(*args)
 
-        manager.parts.directory.commits.publish = stopped
+        manager.parts.directory.job_directory.writer.publish = stopped
         commit(manager, epoch)
-        manager.parts.directory.commits.publish = publish
+        manager.parts.directory.job_directory.writer.publish = publish
     else:
         manager._coordinator.unheard = ("/verdict/2-0/0",)
         assert save(manager, epoch)
@@ -399,11 +399,11 @@ def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, monkeypa
     """A claim that fails, and one that a delete makes: the other node never waits for a word that does not come."""
     claim, refused = RenameCommits.claim, threading.Event()
 
-    def failing(commits: Any, *args: Any) -> None:
+    def failing(commits: Any, *args: Any) -> Any:
         if not refused.is_set():
             refused.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        claim(commits, *args)
+        return claim(commits, *args)
 
     def process(number: int) -> Any:
         with job.open() as manager:

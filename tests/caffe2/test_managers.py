@@ -937,7 +937,7 @@ def test_ctrl_c_in_a_save_leaves_nothing_staged(tmp_path: pathlib.Path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(caffe2_epochs.NodeCommits, "publish", interrupted)
+        patch.setattr(caffe2_epochs.NodeWriter, "publish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.run(manager.save(0))
     (home,) = staging(tmp_path, "a")

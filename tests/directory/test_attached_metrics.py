@@ -212,14 +212,14 @@ def test_damaged_files_are_left_out_and_named(tmp_path: pathlib.Path, caplog: py
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
 def test_no_content_of_a_file_does_more_than_be_left_out(noise: bytes, place: int, byte: int) -> None:
     """Any bytes, and any one byte of a good file changed: our errors, or the metrics as they were."""
-    file = attached_metrics._File(written_ns=1, epoch=1, attempt="a-1", source="evaluator", metrics={"x": 1.0})
+    file = attached_metrics.MetricsFile(written_ns=1, epoch=1, attempt="a-1", source="evaluator", metrics={"x": 1.0})
     good = codec.seal("metrics", file)
     changed = bytearray(good)
     changed[place % len(good)] = byte
     for data in (noise, bytes(changed)):
         said = ""
         try:
-            assert attached_metrics._parse("f", data).metrics == {"x": 1.0}
+            assert attached_metrics.parse("f", data).metrics == {"x": 1.0}
         except errors.EpochCheckpointError as error:
             said = str(error)
         assert not said or said.startswith("f: ")
@@ -276,14 +276,14 @@ def test_an_attachment_during_a_commit_waits_for_nobody(
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1)
         reached, go = threading.Event(), threading.Event()
-        publish = manager.parts.directory.commits.publish
+        publish = manager.parts.directory.job_directory.writer.publish
 
         def held(*args: Any) -> Any:
             reached.set()
             assert go.wait(60)
             return publish(*args)
 
-        monkeypatch.setattr(manager.parts.directory.commits, "publish", held)
+        monkeypatch.setattr(manager.parts.directory.job_directory.writer, "publish", held)
         assert manager.save(2, args=ocp.args.StandardSave({"w": np.zeros(3)}))
         assert reached.wait(60)
         ec.attach_metrics(tmp_path, 1, {"accuracy": 0.5}, "evaluator")

@@ -210,11 +210,11 @@ def test_a_run_that_is_killed_while_it_closes_is_not_taken_for_alive(
 
     manager = ec.CheckpointManager(run)
     manager.claim()
-    (run / paths.incarnation_folder(manager.parts.directory.commits.incarnation) / "3-0").mkdir()
+    (run / paths.incarnation_folder(manager.parts.directory.job_directory.incarnation) / "3-0").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(PosixStore, "remove_tree", killed)
         with pytest.raises(Killed):
-            manager.parts.directory.commits.release()
+            manager.parts.directory.job_directory.writer.release()
     assert may_be_claimed(run)
 
 

@@ -85,11 +85,10 @@ def test_an_epoch_that_is_to_be_kept_survives_every_kill(
         run = pathlib.Path(shutil.copytree(three, tmp_path / str(moment), symlinks=True))
         if there:
             (run / "trash").mkdir()
-        commits = RenameCommits(PosixStore(run), NAMES)
-        commits.claim()
+        writer = RenameCommits(PosixStore(run), NAMES).claim()
         done = False
         with killed_at(moment) as made:
-            commits.hide(3, "trash")
+            writer.unlist(3, "trash")
             done = True
         assert values(run) in ({1: 1, 2: 2, 3: 3}, {1: 1, 2: 2})
         if not done:
@@ -189,10 +188,9 @@ def test_a_torn_root_metadata_is_written_anew(tmp_path: pathlib.Path) -> None:
     assert os.listdir(path.parent) == [path.name]
     for moment in range(10):
         run = tmp_path / str(moment)
-        commits = RenameCommits(PosixStore(run), NAMES)
-        commits.claim()
+        writer = RenameCommits(PosixStore(run), NAMES).claim()
         with killed_at(moment) as made:
-            commits.write_once(("metadata", "_ROOT_METADATA"), b'{"whole": 1}')
+            writer.write_once(("metadata", "_ROOT_METADATA"), b'{"whole": 1}')
         left = run / "metadata" / "_ROOT_METADATA"
         assert not left.exists() or json.loads(left.read_bytes()) == {"whole": 1}
         if len(made) < moment:

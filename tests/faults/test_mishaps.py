@@ -24,7 +24,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import epochckpt as ec
 from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.directory import commits_of, head_turns
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.conditional_put import BucketStaging, BucketWriter
+from epochckpt.directory.rename import PosixStaging, PosixWriter
 from epochckpt.errors import (
     EpochDeletedError,
     FencedError,
@@ -272,7 +273,7 @@ def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.Mo
             return survey(*args, **kwargs)
 
         monkeypatch.setattr(survey_lib, "survey", look)
-        hold = Hold(monkeypatch, manager.parts.directory.commits, "publish", lambda *args: True)
+        hold = Hold(monkeypatch, manager.parts.directory.job_directory.writer, "publish", lambda *args: True)
         assert manager.save(2, args=Save(state(2)))
         assert waits_for(hold, manager.reload) == [None]
         assert saving == [False]
@@ -300,7 +301,9 @@ def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, monke
     """wait_until_finished covers the deletions that follow a commit."""
     with ec.CheckpointManager(directory, options=Options(max_to_keep=1)) as manager:
         save_all(manager, [1])
-        hold = Hold(monkeypatch, manager.parts.directory.commits, "hide", lambda epoch, into=None: epoch == 1)
+        hold = Hold(
+            monkeypatch, manager.parts.directory.job_directory.writer, "unlist", lambda epoch, kept_in=None: epoch == 1
+        )
         assert manager.save(2, args=Save(state(2)))
         waits_for(hold, manager.wait_until_finished)
         assert list(manager.all_steps()) == on_storage(directory) == [2]
@@ -313,7 +316,7 @@ def test_waiting_ends_whatever_hiding_raises(directory: str, monkeypatch: pytest
     """The new epoch is committed, the old one stays listed; saving goes on, and the next commit deletes it."""
     manager = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(manager, [1])
-    once = Once(monkeypatch, manager.parts.directory.commits, "hide", error)
+    once = Once(monkeypatch, manager.parts.directory.job_directory.writer, "unlist", error)
     assert manager.save(2, args=Save(state(2)))
     with pytest.raises(RetentionError, match="checkpoint 1, "):
         bounded(manager.wait_until_finished)
@@ -329,14 +332,17 @@ class Panic(BaseException):
     """As a library in another language raises it: no handler of errors sees it."""
 
 
-@pytest.mark.parametrize("call", ["seal_node", "publish"])
+@pytest.mark.parametrize("call", ["seal", "publish"])
 def test_a_save_ends_at_once_whatever_is_raised(directory: str, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    objects = "://" in directory
+    writer, staging = (BucketWriter, BucketStaging) if objects else (PosixWriter, PosixStaging)
+
     def panic(*args: Any, **kwargs: Any) -> None:
         raise Panic("deep inside")
 
     with ec.CheckpointManager(directory) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(type(manager.parts.directory.commits), call, panic)
+            patch.setattr(writer if call == "publish" else staging, call, panic)
             assert manager.save(1, args=Save(state(1)))
             with pytest.raises(ec.errors.SaveError, match="checkpoint 1 was not committed: Panic: deep inside"):
                 manager.wait_until_finished()
@@ -712,13 +718,13 @@ def test_a_sharding_of_the_default_mesh_is_restored(directory: str) -> None:
 
 def test_a_slow_commit_holds_saves_back_and_fails_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage that renames slowly: a loop that saves faster than that waits in `save()`, and every epoch commits."""
-    publish = RenameCommits.publish
+    publish = PosixWriter.publish
 
     def slow(*args: Any) -> None:
         threading.Event().wait(MOMENT_SECS)
         publish(*args)
 
-    monkeypatch.setattr(RenameCommits, "publish", slow)
+    monkeypatch.setattr(PosixWriter, "publish", slow)
     with ec.CheckpointManager(tmp_path) as manager:
         for epoch in range(10):
             manager.save(epoch, args=Save(state(epoch)))

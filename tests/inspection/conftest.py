@@ -15,13 +15,13 @@ from epochckpt.directory import rename
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Saves stop just before they become visible: (one has come so far, go on)."""
     reached, go_on = threading.Event(), threading.Event()
-    publish = rename.RenameCommits.publish
+    publish = rename.PosixWriter.publish
 
     def wait(*args: Any) -> Any:
         reached.set()
         assert go_on.wait(60)
         return publish(*args)
 
-    monkeypatch.setattr(rename.RenameCommits, "publish", wait)
+    monkeypatch.setattr(rename.PosixWriter, "publish", wait)
     yield reached, go_on
     go_on.set()

@@ -17,9 +17,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.conditional_put import BucketSweep, BucketWriter
 from epochckpt.directory.protocol import Rollback
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.rename import PosixStaging, PosixWriter
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.inspection import gc, leftovers, scan
 from epochckpt.inspection.rows import LeftoverRow
@@ -339,8 +339,8 @@ def left_in(directory: str, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None
         def die(*_: Any) -> None:
             raise OSError("killed")
 
-        patch.setattr(PutCommits, "publish", die)
-        patch.setattr(PutCommits, "discard", lambda *_: None)
+        patch.setattr(BucketWriter, "publish", die)
+        patch.setattr(BucketWriter, "discard", lambda *_: None)
         manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
         with pytest.raises(ec.errors.SaveError):
             manager.wait_until_finished()
@@ -351,13 +351,13 @@ def test_on_an_object_store_what_nobody_commits_any_more_is_removed(monkeypatch:
     """Attempts, be they dead or begun long ago, and what a dead run wrote after it was swept; not what is not ours,
     nor the data of an epoch that was rolled back or replaced, unless that is asked for."""
     directory = f"memory://{uuid.uuid4().hex}/"
-    monkeypatch.setattr(PutCommits, "remove_dead", lambda *_: None)  # what a claim would remove by itself
+    monkeypatch.setattr(BucketSweep, "remove_dead", lambda *_: None)  # what a claim would remove by itself
     with ec.CheckpointManager(directory, node=["a", "b"]) as manager:
         for epoch in (1, 2, 3):
             manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
         manager.wait_until_finished()
         manager.rollback_to(2)
-        incarnation = manager.parts.directory.commits.incarnation
+        incarnation = manager.parts.directory.job_directory.incarnation
     left_in(directory, 5, monkeypatch)
     left_in(directory, 6, monkeypatch)
     monkeypatch.undo()
@@ -426,14 +426,14 @@ def test_the_metrics_of_an_epoch_go_with_it_where_its_small_copy_is_missing() ->
 def test_an_attempt_that_gc_takes_for_dead_is_never_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an object store: a save that wakes up after it finds that out at its commit; the next one succeeds."""
     directory = f"memory://{uuid.uuid4().hex}/"
-    publish = PutCommits.publish
+    publish = BucketWriter.publish
 
     def late(*args: Any) -> Any:
-        monkeypatch.setattr(PutCommits, "publish", publish)
+        monkeypatch.setattr(BucketWriter, "publish", publish)
         assert len(gc.collect(directory, delete=True, clock=next_week).rows) == 1
         return publish(*args)
 
-    monkeypatch.setattr(PutCommits, "publish", late)
+    monkeypatch.setattr(BucketWriter, "publish", late)
     with ec.CheckpointManager(directory) as manager:
         manager.save(1, args=Save({"x": np.arange(4)}))
         with pytest.raises(ec.errors.SaveError, match="given up"):
@@ -474,14 +474,14 @@ def test_epochs_in_a_todelete_folder_of_an_object_store_keep_their_data() -> Non
 def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that fails and whose remains cannot be removed, and a deletion that is cut off: both are found."""
     monkeypatch.setattr(PosixStore, "remove_tree", lambda *_: None)
-    publish = RenameCommits.publish
+    publish = PosixWriter.publish
 
-    def fail(self: RenameCommits, epoch: int, *args: Any) -> Any:
-        if epoch == 3:
+    def fail(self: PosixWriter, staging: PosixStaging, *args: Any) -> Any:
+        if staging.epoch == 3:
             raise OSError("no")
-        return publish(self, epoch, *args)
+        return publish(self, staging, *args)
 
-    monkeypatch.setattr(RenameCommits, "publish", fail)
+    monkeypatch.setattr(PosixWriter, "publish", fail)
     manager = ec.CheckpointManager(tmp_path / "run")
     for epoch in (1, 2):
         manager.save(epoch, args=Save({"x": np.zeros(1)}))

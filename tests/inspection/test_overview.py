@@ -629,7 +629,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "create", fail)
-        patch.setattr("epochckpt.directory.conditional_put.PutCommits.discard", lambda *_: None)
+        patch.setattr("epochckpt.directory.conditional_put.BucketWriter.discard", lambda *_: None)
         manager.save(9, args=Save({"w": np.zeros(3)}))
         with pytest.raises(SaveError):
             manager.wait_until_finished()
@@ -637,7 +637,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]
     assert row.state == "in progress"
     assert [(n.name, n.state) for n in row.nodes] == [("a", "written"), ("b", "written")]
-    monkeypatch.setattr("epochckpt.directory.conditional_put.PutCommits.remove_dead", lambda *_: None)
+    monkeypatch.setattr("epochckpt.directory.conditional_put.BucketSweep.remove_dead", lambda *_: None)
     with ec.CheckpointManager(directory) as newer:
         newer.claim()
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]

@@ -105,12 +105,12 @@ def test_a_save_that_fails_is_seen_to_fail(tmp_path: pathlib.Path, monkeypatch: 
     """Its attempt is there, then gone, and no epoch has come."""
     reached, go_on = threading.Event(), threading.Event()
 
-    def refuse(self: Any, epoch: int, *args: Any) -> Any:
+    def refuse(self: Any, staging: rename.PosixStaging, *args: Any) -> Any:
         reached.set()
         assert go_on.wait(60)
-        raise SaveError(epoch, "the disk is full")
+        raise SaveError(staging.epoch, "the disk is full")
 
-    monkeypatch.setattr(rename.RenameCommits, "publish", refuse)
+    monkeypatch.setattr(rename.PosixWriter, "publish", refuse)
     with manager_of(tmp_path) as manager:
         watcher = Watcher(commits(tmp_path))
         manager.save(4, args=Save({"w": np.arange(10.0)}), force=True)

@@ -17,7 +17,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.conditional_put import BucketWriter
 from epochckpt.storage import open_store
 from tests.support.job_runs import reading_job
 from tests.support.processes import run_worker, start_processes
@@ -337,14 +337,14 @@ def test_an_upload_that_another_has_overtaken_removes_nothing_of_it(
 ) -> None:
     """The one that wakes up late has an attempt of its own, which is dead."""
     save(tmp_path / "run")
-    publish = PutCommits.publish
+    publish = BucketWriter.publish
 
     def late(*args: Any) -> Any:
-        monkeypatch.setattr(PutCommits, "publish", publish)
+        monkeypatch.setattr(BucketWriter, "publish", publish)
         send(tmp_path / "run", bucket)  # while the first stands still
         return publish(*args)
 
-    monkeypatch.setattr(PutCommits, "publish", late)
+    monkeypatch.setattr(BucketWriter, "publish", late)
     with pytest.raises(errors.UploadError, match="newer run"):
         send(tmp_path / "run", bucket)
     assert_is(bucket)
@@ -355,13 +355,13 @@ def test_an_upload_of_which_nobody_knows_whether_it_arrived_keeps_its_data(
 ) -> None:
     """The record may be visible: what it names stays."""
     save(tmp_path / "run")
-    publish = PutCommits.publish
+    publish = BucketWriter.publish
 
     def silent(*args: Any) -> Any:
         publish(*args)
         raise errors.UncertainError(3, "no answer came")
 
-    monkeypatch.setattr(PutCommits, "publish", silent)
+    monkeypatch.setattr(BucketWriter, "publish", silent)
     with pytest.raises(errors.UploadError, match="no answer came"):
         send(tmp_path / "run", bucket)
     assert_is(bucket)

@@ -15,6 +15,7 @@ import epochckpt as ec
 from epochckpt import _threads, errors
 from epochckpt.cli import main
 from epochckpt.directory import commits_of
+from epochckpt.directory.conditional_put import BucketSweep, BucketWriter, PutCommits
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
@@ -212,23 +213,24 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     url = cloud.new_url()
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
-        commits = manager.parts.directory.commits
-        commits.begin(2, dead := f"{commits.incarnation}-2-9")
-        commits.begin(1, again := f"{commits.incarnation}-1-9")
+        writer = manager.parts.directory.job_directory.writer
+        writer.stage(2, dead := f"{writer.incarnation}-2-9")
+        writer.stage(1, again := f"{writer.incarnation}-1-9")
         store = manager.parts.directory.store
         for path in (f"2/process_0/{dead}/node.json", f"2/default/process_0/{dead}/x", f"1/process_0/{again}/x"):
             store.create(path, b"x")
     newer = commits_of(open_store(url), StepNames.of(Options()))
-    newer.claim()
+    assert isinstance(newer, PutCommits)
+    writer = newer.claim()
     seen = set[str]()
     cloud.proxy.decide = lambda request: (
         None if request.target in seen else seen.add(request.target) or Fault(lost=True)
     )
-    newer.remove_dead(newer.head.read().dead)  # type: ignore[union-attr,attr-defined]
+    BucketSweep(newer).remove_dead(newer.head.read().dead)  # type: ignore[union-attr]
     cloud.proxy.decide = lambda request: None
     assert not [path for path in tree_of(store) if "-9/" in path]
-    newer.begin(3, f"{newer.incarnation}-3-0")
-    assert newer.head.read().dead == {}  # type: ignore[union-attr,attr-defined]
+    writer.stage(3, f"{writer.incarnation}-3-0")
+    assert newer.head.read().dead == {}  # type: ignore[union-attr]
     assert values(url) == {1: 1}
     assert isinstance(store, ObjectStore)
     np.testing.assert_array_equal(ec.CheckpointManager(url).restore(1)["w"], np.ones(3))
@@ -250,7 +252,7 @@ def test_what_comes_late_to_an_epoch_that_is_gone_is_in_nobodys_way(url: str) ->
         assert manager.all_steps() == [1, 4]
         manager.claim()
         assert not manager.foreign_folders()
-        manager.parts.directory.commits.remove_dead({attempt: "3"})  # type: ignore[attr-defined]  # that the claim does behind
+        BucketSweep(manager.parts.directory.commits).remove_dead({attempt: "3"})  # type: ignore[arg-type]  # the claim does behind
         assert not store.exists("2")
         assert not store.exists("3")
         save(manager, 2, 3)
@@ -276,11 +278,14 @@ def test_a_late_copy_of_a_record_never_hides_a_newer_one(url: str) -> None:
     """The older run stands still before it copies the record of its epoch, which is then saved anew."""
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
-        commits, record = manager.parts.directory.commits, open_store(url).read("1/epoch.json", limit_bytes=2**20)
+        writer, record = (
+            manager.parts.directory.job_directory.writer,
+            open_store(url).read("1/epoch.json", limit_bytes=2**20),
+        )
         older = manager.save_id(1)
         manager.allow_overwrite(1)
         save(manager, 1)
-        commits._copy_record("1", older, record)  # type: ignore[attr-defined]
+        writer._copy_record("1", older, record)  # type: ignore[attr-defined]
         assert json.loads(open_store(url).read("1/epoch.json", limit_bytes=2**20))["attempt"] == manager.save_id(1)
 
 
@@ -291,7 +296,7 @@ def test_a_rollback_that_was_killed_on_the_way_is_completed_by_the_next_claim(
     with ec.CheckpointManager(url) as manager:
         save(manager, 1, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(manager.parts.directory.commits, "_copy_aside", lambda entries: None)
+            patch.setattr(BucketWriter, "_copy_aside", lambda self, entries: None)
             manager.rollback_to(1)
     store = open_store(url)
     assert store.exists("2/epoch.json")

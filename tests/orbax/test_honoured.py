@@ -16,7 +16,7 @@ from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN, p
 
 import epochckpt as ec
 from epochckpt.agreement import CollectiveCalls, coordination
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.rename import PosixWriter
 from epochckpt.manager.readers import shared_reads
 from epochckpt.orbax import options as checks
 from epochckpt.saving import opening
@@ -87,14 +87,14 @@ def saves(directory: pathlib.Path, options: Any) -> bool:
 
 def held(directory: pathlib.Path, options: Any) -> tuple[bool, list[bool]]:
     """While a commit is held up: whether save() returned before it was let go, and whether the next was begun."""
-    gate, publish, order = threading.Event(), RenameCommits.publish, []
+    gate, publish, order = threading.Event(), PosixWriter.publish, []
 
     def wait(*arguments: Any) -> None:
         order.append(gate.wait(1.0 if options.enable_async_checkpointing is False else WAIT_SECS))
         publish(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, ec.CheckpointManager(directory, options=options) as manager:
-        patch.setattr(RenameCommits, "publish", wait)
+        patch.setattr(PosixWriter, "publish", wait)
         begun = [manager.save(0, args=args()), manager.save(1, args=args())]
         gate.set()
         manager.wait_until_finished()

@@ -15,7 +15,7 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy
 
 import epochckpt as ec
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.rename import PosixWriter
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.orbax import options as checks
 from tests.support.orbax_options import NESTED, fields_of, option
@@ -156,13 +156,13 @@ def test_keep_checkpoints_without_metrics(tmp_path: pathlib.Path, keep: bool) ->
 @pytest.mark.parametrize("check", [True, False])
 def test_continuous_checkpointing(tmp_path: pathlib.Path, check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy skips while a save is in flight, unless the check is turned off."""
-    gate, publish = threading.Event(), RenameCommits.publish
+    gate, publish = threading.Event(), PosixWriter.publish
 
     def held(*args: Any) -> None:
         assert gate.wait(WAIT_SECS)
         publish(*args)
 
-    monkeypatch.setattr(RenameCommits, "publish", held)
+    monkeypatch.setattr(PosixWriter, "publish", held)
     options = Options(
         save_decision_policy=ContinuousCheckpointingPolicy(), enable_should_save_is_saving_in_progress_check=check
     )

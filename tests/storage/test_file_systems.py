@@ -234,7 +234,7 @@ def test_a_kill_anywhere_in_it_loses_nothing(
             shutil.copytree(tmp_path / "epochs", run, symlinks=True)
             with immovable(run):
                 commits = RenameCommits(PosixStore(run), names)
-                commits.claim()
+                writer = commits.claim()
                 calls = 0
 
                 def count(real: Callable[..., None], moment: int = moment) -> Callable[..., None]:
@@ -252,9 +252,9 @@ def test_a_kill_anywhere_in_it_loses_nothing(
                         killing.setattr(PosixStore, name, count(getattr(PosixStore, name)))
                     try:
                         if rollback is None:
-                            commits.hide(3)()
+                            writer.unlist(3)()
                         else:
-                            commits.roll_back(rollback)
+                            writer.roll_back(rollback)
                         break
                     except Killed:
                         pass

@@ -255,22 +255,27 @@ class CommitLogger:
 def write_in_place() -> None:
     """Negative control: an epoch is written straight into its final folder."""
 
-    def publish(self: Any, epoch: int, attempt: str, record: bytes, check: Any, replace_damaged: bool) -> None:
-        check()
-        self.store.create(f"{epoch}/epoch.json", record)
-        self._folders[epoch] = str(epoch)
+    class InPlace(rename.PosixStaging):
+        def __init__(self, stager: rename.PosixStager, epoch: int, save_id: str):
+            super().__init__(stager, epoch, save_id)
+            self.folder = str(epoch)
 
-    rename.RenameCommits._staging = lambda self, attempt: attempt.split("-")[1]  # type: ignore
-    rename.RenameCommits.publish = publish  # type: ignore
+    def publish(self: Any, staging: InPlace, record: bytes, check: Any, replace_damaged: bool) -> None:
+        check()
+        self.store.create(f"{staging.epoch}/epoch.json", record)
+        self.directory.note_folder(staging.epoch, str(staging.epoch))
+
+    rename.PosixStager.staging = lambda self, epoch, save_id: InPlace(self, epoch, save_id)  # type: ignore
+    rename.PosixWriter.publish = publish  # type: ignore
 
 
 def delete_in_place() -> None:
     """Negative control: a deleted epoch is not taken out of sight first."""
 
-    def hide(self: Any, epoch: int, into: str | None = None, *, logged: bool = False) -> Callable[[], None]:
-        return lambda: self.store.remove_tree(self.folder(epoch))
+    def unlist(self: Any, epoch: int, kept_in: str | None = None, *, logged: bool = False) -> Callable[[], None]:
+        return lambda: self.store.remove_tree(self.directory.folder(epoch))
 
-    rename.RenameCommits.hide = hide  # type: ignore
+    rename.PosixWriter.unlist = unlist  # type: ignore
 
 
 UNPROTECTED = {"write_in_place": write_in_place, "delete_in_place": delete_in_place}

@@ -25,7 +25,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli.main import main
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.rename import PosixWriter, RenameCommits
 from epochckpt.errors import FencedError, InvalidArgumentError, UncertainError
 from epochckpt.format import paths
 from epochckpt.storage import PosixStore
@@ -433,7 +433,7 @@ def test_the_mirror_keeps_what_could_not_be_deleted_here(place: Place, monkeypat
             raise OSError(5, "it cannot be renamed")
 
         with monkeypatch.context() as broken:
-            broken.setattr(RenameCommits, "hide", fails)
+            broken.setattr(PosixWriter, "unlist", fails)
             with pytest.raises(OSError, match="cannot be renamed"):
                 manager.delete(0)
         assert manager.all_steps() == [0, 1]
@@ -815,9 +815,10 @@ def test_a_mirror_that_goes_away_right_after_its_claim_is_this_directory_s(
     claim, list_epochs = RenameCommits.claim, RenameCommits.list_epochs
     claimed = list[str]()
 
-    def claim_and_go(commits: RenameCommits, *args: Any, **kwargs: Any) -> None:
-        claim(commits, *args, **kwargs)
+    def claim_and_go(commits: RenameCommits, *args: Any, **kwargs: Any) -> PosixWriter:
+        writer = claim(commits, *args, **kwargs)
         claimed.append(str(commits.store.root))
+        return writer
 
     def list_or_fail(commits: RenameCommits) -> list[int]:
         if claimed.count(str(place.mirror)) == 1 and str(commits.store.root) == str(place.mirror):
