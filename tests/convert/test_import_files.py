@@ -452,7 +452,10 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "path": (_note(tensors={"a": [[["s", -1]], "numpy"]}), "key path"),
     "key": (_note(tensors={"a": [["x"], "prng", "no such"]}), "recorded with kind prng"),
     "key data": (_note(tensors={"a": [["x"], "prng", "threefry2x32"]}), "recorded with kind prng"),
-    "text": (_tensors({**json.loads(_note(tensors={"a": [["x"], "longstr"]})[8:-8])}, b"\xff" * 8), "noted as longstr"),
+    "text": (
+        _tensors({**json.loads(_note(tensors={"a": [["x"], "longstr"]})[8:-8])}, b"\xff" * 8),
+        "recorded with kind longstr",
+    ),
     "value": (_note(values=[[["x"], "int", "zz"]]), "a int value"),
     "value kind": (_note(values=[[["x"], ["int"], 1]]), "what epochckpt's export writes"),
 }
