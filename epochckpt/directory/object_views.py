@@ -83,12 +83,20 @@ class ObjectViews:
                     self._store.remove_all([paths.join(folder, path) for path in {*view.files, *view.copies}])
 
     def remove(self, folder: str, attempt: str) -> None:
-        """Removes the view of an epoch that is none any more, unless its folder has another epoch by now."""
+        """Removes a deleted epoch's view. If a new epoch already uses the folder, its view stays."""
         if not self._wanted:
             return
         with self._changing:
+            old = self._record(folder, attempt)
             if self._is_free(folder):
-                object_view.remove(self._store, folder, self._record(folder, attempt))
+                object_view.remove(self._store, folder, old)
+                return
+            found = self._head.read()
+            entry = None if found is None else found.epochs.get(folder)
+            if old is not None and entry is not None and entry.attempt != attempt and not entry.stock:
+                record = self._record(folder, entry.attempt)
+                if record is not None:
+                    object_view.remove_rest(self._store, folder, old, record)
 
     def _is_free(self, folder: str) -> bool:
         found = self._head.read()
@@ -118,11 +126,10 @@ class ObjectViews:
         left = (self._head.read() or found).removed_steps if found.removed_steps else {}
         for folder in {newest, *(found.removed_steps.keys() & found.epochs.keys())} - left.keys():
             attempt = found.epochs[folder].attempt
-            if object_view.is_complete(self._store, folder):
-                continue
             record = self._record(folder, attempt)
-            if record is not None and record.orbax_view is not None:
-                self._show(folder, attempt, self._views.build(record))
+            if record is None or record.orbax_view is None or object_view.is_written(self._store, folder, record):
+                continue
+            self._show(folder, attempt, self._views.build(record))
 
     def _record(self, folder: str, attempt: str) -> EpochRecord | None:
         """An attempt's record; None if it is lost or damaged, or needs a newer epochckpt."""

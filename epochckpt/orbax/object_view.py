@@ -82,6 +82,27 @@ def is_complete(store: Store, folder: str) -> bool:
     return True
 
 
+def is_written(store: Store, folder: str, record: EpochRecord) -> bool:
+    """Whether the view of this very epoch was written to its end; an older epoch of the number may have left its own.
+
+    The step's record tells: it has the times of the save, and what an older epoch left is replaced without the mark.
+    """
+    recorded = (record.orbax_view or {}).get(STEP_RECORD)
+    if recorded is None or not is_complete(store, folder):
+        return False
+    try:
+        return not compare_file(store, layout.join(folder, STEP_RECORD), recorded, None)
+    except FileNotFoundError:
+        return False
+
+
+def remove_rest(store: Store, folder: str, old: EpochRecord, record: EpochRecord) -> None:
+    """Removes the files of an old epoch's view that the view of the epoch in its place does not have."""
+    if old.orbax_view is not None:
+        rest = {*old.orbax_view, *copies(old)} - {*(record.orbax_view or ()), *copies(record)}
+        store.each(lambda path: store.remove(layout.join(folder, path)), rest)
+
+
 def is_small(path: str) -> bool:
     """Whether a file of a view may be called so, as far as it holds nothing that can be restored."""
     *_, above, name = f"/{path}".split("/")

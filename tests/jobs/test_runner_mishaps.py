@@ -134,7 +134,7 @@ def test_blobs_that_a_resumed_run_would_lack_are_named_once(
         return [r.message for r in caplog.records if "not checkpointed" in r.message]
 
     (first,) = said(2, exclude=["cache.*"])
-    assert "'momentum' of node process_0. They" in first
+    assert "'momentum' of node process_0. Init" in first
     assert "after epoch 1:" in first
     (resumed,) = said(4)
     assert "epoch 3: 'momentum', 'cache.a' of node process_0" in resumed

@@ -1,5 +1,6 @@
 """The Orbax view in a bucket, and stock Orbax as its reader."""
 
+import contextlib
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt.errors import RemovalError
 from epochckpt.format import paths
 from epochckpt.orbax import object_view
 from epochckpt.storage import open_store
@@ -166,6 +168,35 @@ def test_an_epoch_that_is_replaced_has_the_view_of_the_new_one(cloud: Bucket) ->
     now = in_view(url, 1)
     assert not {n for n in now if n.startswith(("1/old/", "1/config/", "1/metrics/"))}
     assert {n for n in now if n.startswith("1/new/")}
+    whole(url, 1)
+
+
+def test_the_view_of_a_replaced_epoch_gives_way_when_the_run_was_killed_after_the_commit(cloud: Bucket) -> None:
+    """The old view is complete, but its epoch is gone: the next claim does not take it for that of the new epoch."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        items = ocp.args.Composite(old=Save(state(1)), config=ocp.args.JsonSave({"a": 1}))
+        assert manager.save(1, args=items, metrics={"loss": 0.5})
+
+    def refuse(request: Request) -> Fault | None:
+        name = name_of(request)
+        if name.startswith("_epochckpt/") or (request.kind == "PUT" and paths.attempt_in(name)):
+            return None
+        return Fault(status=403) if request.kind in ("PUT", "DELETE", "POST") else None
+
+    with ec.CheckpointManager(url) as manager:
+        manager.allow_overwrite(1)
+        cloud.proxy.decide = refuse
+        assert manager.save(1, args=ocp.args.Composite(new=Save(state(2))))
+        with contextlib.suppress(RemovalError):
+            manager.wait_until_finished()
+    cloud.proxy.decide = lambda request: None
+    assert f"1/{MARKER}" in names(url)
+    with ec.CheckpointManager(url) as manager:
+        manager.claim()
+        assert eventually(lambda: "1/new/_METADATA" in names(url) and "1/config/metadata" not in names(url))
+        assert eventually(lambda: manager.verify(1).view_damage == ())
+    assert not {n for n in in_view(url, 1) if n.startswith(("1/old/", "1/config/", "1/metrics/"))}
     whole(url, 1)
 
 
