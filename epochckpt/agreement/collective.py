@@ -234,8 +234,8 @@ class CollectiveCalls:
     starts all counts anew:
 
     - another process than the primary waits in vain, raises, and does not count the call;
-    - the primary decides a broadcast at once. Another process that makes this call next takes that decision, unless it
-      has received a later one. The primary numbers all its calls for that, and all processes make calls in one order;
+    - the primary decides a broadcast at once. When another process makes this call next, it takes the decision, unless
+      it has received a later one. For this the primary numbers all its calls, and all processes call in one order;
     - where the primary did not wait any longer for a process, that process passes over the call.
     """
 

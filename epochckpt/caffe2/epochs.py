@@ -1,15 +1,15 @@
-"""Epochs that exist per node: jobs that know nothing of each other share a directory, each for its own nodes.
+"""Epochs of single nodes: independent jobs share one directory, and each job saves only its own nodes.
 
 | on storage | state |
 | --- | --- |
 | only below `node-<node>-<id>.orbax-checkpoint-tmp/` | uncommitted |
 | `<epoch>/<node>/epoch.json`, with the node's files beside it | committed, for this node alone |
 
-The commit is that of every other epoch (see `directory.rename`); only the names differ. There is no record of the epoch
+An epoch is committed like any other (see `directory.rename`); only the names differ. There is no record of the epoch
 as a whole, and nothing here ever touches another node's folders. POSIX only; the directory itself is never created.
 
-Of two jobs for one node, the one that joined later takes over with its first save: it moves the staging folders that it
-found when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that only
+If two jobs have the same node, the newer job takes over with its first save: it moves the staging folders that were
+there when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that only
 reads takes nothing over.
 """
 
@@ -232,7 +232,7 @@ class NodeWriter(PosixWriter):
         self._leave = weakref.finalize(self, _leave, self.store, stager.home, os.getpid())
 
     def stage(self, epoch: int, save_id: str) -> PosixStaging:
-        """See Writer. Fences off the jobs that were there when this one joined, and removes what they left."""
+        """See Writer. Fences off the jobs that joined earlier, and removes their leftovers."""
         moved = list[str | None]()
         for name in self._older:
             with self._permitted(name):

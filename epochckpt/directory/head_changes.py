@@ -86,7 +86,7 @@ class ClaimHead(HeadChange):
     Attributes:
         owner: the process that claims, see `owners.current`.
         lineage: what becomes of the lineage of a mirror.
-        beside: folders named like epochs of which the head that was looked at names none, see `surroundings.folders`.
+        beside: folders named like epochs that the head did not name when it was read, see `surroundings.folders`.
         stock: those of them that are steps of stock Orbax.
     """
 

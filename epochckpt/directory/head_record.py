@@ -220,11 +220,11 @@ class Head:
     # Of the directory whose mirror this is.
     lineage: Lineage | None = stored("lineage", _LINEAGE, default=None)
     change: str = stored("change", codec.text(16), default="")  # unlike that of every other content
-    # The entries, of which the older ones are in pages.
+    # The entries. On storage, the older entries are in pages.
     epochs: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by folder
     stock: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
-    pages: tuple[Page, ...] = ()  # that may have some of them
+    pages: tuple[Page, ...] = ()  # that may have some of the entries
 
     def knows(self, attempt: str) -> bool:
         """Whether one of the runs here has made an attempt."""

@@ -57,7 +57,7 @@ class ObjectViews:
         return noted
 
     def after_commit(self, folder: str, attempt: str, old: HeadEpoch | None) -> list[Callable[[], object]]:
-        """What writes the view of an epoch that is committed, in place of that of the `old` one if there is one."""
+        """The work that writes a committed epoch's view, and replaces the view of the `old` epoch, if there was one."""
         planned, self._planned = self._planned, None
         if planned is None or planned[0] != attempt:
             return []
@@ -83,7 +83,7 @@ class ObjectViews:
                     self._store.remove_all([paths.join(folder, path) for path in {*view.files, *view.copies}])
 
     def remove(self, folder: str, attempt: str) -> None:
-        """Removes the view of an epoch that is none any more, unless its folder has another epoch by now."""
+        """Removes the view of an epoch that the head no longer lists, unless another epoch uses its folder by now."""
         if not self._wanted:
             return
         with self._changing:

@@ -153,7 +153,7 @@ class PosixStager(Stager):
             raise self.lost(epoch)
 
     def note_root(self, *, anew: bool = False) -> None:
-        """Remembers which directory was claimed: one that lies at its path later may be another."""
+        """Remembers which directory was claimed, because another one may lie at its path later."""
         if anew or not self._root_id:
             self._root_id = self.store.root_id()
 

@@ -60,7 +60,7 @@ class Saves:
         claim: the claim to the directory.
         queue: the saves that have begun.
         listener: hears how they end.
-        foreign: a description of each folder that is named like an epoch but is none, by number, as of the last look.
+        foreign: descriptions of folders that are only named like an epoch, by number, as of the last look.
         waits: how often the caller has waited for all saves; each process makes these calls alike.
         asynchronous: whether the caller does not wait for a save.
         timeout_secs: the bound on a save, see `StorageOptions.save_timeout_secs`.

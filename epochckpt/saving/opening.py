@@ -74,9 +74,12 @@ def open_directory(
     `kind` says how it lies on the hosts of the job. With `read_only`, or where `create` is False, a directory that is
     missing has no epochs, and is not made.
 
-    Raises NotACheckpointDirectoryError (a file), AccessError (no permission to read or create it), FormatVersionError
-    (a record of the directory itself needs a newer epochckpt), InvalidArgumentError (unusable or repeated names of
-    nodes or items) or CoordinationTimeoutError, which names the process that did not come to open it.
+    Raises:
+        NotACheckpointDirectoryError: it is a file.
+        AccessError: there is no permission to read or create it.
+        FormatVersionError: a record of the directory itself needs a newer epochckpt.
+        InvalidArgumentError: names of nodes or items are unusable or repeated.
+        CoordinationTimeoutError: a process did not come to open it; the error names that process.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
     names = StepNames.of(options)  # refuses what cannot be used before another process hears of this one

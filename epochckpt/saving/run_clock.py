@@ -1,7 +1,7 @@
-"""What one run of a manager has spent its time on: counted as it goes, and recorded with every commit.
+"""How one run of a manager has spent its time: counted as it goes, and recorded with every commit.
 
-Nothing is written for it: the primary's figures are part of each commit record (`format.records.RunEntry`), with those
-of the runs before, as the newest record had them when the directory was opened.
+There is no file for these figures. Each commit record contains the primary's (`format.records.RunEntry`), and the
+figures of earlier runs, as the newest record gave them when the directory was opened.
 """
 
 import dataclasses

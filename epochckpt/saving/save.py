@@ -1,4 +1,4 @@
-"""One save on one process: what was asked for, what the process holds of it, and its phase.
+"""One save on one process: the request, the process's part of the data, and the phase.
 
 `CheckpointManager.save` makes a `SaveRequest` and a `Save` on the training thread, and hands the save to the
 `SaveQueue`. `Phase` has a picture of what happens then, and says who makes each move.
@@ -224,7 +224,7 @@ class Save:
 
     @property
     def plan(self) -> str:
-        """The digest of what this process plans to write; all processes must have the same."""
+        """The digest of this process's plan for the save; it must be the same on all processes."""
         return self.snapshot.digest()
 
     # -- the commit record, on the primary -----------------------------------------------------------------------

@@ -369,7 +369,7 @@ class LedgerFile:
             self._write(dataclasses.replace(ledger, withdrawals=(*ledger.withdrawals, withdrawal)))
 
     def settle(self) -> None:
-        """Drops withdrawals of what was not deleted here; those that remain hold, whatever is saved later.
+        """Drops withdrawals whose epochs were not deleted here; the others hold, whatever is saved later.
 
         Nothing is decided while a call is under way that may delete it. Such a call writes its withdrawal under the
         lock.
