@@ -156,7 +156,7 @@ def meet(
         error = errors.from_wire(heard["error"]) if "error" in heard else None
         return Outcome(heard.get("value"), error=error, own=own, serial=heard["serial"])
 
-    # The primary acts, collects and decides. Whatever ends that, the other processes hear of it.
+    # The primary acts, collects and decides. Every error on the way is published to the other processes.
     try:
         told: list[Any] = []
         if act is not None:
@@ -326,8 +326,8 @@ class CollectiveCalls:
             self._counts[base] += 1
             if self._coordinator.primary:
                 return base, outcome
-            # The primary may have made this call alone: then it decided before a decision that this process has
-            # received by now, or it was this process that it did not wait for any longer.
+            # The primary may have made this call without this process. Then this process has received a later decision
+            # by now, or the primary stopped waiting for this process.
             is_new = outcome.serial > self._serial
             self._serial = max(self._serial, outcome.serial)
             if is_new and not self._was_late(outcome.error):

@@ -323,8 +323,9 @@ class NodeEpochs:
     def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> None:
         """Saves an epoch of this node, of arrays that this process can address; durable and committed on return.
 
-        An epoch of this node that has the number already is replaced; at any moment one of the two is there (on a file
-        system that cannot exchange two folders, such as NFS: is there again when the next job for the node has saved).
+        An epoch of this node that has the number already is replaced; at any moment one of the two is there. On a file
+        system that cannot exchange two folders, such as NFS, a crash may hide both until the next job for the node
+        has saved.
         Raises what `NodeCommits.claim` raises, and SaveError (or FencedError) if the epoch was not committed.
         """
         commits, epoch = self.commits, epoch_number(epoch)

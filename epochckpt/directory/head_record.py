@@ -1,7 +1,7 @@
 """The head of a directory in an object store, `_epochckpt/head.json`: its epochs, and the run that may write there.
 
-A change is one conditional write of the whole, so that of two changes at one moment one sees the other. Readers need
-one request and no listing.
+A change is one conditional write of the whole head: if two runs change it at once, the second write meets the first.
+Readers need one request and no listing.
 
 It has the newest entries. Older ones are in pages, `_epochckpt/head-<digest>.json`: objects that never change. The head
 names each page by the digest of its content, with a bit for each of its entries that still counts. So one write of the

@@ -331,7 +331,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             CoordinationTimeoutError: the primary's answer did not come in time.
-            StorageError: storage does not answer; this manager knows what it knew before.
+            StorageError: storage does not answer; this manager keeps its earlier view.
         """
         self.parts.saves.queue.drain()
         self.parts.administration.look()

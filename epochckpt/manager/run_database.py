@@ -35,7 +35,8 @@ APPLICATION_ID = 0x45504348  # "EPCH"
 VERSION = 1
 
 # Times are seconds since 1970. Rows of `epochs` and `stats` are only ever added: the greatest id is the last. JSON
-# lists name nodes: `nodes` those of the job that wrote last, or an epoch, `had` those of all jobs that wrote in a run.
+# lists name nodes: `nodes` the nodes of the job that wrote last (in `epochs`: that wrote this row), `had` the nodes of
+# all jobs that wrote in a run.
 _SCHEMA = (
     """CREATE TABLE runs(
         id INTEGER PRIMARY KEY, name TEXT NOT NULL, db_prefix TEXT NOT NULL, db_type TEXT, path_prefix TEXT,
@@ -116,7 +117,7 @@ class RunStatRow:
 class SqliteMetadataHandler(CheckedHandler):
     """One SQLite database for many runs: lists the runs, the fate of their epochs, and how long each node took.
 
-    Several processes and threads may write at once. A run that is started again goes on under its name, if one of its
+    Several processes and threads may write at once. A run that is started again keeps its name, if one of its
     nodes was in it before: jobs that share a directory, each for its own nodes, are different runs. A job with the
     nodes of several of them goes on from the newest epoch that all of its nodes have; if it only looks, and writes no
     epoch, it changes nothing for the others. Nothing is ever overwritten: an epoch written again after a rollback has

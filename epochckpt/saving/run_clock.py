@@ -36,7 +36,7 @@ class RunClock:
         return dict(self._spent)
 
     def committed(self) -> None:
-        """Counts a save that was committed; what `committing` says of one that fails then is in no record."""
+        """Counts a committed save. A save that fails after `committing` leaves its figures in no record."""
         self._saves += 1
 
     def committing(

@@ -180,7 +180,7 @@ class Save:
     def advance(self, to: Phase, *, before: Phase | None = None, failure: SaveError | None = None) -> bool:
         """Moves the save to a phase; returns whether this call has done so.
 
-        It has not if the save cannot get there from where it is, or, with `before`, if it has come that far already.
+        It returns False if no move leads there from the present phase, or, with `before`, once that phase is reached.
         `failure` says why it ends, if not well.
         """
         move = _Move(to, failure)

@@ -63,7 +63,7 @@ class Mirror:
         policies: ocp.CheckpointManagerOptions,
         names: StepNames | None = None,
     ):
-        """`names` are those of epochs' folders, if they are not those of the `policies`."""
+        """`names` is the format of the epochs' folders; None: the format of the `policies`."""
         store = open_store(url, settings=options.store)
         names = names or StepNames.of(policies)
         self.url = store.root
@@ -249,7 +249,7 @@ class Mirror:
         return dataclasses.replace(ledger, withdrawals=ledgers.settled_withdrawals(ledger, local)).hidden
 
     def _is_unchanged(self, ledger: Ledger) -> bool:
-        """Whether the mirror has what this directory knows that it has, and nothing else."""
+        """Whether the mirror has exactly the copies that the ledger lists."""
         return {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == self._epochs.there
 
     def _say(self, root: str, known_url: str) -> None:
