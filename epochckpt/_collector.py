@@ -12,9 +12,9 @@ _under_way: list[object] = []  # pauses that have switched it off
 def paused() -> Generator[None]:
     """Pauses the cyclic garbage collector, in all threads.
 
-    Ten thousand new objects that stay, such as the leaves of a record, make it look at every object of the program,
-    with the interpreter locked: measured were 50 to 100 ms each time, several times in one restore. What is paused must
-    end soon, and wait for no storage. It may be nested, and overlap in several threads.
+    After ten thousand new objects that stay, such as the leaves of a record, the collector looks at every object of the
+    program and holds the interpreter lock. A look was measured at 50 to 100 ms, several times in one restore. The work
+    inside a pause must end soon, and must not wait for storage. Pauses may be nested, and may overlap between threads.
     """
     enabled, mark = gc.isenabled(), object()
     try:

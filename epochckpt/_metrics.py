@@ -11,7 +11,7 @@ _MAX_FLOAT = sys.float_info.max
 def flat(metrics: Any) -> dict[str, Any]:
     """Metrics by name: one in an inner mapping is named `outer/inner`, and one that has no name `metrics`.
 
-    Where there is a key `outer/inner`, too, the name means that one.
+    A plain key `outer/inner` wins over an inner mapping's metric of this name.
     """
     return _flat(metrics, "", 0) if isinstance(metrics, Mapping) else {"metrics": metrics}
 

@@ -88,7 +88,7 @@ def failing(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def deliver() -> None:
-    """Waits, for at most a second, until the listeners have been called for what was recorded before."""
+    """Waits, for at most a second, until the listeners have been called for everything recorded so far."""
     global _hangs
     if _hangs is not None and not _hangs.done():
         return

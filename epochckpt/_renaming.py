@@ -56,7 +56,7 @@ def new_names(where: str, rename: Rename, names: Sequence[str]) -> list[str]:
 def lenient(rename: Rename) -> Callable[[str], str]:
     """A rename as a function, to which an entry that matches no leaf means nothing.
 
-    It is for a program that renames at each of its starts: it saves the new names, and finds them at the next one.
+    A program that renames at every start needs it: it saves the new names, so the old names are gone at the next start.
     """
     return rename if callable(rename) else _Entries(rename).new_name
 

@@ -448,7 +448,7 @@ class Settings:
         """A runner of a job, on the given manager or on `self.manager()`, which is closed when the program ends.
 
         `overrides` are arguments of `JobRunner`, and take precedence over the settings. The condition of `stop_when` is
-        added to those of the job.
+        added to the job's own conditions.
 
         Raises:
             InvalidArgumentError: see `manager` and `JobRunner`; or everything is to be only read.

@@ -111,15 +111,18 @@ def collective(
     act: Callable[[], Any],
     decide: Callable[[list[Any]], T],
     patience: Patience,
+    *,
+    once: bool = False,
 ) -> T:
     """Calls `act` on every process. The primary decides from what all have returned, and all return its decision.
 
     What `act` and `decide` return is JSON. What either raises on one process is raised on all, also Ctrl-C. A process
-    whose own `act` fails raises that error.
+    whose own `act` fails raises that error. With `once` a process that took part before, and was relaunched since, is
+    refused.
     """
     if coordinator.processes == 1:
         return decide([act()])
-    return meet(coordinator, key, act, decide, patience).result()
+    return meet(coordinator, key, act, decide, patience, once=once).result()
 
 
 def broadcast(coordinator: Coordinator, key: str, decide: Callable[[], T], patience: Patience) -> T:
@@ -138,25 +141,29 @@ def meet(
     *,
     serial: int = 0,
     weigh: Callable[[Sequence[Exception]], Exception] = first,
+    once: bool = False,
 ) -> Outcome[T]:
     """The same in a job of several processes, with its errors in the outcome; without `act` nothing is collected.
 
+    With `once` a process that has told before, and was relaunched since, is refused.
     The primary numbers the call with `serial`. Of the errors of several processes `weigh` says which one counts.
     """
     # The other processes tell, and hear the decision, also of a call that they have made fail: so they stay in step.
     # What one has told that gives up is old when the primary comes.
     if not coordinator.primary:
-        own = None if act is None else tell(coordinator, key, act)
+        own = None if act is None else tell(coordinator, key, act, once=once)
         try:
             heard = patience.hear(coordinator, f"{key}/decision")
-        except errors.CoordinationError as silence:
-            if act is not None and isinstance(silence, errors.CoordinationTimeoutError):
+        except BaseException as silence:  # Ctrl-C, too
+            if act is not None:
                 coordinator.forget(_told(coordinator, key))
+            if not isinstance(silence, errors.CoordinationError):
+                raise
             return Outcome(error=silence, own=own)
         error = errors.from_wire(heard["error"]) if "error" in heard else None
         return Outcome(heard.get("value"), error=error, own=own, serial=heard["serial"])
 
-    # The primary acts, collects and decides. Whatever ends that, the other processes hear of it.
+    # The primary acts, collects and decides. Every error on the way is published to the other processes.
     try:
         told: list[Any] = []
         if act is not None:
@@ -192,7 +199,7 @@ def collect(
     return [told[process]["value"] for process in range(1, coordinator.processes)]
 
 
-def tell(coordinator: Coordinator, key: str, act: Callable[[], Any]) -> Exception | None:
+def tell(coordinator: Coordinator, key: str, act: Callable[[], Any], *, once: bool = False) -> Exception | None:
     """On another process than the primary: tells what `act` returns, or its error, which is returned here, too."""
     me = coordinator.named([coordinator.process])
     try:
@@ -204,7 +211,7 @@ def tell(coordinator: Coordinator, key: str, act: Callable[[], Any]) -> Exceptio
         logging.error("%s fails, and with it a call of all processes: %s", me, errors.say(error))
         return error
     try:
-        coordinator.put(_told(coordinator, key), {"value": value})
+        coordinator.put(_told(coordinator, key), {"value": value}, again=not once)
     except errors.CoordinationError as problem:
         raise errors.CoordinationError(
             f"{me} could not take part in a call of all processes ({problem}). A process that was relaunched into a "
@@ -234,8 +241,8 @@ class CollectiveCalls:
     starts all counts anew:
 
     - another process than the primary waits in vain, raises, and does not count the call;
-    - the primary decides a broadcast at once. Another process that makes this call next takes that decision, unless it
-      has received a later one. The primary numbers all its calls for that, and all processes make calls in one order;
+    - the primary decides a broadcast at once. When another process makes this call next, it takes the decision, unless
+      it has received a later one. For this the primary numbers all its calls, and all processes call in one order;
     - where the primary did not wait any longer for a process, that process passes over the call.
     """
 
@@ -315,19 +322,17 @@ class CollectiveCalls:
         while True:
             base = self._base(name)
             key = self._key(base)
-            serial = 0
             if self._coordinator.primary:
                 self._kept.add(self._coordinator, key)
                 self._serial += 1
-                serial = self._serial
-            outcome = meet(self._coordinator, key, act, decide, patience, serial=serial)
+                self._counts[base] += 1  # first: the other processes count a call that Ctrl-C ends here, too
+                return base, meet(self._coordinator, key, act, decide, patience, serial=self._serial)
+            outcome = meet(self._coordinator, key, act, decide, patience)
             if outcome.serial is None:
                 return base, outcome
             self._counts[base] += 1
-            if self._coordinator.primary:
-                return base, outcome
-            # The primary may have made this call alone: then it decided before a decision that this process has
-            # received by now, or it was this process that it did not wait for any longer.
+            # The primary may have made this call without this process. Then this process has received a later decision
+            # by now, or the primary stopped waiting for this process.
             is_new = outcome.serial > self._serial
             self._serial = max(self._serial, outcome.serial)
             if is_new and not self._was_late(outcome.error):

@@ -71,7 +71,7 @@ class Coordinator:
         return self.process == 0
 
     def peek(self, key: str) -> Any:
-        """A value that is there now; None if there is none, or if the service does not answer at once."""
+        """The present value of a key; None if it has no value yet, or if the service does not answer at once."""
         with contextlib.suppress(errors.CoordinationError):
             return self.get(key, 0.001)
 
@@ -217,7 +217,8 @@ def connect(
 ) -> Coordinator:
     """The coordinator of this job, or of the part of it that Orbax's `MultiprocessingOptions` describe.
 
-    Readers agree on nothing, nor do processes of which each is a primary (`primary_host` None).
+    A reader gets a coordinator of its own, because readers agree on nothing. So does each process if all of them are
+    primaries (`primary_host` None).
     """
     if read_only:
         return Coordinator()

@@ -1,15 +1,15 @@
-"""Epochs that exist per node: jobs that know nothing of each other share a directory, each for its own nodes.
+"""Epochs of single nodes: independent jobs share one directory, and each job saves only its own nodes.
 
 | on storage | state |
 | --- | --- |
 | only below `node-<node>-<id>.orbax-checkpoint-tmp/` | uncommitted |
 | `<epoch>/<node>/epoch.json`, with the node's files beside it | committed, for this node alone |
 
-The commit is that of every other epoch (see `directory.rename`); only the names differ. There is no record of the epoch
+An epoch is committed like any other (see `directory.rename`); only the names differ. There is no record of the epoch
 as a whole, and nothing here ever touches another node's folders. POSIX only; the directory itself is never created.
 
-Of two jobs for one node, the one that joined later takes over with its first save: it moves the staging folders that it
-found when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that only
+If two jobs have the same node, the newer job takes over with its first save: it moves the staging folders that were
+there when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that only
 reads takes nothing over.
 """
 
@@ -232,7 +232,7 @@ class NodeWriter(PosixWriter):
         self._leave = weakref.finalize(self, _leave, self.store, stager.home, os.getpid())
 
     def stage(self, epoch: int, save_id: str) -> PosixStaging:
-        """See Writer. Fences off the jobs that were there when this one joined, and removes what they left."""
+        """See Writer. Fences off the jobs that joined earlier, and removes their leftovers."""
         moved = list[str | None]()
         for name in self._older:
             with self._permitted(name):
@@ -323,8 +323,9 @@ class NodeEpochs:
     def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> None:
         """Saves an epoch of this node, of arrays that this process can address; durable and committed on return.
 
-        An epoch of this node that has the number already is replaced; at any moment one of the two is there (on a file
-        system that cannot exchange two folders, such as NFS: is there again when the next job for the node has saved).
+        An epoch of this node that has the number already is replaced; at any moment one of the two is there. On a file
+        system that cannot exchange two folders, such as NFS, a crash may hide both until the next job for the node
+        has saved.
         Raises what `NodeCommits.claim` raises, and SaveError (or FencedError) if the epoch was not committed.
         """
         commits, epoch = self.commits, epoch_number(epoch)
@@ -332,14 +333,14 @@ class NodeEpochs:
         items.check_names([item.name for item in wanted], (), ())
         writer = self.claim()
         self._tries += 1
-        request = SaveRequest(
+        snapshot = dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot()
+        request = SaveRequest(  # from here on its time counts, without that of the snapshot
             epoch=epoch,
             number=self._tries,
             default_item=not checks.is_multi(args),
             custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
         )
-        snapshot = dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot()
-        save = Save(request, snapshot, Deadline(self._options.save_timeout_secs))  # the snapshot's time is not counted
+        save = Save(request, snapshot, Deadline(self._options.save_timeout_secs))
         staging = writer.staging(epoch, f"{writer.incarnation}-{save.name}")
         try:
             with commits.access():

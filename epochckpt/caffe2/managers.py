@@ -1,4 +1,4 @@
-"""Caffe2's checkpoint managers, of one node and of many, and the names of what they save; see `epochckpt.caffe2`."""
+"""Caffe2's checkpoint managers, for one node and for many, and their names on storage; see `epochckpt.caffe2`."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class Manager(abc.ABC):
     ) -> None:
         """Tells the metadata handler, if there is one, of the nodes; the first call of a job.
 
-        The handler alone uses `path_prefix` and `path_type`. A call without them, as that of a runner, repeats those of
-        the call before.
+        Only the handler uses `path_prefix` and `path_type`. A call without them, such as a runner's, repeats the values
+        of the call before.
         """
         names = self.take_nodes(nodes)
         _check_type("path_type", DB_TYPE if path_type is None else path_type)
@@ -189,10 +189,12 @@ class CheckpointManager(Manager):
         path_prefix: PathLike | None = None,
         path_type: str | None = None,
     ) -> Task:
-        """A task that determines which blobs are checkpointed: those that exist when it runs; later ones are not.
+        """A task that fixes which blobs are checkpointed.
+
+        By default it takes all blobs that exist when it runs; later blobs are not checkpointed.
 
         Args:
-            nodes: the one node whose workspace it is; by default that of the task that runs.
+            nodes: the one node of the workspace; by default the node of the running task.
             retrieve_from_epoch: take the names from this epoch instead.
             path_prefix: see `db_name`; for that epoch only.
             path_type: as `db_type`, for that epoch only.
@@ -436,7 +438,7 @@ class MultiNodeCheckpointManager(Manager):
         return self._group("load", lambda m: m.load(epoch, path_prefix, path_type))
 
     def load_blobs_from_checkpoint(self, blob_names: Iterable[str], epoch: int) -> TaskGroup:
-        """Tasks that load just these blobs, on each node that has them."""
+        """Tasks that load just these blobs, on each node. A node leaves out the blobs that its epoch lacks."""
         names = _blob_names(blob_names)
         return self._group("load blobs", lambda m: m.load_blobs_from_checkpoint(names, epoch))
 

@@ -1,8 +1,8 @@
 """Commits on stores without rename (object stores), by conditional writes of one object, the `head`.
 
 Guarantees:
-- what an attempt writes carries its id, which no other attempt ever has: nothing is overwritten, and what an older run
-  still writes or removes, be it late, is its own;
+- every object of an attempt carries the attempt's id, and no two attempts share an id. So nothing is overwritten, and
+  an older run that still writes or removes objects touches only its own, however late it does so;
 - claiming, beginning, committing, replacing, deleting and going back are one change of the head each, on condition that
   it has not changed: whatever an older run tries fails once a newer one has claimed;
 - an attempt that an older run has begun is dead from the claim on, and only what dead attempts wrote is ever removed;
@@ -273,7 +273,7 @@ class PutCommits(Commits):
 
 
 class BucketSweep:
-    """Removes objects of which the head says that nobody needs them. That needs no claim: the head stays the judge.
+    """Removes objects that nobody needs any more, as the head says. A claim is not needed: the head stays the judge.
 
     Attributes:
         views: the Orbax views of the epochs.

@@ -86,7 +86,7 @@ class ClaimHead(HeadChange):
     Attributes:
         owner: the process that claims, see `owners.current`.
         lineage: what becomes of the lineage of a mirror.
-        beside: folders named like epochs of which the head that was looked at names none, see `surroundings.folders`.
+        beside: folders named like epochs that the head did not name when it was read, see `surroundings.folders`.
         stock: those of them that are steps of stock Orbax.
     """
 
@@ -153,7 +153,7 @@ class PublishEpoch(HeadChange):
 
     Attributes:
         entry: what the head says of the epoch from then on; it names the attempt.
-        may_replace: the attempts that give way: none, the one that is named, or whatever is there (None).
+        may_replace: the attempts that give way: no attempt, the named attempt, or whatever is there (None).
         kept_in: the folder of the directory that keeps what gives way; None: it is removed.
     """
 
@@ -185,7 +185,7 @@ class PublishEpoch(HeadChange):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GiveUp(HeadChange):
-    """Attempts can never be committed any more, unless they have been: what they wrote may be removed.
+    """Attempts that are not committed yet can never be committed any more: their objects may be removed.
 
     Attributes:
         incarnation: the run that gives up an attempt of its own; None: any process may do it.
@@ -263,7 +263,7 @@ class LogGoneBack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnlistEpochs(HeadChange):
-    """Epochs do not count any more. What they wrote is kept, or it is dead and may be removed.
+    """Epochs do not count any more. Their objects are kept, or are dead and may be removed.
 
     Attributes:
         epoch: the epoch that errors name.
@@ -436,7 +436,7 @@ class RemoveKeptSteps(HeadChange):
 
 @dataclasses.dataclass(frozen=True)
 class ForgetKept(HeadChange):
-    """Epochs that were set aside, by `<name>/<folder>`, are not kept any more: what they wrote is dead."""
+    """Epochs that were set aside, by `<name>/<folder>`, are not kept any more: their objects are dead."""
 
     kept: Mapping[str, HeadEpoch]
 

@@ -7,8 +7,8 @@ ones. So the number of pages follows that of the entries that count.
 Whoever changes the head writes the new pages first, then the head, and removes the pages that the head names no more,
 then or with the next change. A writer that is killed in between leaves pages that no head names: the next claim
 removes them. It lists the pages before it changes the head, and removes those that its own head does not name. No
-later head names one of these: a change names only pages of the head before it, and pages that it has written itself
-since it read that.
+later head can name these pages: a change names only the pages of the head that it has read, and pages that it has
+written since.
 """
 
 from __future__ import annotations

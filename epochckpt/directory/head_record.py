@@ -1,7 +1,7 @@
 """The head of a directory in an object store, `_epochckpt/head.json`: its epochs, and the run that may write there.
 
-A change is one conditional write of the whole, so that of two changes at one moment one sees the other. Readers need
-one request and no listing.
+A change is one conditional write of the whole head: if two runs change it at once, the second write meets the first.
+Readers need one request and no listing.
 
 It has the newest entries. Older ones are in pages, `_epochckpt/head-<digest>.json`: objects that never change. The head
 names each page by the digest of its content, with a bit for each of its entries that still counts. So one write of the
@@ -220,11 +220,11 @@ class Head:
     # Of the directory whose mirror this is.
     lineage: Lineage | None = stored("lineage", _LINEAGE, default=None)
     change: str = stored("change", codec.text(16), default="")  # unlike that of every other content
-    # The entries, of which the older ones are in pages.
+    # The entries. On storage, the older entries are in pages.
     epochs: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by folder
     stock: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
-    pages: tuple[Page, ...] = ()  # that may have some of them
+    pages: tuple[Page, ...] = ()  # that may have some of the entries
 
     def knows(self, attempt: str) -> bool:
         """Whether one of the runs here has made an attempt."""

@@ -52,7 +52,7 @@ class ClaimLineage:
     claim: str
 
     def apply(self, found: Lineage | None) -> Lineage:
-        """The lineage after the claim; FencedError if it is another one by now."""
+        """The lineage after the claim; FencedError if the mirror has another lineage by now."""
         if found != self.expected:
             raise FencedError(0, "another directory, or another run, has claimed the mirror since this one looked")
         return _passed(found, self.directory, self.claim)

@@ -2,8 +2,8 @@
 
 The change that deletes an epoch adds its line, or that the run went back; that costs no request of its own. Once there
 are many, they become a part of the log, after a deletion, and the next change of the head drops them. A part is an
-object that never changes. Which lines it has follows from the lines and from the number of those before, which the head
-says: whoever moves them, be it late or twice, writes the same part.
+object that never changes. The lines, and the number of lines before them, decide which lines a part has, and both are
+in the head. So every run that moves them writes the same part, even if it does so late or twice.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ObjectViews:
         return noted
 
     def after_commit(self, folder: str, attempt: str, old: HeadEpoch | None) -> list[Callable[[], object]]:
-        """What writes the view of an epoch that is committed, in place of that of the `old` one if there is one."""
+        """The work that writes a committed epoch's view, and replaces the view of the `old` epoch, if there was one."""
         planned, self._planned = self._planned, None
         if planned is None or planned[0] != attempt:
             return []

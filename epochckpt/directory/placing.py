@@ -235,7 +235,7 @@ def take_over(store: Store, home: str, older: str) -> str | None:
 def leave(store: Store, home: str, last_name: str | None = None) -> None:
     """Removes the caller's own home at its end, once every folder on the move in it is in its place.
 
-    With a `last_name` it is called so while it is removed: without its owner it would still look like that of a run.
+    With a `last_name` it gets that name first: while it is being removed, it must not look like the home of a run.
     """
     rescue(store, home, home)
     if last_name is not None:

@@ -150,7 +150,7 @@ class Commits(abc.ABC):
     def __init__(self, store: Store, names: StepNames):
         self.store, self.names = store, names
         self.taken_over: tuple[str, int] | None = None  # incarnation and claim of a run that had not closed it
-        self.ignored: frozenset[int] = frozenset()  # epochs on this disk that are none of the job's, see `disks`
+        self.ignored: frozenset[int] = frozenset()  # epochs on this disk that do not belong to the job, see `disks`
         self._folders: dict[int, str] = {}
 
     def folder(self, epoch: int) -> str:
@@ -235,7 +235,7 @@ class Commits(abc.ABC):
         return []
 
     def obstacle(self, folder: str) -> str:
-        """The reason why a folder that is named like an epoch is none, and what to do about it."""
+        """Why a folder that is named like an epoch is not an epoch, and what to do about it."""
         where = f"{self.store.root}/{folder}"
         if per_node := list(self._per_node(folder)):
             return (
@@ -310,7 +310,7 @@ class Commits(abc.ABC):
                 raise errors.DamagedError(path, f"has {found} bytes, {size} were written")
 
     def scan(self) -> tuple[list[int], dict[int, str]]:
-        """The committed epochs, and by number the folders that are named like an epoch and are none.
+        """The committed epochs, and by number the folders that are only named like an epoch.
 
         Such a folder holds no commit record of ours, and is neither a step of stock Orbax nor a remainder of ours.
         """
@@ -389,7 +389,7 @@ class Commits(abc.ABC):
         del epoch, node
 
     def read_attempt(self, epoch: int) -> str | None:
-        """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
+        """Attempt id of the committed epoch on storage; None if there is no such epoch, or its record is damaged.
 
         FormatVersionError: only a newer epochckpt can read its record.
         """
@@ -413,7 +413,7 @@ class Commits(abc.ABC):
             raise errors.UncertainError(epoch, reason) from error
 
     def require(self, epoch: int) -> list[int]:
-        """The committed epochs; raises EpochNotFoundError, which lists them, unless this one is among them."""
+        """The committed epochs; if `epoch` is missing among them, raises EpochNotFoundError, which lists them."""
         epochs = self.list_epochs()
         if epoch not in epochs:
             raise errors.EpochNotFoundError(epoch, self.store.root, epochs)
@@ -522,7 +522,7 @@ class Writer(Stager):
 
     @abc.abstractmethod
     def keep_deleted(self, lines: Iterable[metrics_log.Line]) -> None:
-        """Adds what another directory has kept of epochs that were deleted there."""
+        """Adds the lines that another directory has kept about its deleted epochs."""
 
     @abc.abstractmethod
     def release(self) -> None:

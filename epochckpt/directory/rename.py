@@ -153,7 +153,7 @@ class PosixStager(Stager):
             raise self.lost(epoch)
 
     def note_root(self, *, anew: bool = False) -> None:
-        """Remembers which directory was claimed: one that lies at its path later may be another."""
+        """Remembers which directory was claimed, because another one may lie at its path later."""
         if anew or not self._root_id:
             self._root_id = self.store.root_id()
 
@@ -365,8 +365,8 @@ class PosixWriter(Writer):
     def _arrived(self, staged: Staging, error: OSError) -> bool:
         """Whether the staged epoch is in its place although the call that put it there has reported an error.
 
-        Over a network that is possible, and it may still happen later: a staging folder that is still there is taken
-        away, so that it never will. UncertainError says that storage does not answer.
+        Over a network a call may succeed and report an error, or take effect later. So a staging folder that is still
+        there is taken away: then the epoch can never arrive. UncertainError says that storage does not answer.
         """
         try:
             found = self.directory.read_in(staged.folder, staged.epoch)

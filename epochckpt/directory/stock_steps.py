@@ -1,6 +1,6 @@
-"""How a step that stock Orbax wrote in a bucket goes, once it is no epoch any more.
+"""Removes a step that stock Orbax wrote in a bucket, once it is no longer an epoch.
 
-Its objects carry no attempt's id: what is saved under its number may have objects of the same names, for stock Orbax.
+The step's objects carry no attempt's id. A new epoch of its number may need objects of the same names, for stock Orbax.
 So the head names its folder among the `removed_steps` until the step has been removed, or moved to where it is kept,
 and nothing is saved under this number before. Wherever a run ends in between, the next claim goes on. A move is a copy,
 which the store makes itself; an object goes only when its copy is there.
@@ -28,7 +28,7 @@ _REMOVED = 1000  # objects between two looks at the head
 
 
 class StockStepRemoval:
-    """Finishes such removals, one after the other, in one directory."""
+    """Finishes these removals in one directory, one after the other."""
 
     def __init__(self, store: Store, head: HeadObject):
         self._store = store
@@ -55,7 +55,7 @@ class StockStepRemoval:
             self._head.write(FinishStepRemoval(incarnation=incarnation, folder=folder, step=step))
 
     def _named(self, folder: str, incarnation: Incarnation | None) -> tuple[Head | None, RemovedStep | None]:
-        """The head as it is now, and what it says of a folder that this run, or any, may clear."""
+        """The current head, and its entry for the folder's removed step, unless another run must clear it."""
         found = self._head.read()
         if found is None or (incarnation is not None and incarnation.id != found.incarnation):
             return found, None

@@ -18,9 +18,9 @@ _LOOKED_AT = 1000  # objects of a folder whose origin is not known
 
 
 def folders(store: Store, names: StepNames, known: Head) -> dict[str, set[str] | None]:
-    """Folders named like epochs of which the head names none, with the dead attempts of its runs in them.
+    """Folders named like epochs that the head does not name, with the dead attempts of its runs in them.
 
-    None: what is there is not ours.
+    A folder that is not ours has the value None.
     """
     named = {*known.epochs, *known.begun.values()} - known.stock.keys()
     found = [e.name for e in store.list("") if e.is_folder and e.name not in named]

@@ -447,11 +447,12 @@ def parsed(text: str) -> Condition:
         InvalidArgumentError: it describes none.
     """
     try:
-        return _of_syntax(ast.parse(text.strip(), mode="eval").body)
+        return _of_syntax(ast.parse(f"({text.strip()})", mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
-        raise InvalidArgumentError(f"it is no stop condition: {getattr(error, 'msg', error)}") from None
+        problem = getattr(error, "msg", None) or str(error) or type(error).__name__
+        raise InvalidArgumentError(f"it is no stop condition: {problem}") from None
 
 
 def _of_syntax(node: ast.expr) -> Condition:
@@ -465,8 +466,19 @@ def _of_syntax(node: ast.expr) -> Condition:
         case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if isinstance(found := _named(name), Condition):
             return found
         case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if isinstance(made := _named(name), type):
-            return made(*map(_of_value, values), **{str(each.arg): _of_value(each.value) for each in named})
+            return made(*map(_of_value, values), **_keywords(named))
     raise ValueError("expected conditions joined by | and &, such as max_epochs(100) | nan('loss')")
+
+
+def _keywords(named: Sequence[ast.keyword]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in named:
+        if each.arg is None:
+            raise ValueError("** stands before a value; write each argument by itself")
+        if each.arg in found:
+            raise ValueError(f"{each.arg} is given twice")
+        found[each.arg] = _of_value(each.value)
+    return found
 
 
 def _of_value(node: ast.expr) -> Any:

@@ -98,7 +98,7 @@ def changing(
 
 
 class DirectoryCopy:
-    """A copy of epochs of one directory to another one, which is made if it is missing.
+    """Copies epochs of one directory to another, and makes the other directory if it is missing.
 
     Every byte is compared with its checksum on the way, as in an upload. What was attached to an epoch is copied, too.
 

@@ -40,10 +40,10 @@ def follow(
         timeout_secs: end when no new epoch appeared for this long, in seconds or as `"10min"`; None: never.
         interval_secs: how often to look, in the same form.
         options: the step name format, if it is not the default.
-        stop: called after each look. When it returns True, one more look follows, and what that finds is the last.
+        stop: called after each look. After it returns True, one more look follows, and its epochs are the last.
 
     Raises:
-        InvalidArgumentError: interval_secs is not above 0, or a time is none.
+        InvalidArgumentError: interval_secs is not above 0, or a time cannot be understood.
         StorageError: storage does not answer, also when asked again; call it anew, with the last epoch as `after`.
 
     Examples:

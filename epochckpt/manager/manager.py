@@ -331,7 +331,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             CoordinationTimeoutError: the primary's answer did not come in time.
-            StorageError: storage does not answer; this manager knows what it knew before.
+            StorageError: storage does not answer; this manager keeps its earlier view.
         """
         self.parts.saves.queue.drain()
         self.parts.administration.look()
@@ -344,7 +344,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return sorted(self.parts.history.damaged)
 
     def foreign_folders(self) -> dict[int, str]:
-        """Folders named like epochs that are none, described, by number; as of the last look. They are left alone."""
+        """Folders that are only named like epochs, described, by number; as of the last look. They are left alone."""
         return dict(self.parts.saves.foreign)
 
     # What subclasses and users of Orbax's manager read behind its interface, as far as we found; see docs/orbax.md.
@@ -463,9 +463,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def allow_overwrite(self, epoch: int) -> None:
         """Lets the next save of a committed epoch's number replace it; all processes call it alike.
 
-        At any moment, also after a crash, either the old or the new epoch is there (on a file system that cannot
-        exchange two folders, such as NFS: is there again after the next write). If another process changes the epoch
-        meanwhile, the save fails. A save that fails, or that raises, has used the permission up: call this again.
+        At any moment, also after a crash, either the old or the new epoch is there. On a file system that cannot
+        exchange two folders, such as NFS, a crash may hide both until the next write. If another process changes the
+        epoch meanwhile, the save fails. A save that fails, or that raises, has used the permission up: call this again.
 
         Raises:
             FencedError: a newer run has taken over the directory.
@@ -528,7 +528,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             MismatchError: the target does not fit; lists every leaf.
-            DamagedError: bytes differ from what was written; if `step` is None, those of every epoch.
+            DamagedError: bytes differ from the saved ones; without a `step`, in every epoch.
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
         restores = self.parts.restores
@@ -545,7 +545,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Like `restore`, in the background: returns a response, whose `result()` gives or raises what `restore` does.
 
         In a job of several processes the epoch, or the newest one that this process knows, is read ahead, and all call
-        `result()`, which votes. Where processes share what they read, `result()` does it all.
+        `result()`, which votes. If processes share their reads, nothing is read ahead: `result()` does all the work.
         """
         restores = self.parts.restores
         return restores.begin(step, restores.request(items, restore_kwargs, directory, args))
@@ -599,9 +599,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return found
 
     def verify(self, epoch: int) -> status.Verification:
-        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
+        """Reads every byte of a committed epoch, of all nodes, and compares it with the checksums of the save.
 
-        With `StorageOptions.local_disks` that is what this process's disk has of it.
+        With `StorageOptions.local_disks` it reads only the part of the epoch on this process's disk.
 
         Damage of the Orbax view is listed apart: see `view_damage`, and `epochckpt.repair_view`. Stock Orbax keeps no
         checksums: its epochs are only checked to be whole and readable; see `note`.
@@ -630,7 +630,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self.parts.readers.brief(epoch_number(epoch)).attempt
 
     def item_metadata(self, step: int) -> Any:
-        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads no arrays."""
+        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads no arrays.
+
+        As in Orbax, the items of an epoch that has several include `metrics` if it has metrics, with None: that is no
+        item to restore.
+        """
         return self.parts.readers.open(epoch_number(step)).item_metadata()
 
     def item_kinds(self, epoch: int) -> dict[str, str]:
@@ -776,10 +780,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return wait
 
     def _after_fork(self) -> None:
-        """In a forked child: this process can only read; its parent goes on with what is being saved."""
+        """In a forked child: this process can only read; its parent goes on with the saves."""
         saves = self.parts.saves
         self._access.forked = True
         self._coordinator = coordination.Coordinator()
+        self.parts.directory.job_directory.coordinator = self._coordinator
         calls = CollectiveCalls(self._coordinator, "", saves.last_name)
         self.parts.administration.connect(calls)
         self.parts.restores.connect(self._coordinator, calls)

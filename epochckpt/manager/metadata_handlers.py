@@ -259,7 +259,7 @@ class JsonMetadataHandler(CheckedHandler):
             store.put(name, data, draft=f".{name}.{paths.new_id()}.tmp", replace=True)
 
     def _read(self) -> dict[str, Any]:
-        """The record of this job, or, before it has written one, that of a job which had one of its nodes."""
+        """The record of this job. Before its first write, it is the record of an earlier job with one of its nodes."""
         store, name = self._place
         record = _read_json(store, name)
         if record and not self._is_ours(record):

@@ -16,7 +16,7 @@ def _is_tracer(step: Any) -> bool:
 
 
 def epoch_number(step: Any, where: str = "") -> int:
-    """An epoch's number as an int; raises InvalidArgumentError, which begins with `where`, if it is none."""
+    """An epoch's number as an int; raises InvalidArgumentError, which begins with `where`, for anything else."""
     if not isinstance(step, int) and _is_tracer(step):
         raise InvalidArgumentError(
             "the epoch (step) is a tracer: this was called inside a function that jax transforms (jit, grad, vmap, "

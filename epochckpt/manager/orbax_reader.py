@@ -79,7 +79,7 @@ class OrbaxReader(CheckpointReader):
                 file = steps.json_file(self.store, self._at(name))
                 return ocp.JsonCheckpointHandler(file).restore(path, args=args or ocp.args.JsonRestore())
         handler, args = self._handler(name, recorded, args)
-        if handlers.kind_of(handler) == "other":  # what it raises is its own affair
+        if handlers.kind_of(handler) == "other":  # its errors are passed on as they are
             with self._local(name) as path:
                 return handler.restore(path, args=args)
         with self._readable(name), self._local(name) as path:

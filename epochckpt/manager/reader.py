@@ -34,8 +34,8 @@ def ignore(nbytes: int) -> None:
 class CheckpointReader(abc.ABC):
     """Reads one epoch, by the record that it had when the reader was made.
 
-    Methods raise DamagedError for bytes that differ from what was written or cannot be read, EpochDeletedError if the
-    epoch was deleted meanwhile, and InvalidArgumentError for an item, leaf, node or file that the epoch lacks.
+    Methods raise DamagedError if bytes differ from the saved ones or cannot be read, and EpochDeletedError if the epoch
+    was deleted meanwhile. They raise InvalidArgumentError for an item, leaf, node or file that the epoch lacks.
     """
 
     native: EpochReader | None = None  # reads blocks and files of an epoch of ours

@@ -63,7 +63,7 @@ class SharedReads:
 def shared_reads(
     coordinator: Coordinator, calls: CollectiveCalls, storage: StorageOptions, asked: bool
 ) -> SharedReads | None:
-    """How the processes share what they read, where the options ask for that; None: each reads for itself."""
+    """How the processes share their reads, if the options ask for it; None: each process reads for itself."""
     wanted = asked if storage.broadcast_restore is None else storage.broadcast_restore
     if not wanted or coordinator.processes == 1 or storage.local_disks:
         return None

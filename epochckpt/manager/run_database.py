@@ -35,7 +35,8 @@ APPLICATION_ID = 0x45504348  # "EPCH"
 VERSION = 1
 
 # Times are seconds since 1970. Rows of `epochs` and `stats` are only ever added: the greatest id is the last. JSON
-# lists name nodes: `nodes` those of the job that wrote last, or an epoch, `had` those of all jobs that wrote in a run.
+# lists name nodes: `nodes` the nodes of the job that wrote last (in `epochs`: that wrote this row), `had` the nodes of
+# all jobs that wrote in a run.
 _SCHEMA = (
     """CREATE TABLE runs(
         id INTEGER PRIMARY KEY, name TEXT NOT NULL, db_prefix TEXT NOT NULL, db_type TEXT, path_prefix TEXT,
@@ -72,11 +73,11 @@ _MAX_TIMEOUT_SECS = 86_400  # SQLite counts milliseconds in an int of C
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run; `started_secs` is the Unix time of its first start, `seen_secs` that of what it wrote last.
+    """One run; `started_secs` is the Unix time of its first start, `seen_secs` the time of its last write.
 
     Jobs that share a directory, each for its own nodes, may have one `name`. `db_prefix` is the directory, as given at
-    the last start; `last_epoch` the epoch written last, which is not the greatest after a rollback; `end_reason` is
-    None if anything was written since the end.
+    the last start; `last_epoch` is the epoch written last, which is not the greatest after a rollback. `end_reason`
+    says why the run ended; a later write resets it to None.
     """
 
     name: str
@@ -114,18 +115,17 @@ class RunStatRow:
 
 
 class SqliteMetadataHandler(CheckedHandler):
-    """One SQLite database for many runs: which there are, what happened to their epochs, how long each node took.
+    """One SQLite database for many runs: lists the runs, the fate of their epochs, and how long each node took.
 
-    Several processes and threads may write at once. A run that is started again goes on under its name, if one of its
+    Several processes and threads may write at once. A run that is started again keeps its name, if one of its
     nodes was in it before: jobs that share a directory, each for its own nodes, are different runs. A job with the
     nodes of several of them goes on from the newest epoch that all of its nodes have; if it only looks, and writes no
-    epoch, it changes nothing for the others. Nothing is ever overwritten: an epoch that is
-    written again after a rollback has two rows, of which the later counts. Any SQLite tool can read the tables `runs`,
-    `epochs` and `stats`.
+    epoch, it changes nothing for the others. Nothing is ever overwritten: an epoch written again after a rollback has
+    two rows, and the later row counts. Any SQLite tool can read the tables `runs`, `epochs` and `stats`.
 
-    The protocol does not say which epoch a `report` is about: it is the one of the last call that named one
-    (`last_epoch`, `write`, `save_failed`, `cp_accessible`), else the last one that the run has written. A time that is
-    reported for a folder counts for the node that the last part of its path names.
+    The protocol does not say which epoch a `report` is about. The handler takes the epoch of the last call that named
+    one (`last_epoch`, `write`, `save_failed`, `cp_accessible`). If no call did, it takes the last epoch that the run
+    has written. A time that is reported for a folder counts for the node that the last part of its path names.
 
     Args:
         path: the file, on a local or shared file system; its folder must exist.
@@ -271,7 +271,8 @@ class SqliteMetadataHandler(CheckedHandler):
     @contextmanager
     def _transaction(self) -> Generator[sqlite3.Connection]:
         with self._opened("rwc") as connection:
-            connection.execute("BEGIN IMMEDIATE")  # at once: two that read before they write would block each other
+            # Locks at once: two transactions that read before they write would block each other.
+            connection.execute("BEGIN IMMEDIATE")
             if not self._has_tables(connection):
                 for statement in _SCHEMA:
                     connection.execute(statement)

@@ -60,7 +60,7 @@ class Saves:
         claim: the claim to the directory.
         queue: the saves that have begun.
         listener: hears how they end.
-        foreign: a description of each folder that is named like an epoch but is none, by number, as of the last look.
+        foreign: descriptions of folders that are only named like an epoch, by number, as of the last look.
         waits: how often the caller has waited for all saves; each process makes these calls alike.
         asynchronous: whether the caller does not wait for a save.
         timeout_secs: the bound on a save, see `StorageOptions.save_timeout_secs`.
@@ -158,6 +158,15 @@ class Saves:
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
         """See `CheckpointManager.should_save`."""
         step = epoch_number(step)
+        if not self.is_wanted(step, ignore_later=ignore_later):
+            return False
+        if blocked := self.blocked(step):
+            logging.error("%s", blocked)
+            return False
+        return True
+
+    def is_wanted(self, step: int, *, ignore_later: bool) -> bool:
+        """Whether the options ask for an epoch; a foreign folder may be in its place."""
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory.store.root)
             return False
@@ -167,7 +176,7 @@ class Saves:
         if requested and requested[-1].step >= step:
             logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
-        wanted = retention.decide_save(
+        return retention.decide_save(
             policy=self._policy,
             options=self._options,
             step=step,
@@ -176,15 +185,11 @@ class Saves:
             preempted=self._reached_preemption(step),
             pace=self._history.pace,
         )
-        if not wanted:
-            return False
-        if step in self.foreign and step not in self._overwrites:
-            logging.error("%s", self._blocked(step))
-            return False
-        return True
 
-    def _blocked(self, step: int) -> str:
-        """Why an epoch cannot be saved whose place a foreign folder has, and what to do."""
+    def blocked(self, step: int) -> str:
+        """Why an epoch cannot be saved whose place a foreign folder has, and what to do; empty if there is none."""
+        if step not in self.foreign or step in self._overwrites:
+            return ""
         return f"checkpoint {step} cannot be saved: {self.foreign[step]}; then call reload(), or take another number"
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -244,7 +249,7 @@ class Saves:
                 "looked, reload() or claim() tells"
             )
         if step in self.foreign and overwrite is None:
-            raise EpochExistsError(self._blocked(step))
+            raise EpochExistsError(self.blocked(step))
         snapshot: Snapshot | None = None
         try:
             # Plan the save, wait until older ones leave room for it, then copy what can still change.

@@ -122,6 +122,6 @@ def custom_metadata(store: Store, *, limit_bytes: int = 2**24) -> dict[str, Any]
 
 
 def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
-    """Orbax's RootMetadata of a directory: what was written there, else what is given; raises DamagedError."""
+    """Orbax's RootMetadata of a directory: the one written there, else the `given` one; raises DamagedError."""
     written = custom_metadata(store)
     return ocp.metadata.RootMetadata(custom_metadata=dict(given or {}) if written is None else written)

@@ -28,7 +28,7 @@ class StepLog:
     """
 
     def __init__(self, logger: Any, root: str, policy: Any, primary: bool, asynchronous: bool):
-        self._logger = logger or ocp.logging.StandardLogger()
+        self._logger = ocp.logging.StandardLogger() if logger is None else logger
         self._events = SaveEvents(root, policy, primary, asynchronous)
         self.waited = self._events.waited
         self.restoring = self._events.restoring

@@ -3,8 +3,8 @@
 All processes of a job must decide alike, and none asks another. So decisions depend on numbers of steps and on what the
 primary has measured, never on a clock of this process: the cost of a save (`SaveCost`) comes with the verdict on it, in
 the background. The interval after a save follows from all saves but that newest one. In the rare case that the one
-before it has not ended by then, a job of several processes waits for its end; a process alone never waits, and decides
-from what has ended.
+before it has not ended by then, a job of several processes waits for its end; a job of one process never
+waits, and decides from the saves that have ended.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def auto_interval(*, target_overhead: float | None = None, mtbf: float | str | N
             that the directory's records tell of (see `epochckpt goodput`), a day where no failure has been seen.
 
     Raises:
-        InvalidArgumentError: a share that is not between 0 and 1, or a time that is none.
+        InvalidArgumentError: the share is not between 0 and 1, or the time cannot be understood.
 
     Examples:
         >>> options = ocp.CheckpointManagerOptions(save_decision_policy=ec.policy.auto_interval(mtbf="6h"))

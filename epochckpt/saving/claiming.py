@@ -3,7 +3,7 @@
 Guarantees:
 - a manager that only opens, lists, restores or looks claims nothing and needs no permission to write;
 - the first save, delete, rollback or replacement claims the directory, on the primary, on the thread that writes. It
-  fences off the run that claimed before, and logs which process that was;
+  fences off the run that had claimed before, and logs the process of that run;
 - a manager that was fenced off stays so: it never claims again, and its next save raises;
 - the other processes learn of the claim from the primary's answer to a collective call, or from what the primary
   publishes for each save until every process has reported once.
@@ -108,7 +108,7 @@ class Claim:
             self._known = claim
 
     def _failed(self, error: BaseException) -> None:
-        """Notes it before another save may try: it would take over from the run that was the later one."""
+        """Notes the error before another save may try to claim: its claim would fence off the newer run."""
         self.note(error)
         self._directory.forget_claim()  # the next try is a new incarnation, which sweeps this one
         self._taken = None

@@ -29,8 +29,8 @@ class Follower(Part):
     2. `report` tells the primary what this process has written. From then on the save may be committed, and this
        process cannot give it up;
     3. `conclude` waits for the verdict. Where it does not come, storage decides: the save is committed if its epoch is
-       there, and uncertain otherwise. An uncertain save is settled by its verdict, if that comes late, or by that of a
-       later save, because verdicts come in order.
+       there, and uncertain otherwise. A verdict that comes late settles an uncertain save. So does the verdict
+       of a later save, because verdicts come in order.
     """
 
     def __init__(self, context: SaveContext, nodes: Nodes):

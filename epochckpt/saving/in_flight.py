@@ -1,4 +1,4 @@
-"""The saves of one process that have no verdict yet: waiting for them, ending them, and what became of them."""
+"""The saves of one process that have no verdict yet: waits for them, ends them, and remembers how they ended."""
 
 from __future__ import annotations
 

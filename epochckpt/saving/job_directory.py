@@ -93,7 +93,7 @@ class JobDirectory(abc.ABC):
         return "" if self._stager is None else self._stager.incarnation
 
     def forget_claim(self) -> None:
-        """After a claim that failed: the next one is another incarnation, which sweeps this one."""
+        """Forgets a claim that failed. The next claim makes a new incarnation, which sweeps what this one left."""
         self._stager = None
 
     @property

@@ -85,7 +85,7 @@ class _NodeWriter:
         self._secs += time.monotonic() - began
 
     def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
-        """Keeps what the other hosts need, or compare, of leaves of which each process has a value of its own."""
+        """Keeps the inlined values, for the commit record, and digests of per-process values, for comparison."""
         item, sizes = plan.item, plan.owned[2].tolist()
         for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
             end = 0

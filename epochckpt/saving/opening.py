@@ -74,9 +74,12 @@ def open_directory(
     `kind` says how it lies on the hosts of the job. With `read_only`, or where `create` is False, a directory that is
     missing has no epochs, and is not made.
 
-    Raises NotACheckpointDirectoryError (a file), AccessError (no permission to read or create it), FormatVersionError
-    (a record of the directory itself needs a newer epochckpt), InvalidArgumentError (unusable or repeated names of
-    nodes or items) or CoordinationTimeoutError, which names the process that did not come to open it.
+    Raises:
+        NotACheckpointDirectoryError: it is a file.
+        AccessError: there is no permission to read or create it.
+        FormatVersionError: a record of the directory itself needs a newer epochckpt.
+        InvalidArgumentError: names of nodes or items are unusable or repeated.
+        CoordinationTimeoutError: a process did not come to open it; the error names that process.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
     names = StepNames.of(options)  # refuses what cannot be used before another process hears of this one
@@ -102,7 +105,7 @@ def open_directory(
     wait = storage.open_timeout_secs
     late = "{names} did not construct its CheckpointManager within {secs:g} s"
     patience = Timeouts(collect_secs=wait, hear_secs=hear_secs(wait), late_text=late)
-    answer = collective(coordinator, base, hello, decide, patience)
+    answer = collective(coordinator, base, hello, decide, patience, once=True)
     prefix = ""
     if coordinator.processes > 1:
         prefix = f"{base}/{answer['opening']}"

@@ -23,7 +23,7 @@ from epochckpt.saving.save import Phase, Save
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
 _PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before a new save fails
 _KEPT_REPORTS = 2  # saves whose reports the coordination service keeps
-_KEPT_KEYS = 192  # other keys that it keeps, for a process that was away: reports are large, those are small
+_KEPT_KEYS = 192  # its other keys, which are small, are kept longer, for a process that was away
 
 
 class Primary(Part):
@@ -154,7 +154,7 @@ class Primary(Part):
         return missing
 
     def _failure_of(self, process: int, error: Exception, epoch: int) -> errors.SaveError:
-        """The save's failure, of which one process's error is the cause."""
+        """The save's failure, which one process's error has caused."""
         reason = f"node {self.nodes.names[process]}: {getattr(error, 'reason', error)}"
         for kind in (errors.FencedError, errors.StorageBehindError):
             if isinstance(error, kind):

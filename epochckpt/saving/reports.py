@@ -56,10 +56,10 @@ class NodeReport:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessReport:
-    """A process's report to the primary: the nodes that it has written, or the error that kept it from that."""
+    """A process's report to the primary: the nodes that it has written, or the error that prevented this."""
 
     plan: str = ""  # digest of its plan
-    nodes: tuple[NodeReport, ...] = ()  # one report for each node that it hosts
+    nodes: tuple[NodeReport, ...] = ()  # a report for each node of the process
     error: Exception | None = None
 
     def to_wire(self) -> dict[str, Any]:

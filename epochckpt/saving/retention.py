@@ -454,7 +454,7 @@ def _raise(error: Exception) -> None:
 def _may_delete(commits: Commits, info: EpochInfo) -> bool:
     """Whether an epoch that no caller has named may be deleted: a step of stock Orbax must be one without doubt."""
     epoch = info.step
-    if info.is_unknown:  # what it is worth cannot be judged
+    if info.is_unknown:  # nobody can judge its worth
         return False
     if not commits.store.renames:
         if paths.attempt_in(info.attempt) is not None:

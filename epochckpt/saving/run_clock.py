@@ -1,7 +1,7 @@
-"""What one run of a manager has spent its time on: counted as it goes, and recorded with every commit.
+"""How one run of a manager has spent its time: counted as it goes, and recorded with every commit.
 
-Nothing is written for it: the primary's figures are part of each commit record (`format.records.RunEntry`), with those
-of the runs before, as the newest record had them when the directory was opened.
+There is no file for these figures. Each commit record contains the primary's (`format.records.RunEntry`), and the
+figures of earlier runs, as the newest record gave them when the directory was opened.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class RunClock:
         return dict(self._spent)
 
     def committed(self) -> None:
-        """Counts a save that was committed; what `committing` says of one that fails then is in no record."""
+        """Counts a committed save. A save that fails after `committing` leaves its figures in no record."""
         self._saves += 1
 
     def committing(

@@ -1,4 +1,4 @@
-"""One save on one process: what was asked for, what the process holds of it, and its phase.
+"""One save on one process: the request, the process's part of the data, and the phase.
 
 `CheckpointManager.save` makes a `SaveRequest` and a `Save` on the training thread, and hands the save to the
 `SaveQueue`. `Phase` has a picture of what happens then, and says who makes each move.
@@ -180,7 +180,7 @@ class Save:
     def advance(self, to: Phase, *, before: Phase | None = None, failure: SaveError | None = None) -> bool:
         """Moves the save to a phase; returns whether this call has done so.
 
-        It has not if the save cannot get there from where it is, or, with `before`, if it has come that far already.
+        It returns False if no move leads there from the present phase, or, with `before`, once that phase is reached.
         `failure` says why it ends, if not well.
         """
         move = _Move(to, failure)
@@ -224,7 +224,7 @@ class Save:
 
     @property
     def plan(self) -> str:
-        """The digest of what this process plans to write; all processes must have the same."""
+        """The digest of this process's plan for the save; it must be the same on all processes."""
         return self.snapshot.digest()
 
     # -- the commit record, on the primary -----------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Survey:
 
     epochs: list[int]  # committed, ascending, without the damaged ones
     damaged: dict[int, ReplaceCondition]  # as far as known before, or as the files of the newest epochs tell
-    foreign: dict[int, str]  # folders that are named like an epoch and are none, described, by number
+    foreign: dict[int, str]  # descriptions of folders that are only named like an epoch, by number
     attached: dict[int, Any]  # metrics that were attached to epochs, by epoch, if the options need them
     remote: tuple[int, ...] = ()  # those of the epochs that only the mirror has
     runs: tuple[RunEntry, ...] = ()  # as the newest epoch has them

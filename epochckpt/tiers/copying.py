@@ -6,7 +6,7 @@ commits when all have answered. The other processes do the newest task; the last
 
 The worker does one step after the other, the first of these that there is to do:
 
-1. It claims the mirror, and compares the epochs there with those of the directory.
+1. It claims the mirror, and compares the mirror's epochs with the directory's.
 2. It follows a deletion or a rollback that the ledger names.
 3. It removes the oldest epoch, if the mirror has more than `mirror_keep`.
 4. It removes the files of a copy that failed.
@@ -204,14 +204,15 @@ class Backlog:
             logging.warning(text, self._url, names, self._options.mirror_backlog)
 
     def begin_look(self) -> None:
-        """The mirror is compared with what is here, from now on."""
+        """A comparison of the mirror with this directory begins now; `correct` takes its result."""
         with self._lock:
             self._fresh = set()
 
     def correct(self, outdated: Collection[int], present: Collection[int]) -> frozenset[int]:
-        """After that look: which epochs the mirror has in an older form, and which as they are here.
+        """Takes the result of the comparison.
 
-        Returns the epochs that were committed meanwhile, of which the look says nothing.
+        The mirror has the `outdated` epochs in an older form, and the `present` ones as they are here. Returns the
+        epochs that were committed since the comparison began; it does not cover them.
         """
         with self._lock:
             due = {each.epoch for each in self._due if each.epoch not in present or each.epoch in self._fresh}
@@ -485,7 +486,7 @@ class Worker:
         return {epoch: seen_id(self._copies, epoch) for epoch in self._copies.list_epochs()}
 
     def _compare(self) -> None:
-        """Compares the epochs of the mirror with those of the directory.
+        """Compares the mirror's epochs with the directory's.
 
         This run has claimed the mirror, and nobody else writes there any more. An earlier owner may have written
         between this run's look and its claim: then that is another history, and this run changes nothing. Otherwise the

@@ -31,7 +31,7 @@ _MAX_MIRROR_BYTES = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class DiskPart:
-    """What one disk has of an epoch: of which attempt (empty: that cannot be read), and what is wrong with it."""
+    """The part of an epoch on one disk: its attempt (empty if that cannot be read), and its fault, if it has any."""
 
     attempt: str
     fault: str = ""
@@ -45,7 +45,7 @@ class DiskReport:
     known: Sequence[str]  # the ids of all directories when a run last claimed them, by process, and that claim
     parts: Mapping[int, DiskPart]  # by epoch
     hidden: Sequence[int]  # epochs that a rollback hides there
-    foreign: Mapping[int, str]  # folders that are named like an epoch and are none, described, by number
+    foreign: Mapping[int, str]  # descriptions of folders that are only named like an epoch, by number
     mirror: str  # the text of its record of the mirror; empty without one
 
     def to_wire(self) -> dict[str, Any]:

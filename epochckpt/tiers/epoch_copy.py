@@ -146,7 +146,7 @@ class EpochCopy:
         return True
 
     def _in_the_way(self, found: str) -> EpochExistsError:
-        """The error for what lies where the epoch is to go."""
+        """The error for a copy whose place is taken; `found` says by what."""
         return EpochExistsError(
             f"{self.commits.store.root} has {self.commits.folder(self._epoch)} already, which is {found}. Nothing "
             f"there was changed: delete it or move it away, copy checkpoint {self._epoch} to another destination, or "

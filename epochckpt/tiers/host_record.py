@@ -1,7 +1,7 @@
 """`_epochckpt/host.json` says that a directory is on a disk of one host, and has the parts of epochs that this one has.
 
-See `StorageOptions.local_disks`. Every such directory has an id of its own, by which two processes notice that they see
-the same one, and a job that a disk was replaced.
+See `StorageOptions.local_disks`. Every such directory has an id of its own. By the id, two processes notice that
+they see the same directory, and a job notices that a disk was replaced.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _parse(path: str, data: bytes) -> HostRecord:
 
 
 def introduce(commits: Commits, node: str, mirror: str) -> HostRecord:
-    """The record of this process's directory, which gets one if it has none."""
+    """The record of this process's directory; writes the record first if it is missing."""
     if (found := read_host_record(commits.store)) is None:
         store, made = commits.store, HostRecord(directory=paths.new_id(), node=node, mirror=mirror)
         make_folder(store, paths.HOST_RECORD.rpartition("/")[0])

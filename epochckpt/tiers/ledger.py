@@ -1,8 +1,8 @@
 """`_epochckpt/mirror.json`, the ledger: what a directory on a file system knows of its mirror.
 
-It says how this directory is recognised, which claims of the mirror its runs have made, what the mirror has confirmed,
-and which epochs were deleted or rolled back here and have yet to leave the mirror. The mirror itself may have changed
-since: a run looks there before it acts.
+It says how this directory is recognised, and how its runs have claimed the mirror. It lists the copies that the mirror
+has confirmed, and the epochs that were deleted or rolled back here and have yet to leave the mirror.
+The mirror itself may have changed since: a run looks there before it acts.
 
 An address is never taken from here: the URL is shown to people, and nothing opens it.
 """
@@ -126,8 +126,8 @@ class Ledger:
     Attributes:
         url: where the mirror is, for people.
         identity: by what this directory is recognised.
-        claims: the ids of claims of the mirror that runs of this directory have made: the last one that is known to
-            hold, and those that were tried since.
+        claims: the ids of this directory's claims of the mirror: the last claim that is known to hold, and all claims
+            that were tried since.
         adopted: what this directory goes on from, as long as it has written nothing to the mirror.
         copies: by epoch, the copies that the mirror has confirmed.
         copying: a copy that has begun, and that the mirror may or may not have, by epoch.
@@ -369,7 +369,7 @@ class LedgerFile:
             self._write(dataclasses.replace(ledger, withdrawals=(*ledger.withdrawals, withdrawal)))
 
     def settle(self) -> None:
-        """Drops withdrawals of what was not deleted here; those that remain hold, whatever is saved later.
+        """Drops withdrawals whose epochs were not deleted here; the others hold, whatever is saved later.
 
         Nothing is decided while a call is under way that may delete it. Such a call writes its withdrawal under the
         lock.

@@ -63,7 +63,7 @@ class Mirror:
         policies: ocp.CheckpointManagerOptions,
         names: StepNames | None = None,
     ):
-        """`names` are those of epochs' folders, if they are not those of the `policies`."""
+        """`names` is the format of the epochs' folders; None: the format of the `policies`."""
         store = open_store(url, settings=options.store)
         names = names or StepNames.of(policies)
         self.url = store.root
@@ -75,7 +75,7 @@ class Mirror:
         self._standing: Standing = Unanswered(UnsupportedError("nobody has looked"))
         self._found: Ledger | None = None  # the ledger of this directory, as of the last look
         self._gone: Mapping[int, str | None] = {}  # the save ids of epochs that are no part of the mirror's history
-        self._known: Mapping[int, Copy] = {}  # the copies that a ledger here, or one that was copied with it, knows
+        self._known: Mapping[int, Copy] = {}  # the copies in the ledger found here, even if it was copied along
         self._epochs = MirrorEpochs()
         self._local: Commits | None = None  # once the directory is claimed
         self._ledger: LedgerFile | None = None  # the same
@@ -249,7 +249,7 @@ class Mirror:
         return dataclasses.replace(ledger, withdrawals=ledgers.settled_withdrawals(ledger, local)).hidden
 
     def _is_unchanged(self, ledger: Ledger) -> bool:
-        """Whether the mirror has what this directory knows that it has, and nothing else."""
+        """Whether the mirror has exactly the copies that the ledger lists."""
         return {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == self._epochs.there
 
     def _say(self, root: str, known_url: str) -> None:
@@ -422,7 +422,7 @@ class Mirror:
         return seen is not None and (ledger.claims, ledger.adopted) == (seen.claims, seen.adopted)
 
     def _outdated(self, local: Commits, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
-        """The epochs here of which the mirror has, or may have, another save, as far as the ledger knows.
+        """The epochs here that the mirror has, or may have, from another save, as far as the ledger tells.
 
         The mirror is not asked: no save waits for it. The worker compares the epochs when it has claimed the mirror.
         """

@@ -89,7 +89,7 @@ def assess(
         here: its epochs.
         lineage: the mirror's.
         there: the ids of the mirror's epochs.
-        same: whether an epoch that both have is of one save in both.
+        same: whether a common epoch comes from the same save on both sides.
     """
     if lineage is None and not there:
         return Owner(lineage)
@@ -112,9 +112,9 @@ def diverged(
 ) -> tuple[int, ...]:
     """The epochs here that are no part of the mirror's history, ascending.
 
-    If each epoch of the mirror is a copy of one here, or one that this directory has written, and none of those is
-    missing, nothing has diverged. Otherwise an
-    epoch is common if the mirror has the same save, or if it is older than such an epoch and was never mirrored.
+    Nothing has diverged if this directory knows every epoch of the mirror, by its own epoch or by its ledger, and the
+    mirror has every copy that the ledger lists. Otherwise an epoch is common if the mirror has the same save, or if it
+    is older than such an epoch and was never mirrored.
     """
     copies: Mapping[int, Copy] = {} if ledger is None else ledger.copies
     ours = {epoch for epoch in there if (epoch in here and same(epoch)) or _is(copies.get(epoch), there[epoch])}

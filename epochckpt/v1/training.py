@@ -43,9 +43,9 @@ _RESERVED = frozenset({"metrics", "AUTO"})  # names that Orbax's v1 refuses
 class Checkpointer:
     """Saves and loads the epochs (steps) of a training loop; a drop-in for `orbax.checkpoint.v1.training.Checkpointer`.
 
-    All processes of a job make the same calls. Unlike Orbax's, it has no barriers: the only call that waits for other
-    processes is `load` of the newest epoch, and those that read or delete what all must agree on. `latest` and
-    `checkpoints` name committed epochs only, and every byte that is loaded is verified.
+    All processes of a job make the same calls. Unlike Orbax's, it has no barriers. A call waits for other processes
+    only if all must agree on what to read or delete, as in `load` of the newest epoch. `latest` and `checkpoints` name
+    committed epochs only, and every byte that is loaded is verified.
 
     A step may be a number, or the CheckpointMetadata of an epoch. Methods raise EpochNotFoundError (which is Orbax's
     StepNotFoundError) if there is no such epoch.
@@ -308,7 +308,7 @@ class Checkpointer:
 
         Raises:
             MismatchError: the target does not fit; lists every leaf.
-            DamagedError: bytes differ from what was written; if `step` is None, those of every epoch.
+            DamagedError: bytes differ from the saved ones; without a `step`, in every epoch.
             UnknownNameError: the epoch has no such item.
         """
         return self.load_checkpointables(step, {checkpointable_name: abstract_state})[checkpointable_name]
@@ -359,7 +359,7 @@ class Checkpointer:
         return self._engine.look(self._existing(step), look)
 
     def checkpointables_metadata(self, step: Any = None) -> Any:
-        """CheckpointMetadata of an epoch; its `metadata` is a dict of what is known of each object, by name."""
+        """CheckpointMetadata of an epoch; its `metadata` is a dict that describes each object, by name."""
         context = contexts.now(self._context)
 
         def look(reader: CheckpointReader) -> Any:

@@ -145,7 +145,7 @@ def test_a_process_that_was_relaunched_into_a_running_job_is_told_so() -> None:
     with pytest.raises(
         CoordinationError, match=r"process 1 could not take part .*ALREADY_EXISTS.*restart the whole job"
     ):
-        collective(InMemory(service, 1, 2), "x", lambda: 1, sum, PATIENT)
+        collective(InMemory(service, 1, 2), "x", lambda: 1, sum, PATIENT, once=True)
 
 
 def test_of_several_errors_the_weightiest_counts() -> None:
@@ -241,6 +241,38 @@ def test_a_process_that_fails_in_a_call_is_in_step_with_the_next_one() -> None:
             lambda number=number: looked(calls[0], number), lambda number=number: looked(calls[1], 10 + number)
         )
         assert found == [[number, 10 + number]] * 2
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_on_the_primary_leaves_all_in_step() -> None:
+    """The others raise with it, and the next call of that name is one call of all."""
+    service = Service()
+    calls = [calls_of(InMemory(service, number, 2)) for number in range(2)]
+
+    def breaks(one: CollectiveCalls, error: type[BaseException]) -> None:
+        with pytest.raises(error):
+            one.broadcast("claim", interrupted, WAIT_SECS)
+
+    both(lambda: breaks(calls[0], KeyboardInterrupt), lambda: breaks(calls[1], CoordinationError))
+    found = both(
+        lambda: calls[0].broadcast("claim", lambda: 7, WAIT_SECS),
+        lambda: calls[1].broadcast("claim", lambda: 8, WAIT_SECS),
+    )
+    assert found == [7, 7]
+
+
+def test_ctrl_c_on_a_process_that_waits_leaves_it_able_to_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next call tells anew, and the primary decides from that."""
+    service = Service()
+    calls = [calls_of(InMemory(service, number, 2)) for number in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(InMemory, "get", lambda *args: interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            looked(calls[1], 1)
+    assert both(lambda: looked(calls[0], 0), lambda: looked(calls[1], 2)) == [[0, 2], [0, 2]]
 
 
 def test_a_broadcast_that_the_primary_made_alone_is_taken_once_and_never_after_a_later_one() -> None:

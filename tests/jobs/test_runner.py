@@ -273,6 +273,24 @@ def test_save_policies_decide_about_the_epochs_between_the_first_and_the_last(ma
     assert runner.result.failed_saves == ()
 
 
+def test_an_epoch_whose_place_a_foreign_folder_has_is_a_failed_save(tmp_path: pathlib.Path) -> None:
+    """The run goes on, and its result names the folder; the last epoch ends the run with the same reason."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        ec.JobRunner(counting_job(lambda _: None, 1), manager).train()
+    (tmp_path / "2" / "notes").mkdir(parents=True)
+    with ec.CheckpointManager(tmp_path) as manager:
+        runner = ec.JobRunner(counting_job(lambda _: None, 3), manager)
+        runner.train()
+        assert manager.all_steps() == [0, 1, 3]
+    ((epoch, reason),) = runner.result.failed_saves
+    assert (epoch, "is named like an epoch but holds no epoch.json" in reason) == (2, True)
+    (tmp_path / "4" / "notes").mkdir(parents=True)
+    with ec.CheckpointManager(tmp_path) as manager:
+        runner = ec.JobRunner(counting_job(lambda _: None, 4), manager)
+        with pytest.raises(errors.SaveError, match="/4 is named like an epoch"):
+            runner.train()
+
+
 def test_metrics_are_merged_saved_and_shown_to_conditions(managers: Managers) -> None:
     """Scalars of any kind; two tasks, two names."""
     job = counting_job(Log(), 3)

@@ -385,6 +385,17 @@ def test_a_text_of_conditions_is_read_as_python_reads_it() -> None:
     assert repr(found) == repr(expected)
     with pytest.raises(InvalidArgumentError, match="it is no stop condition: there is no condition 'max_epoch'; near"):
         stop.parsed("preempted | max_epoch(3)")
+    assert repr(stop.parsed("max_epochs(3)\n| preempted")) == repr(stop.max_epochs(3) | stop.preempted)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("max_epochs(n=1, n=2)", "n is given twice"), ("max_epochs(**{})", r"\*\* stands before a value")],
+)
+def test_arguments_of_a_condition_are_given_once_each(text: str, problem: str) -> None:
+    """The last one of two does not win silently."""
+    with pytest.raises(InvalidArgumentError, match=f"it is no stop condition: {problem}"):
+        stop.parsed(text)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

@@ -195,9 +195,18 @@ class NativeBackend(ItemBackend):
         return items, self._blob_notes(states)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
-        """See CheckpointBackend. The policies do not count epochs after this one: they are not of this run."""
-        if not (force or self._manager.should_save(epoch, ignore_later=True)):
+        """See CheckpointBackend. The policies do not count epochs after this one: they are not of this run.
+
+        Raises:
+            EpochExistsError: the epoch is wanted, and a foreign folder lies in its place.
+        """
+        saves = self._manager.parts.saves
+        blocked = saves.blocked(epoch)
+        wanted = saves.is_wanted if blocked else self._manager.should_save
+        if not (force or wanted(epoch, ignore_later=True)):
             return False
+        if blocked:
+            raise EpochExistsError(blocked)
         items, blob_notes = prepared
         notes = {**notes, **blob_notes}
         try:
