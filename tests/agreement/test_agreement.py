@@ -295,8 +295,8 @@ def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: p
     assert job.run(process) == [("uncertain", [], [1, 2])] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("paused", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("paused", [0, 1])
 def test_after_a_long_pause_nodes_that_do_not_compute_in_step_commit_again(
     job: Job, paused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

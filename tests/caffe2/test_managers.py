@@ -552,12 +552,12 @@ def test_running_again_from_scratch_replaces_only_its_own_epochs(tmp_path: pathl
 @pytest.mark.parametrize(
     "at",
     [
-        (2, "", ".", 1, signal.SIGKILL),
-        (2, "pwrite", "", 2, signal.SIGKILL),
-        (2, "fsync", "", 4, signal.SIGKILL),
+        pytest.param((2, "", ".", 1, signal.SIGKILL), marks=pytest.mark.long),
+        pytest.param((2, "pwrite", "", 2, signal.SIGKILL), marks=pytest.mark.long),
+        pytest.param((2, "fsync", "", 4, signal.SIGKILL), marks=pytest.mark.long),
         (2, "create", "epoch.json", 1, signal.SIGKILL),
         (2, "rename", r"-> 2/b$", 1, signal.SIGKILL),
-        (2, "fsync", "^2 ->", 1, signal.SIGKILL),
+        pytest.param((2, "fsync", "^2 ->", 1, signal.SIGKILL), marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -648,7 +648,7 @@ def test_replacing_at_any_moment_there_is_one(
 @pytest.mark.parametrize(
     "at",
     [
-        ("mkdir", r"node-b-[^/]+/2-\d+ ", 1, signal.SIGSTOP),
+        pytest.param(("mkdir", r"node-b-[^/]+/2-\d+ ", 1, signal.SIGSTOP), marks=pytest.mark.long),
         ("create", "node.json", 1, signal.SIGSTOP),
         ("rename", r"-> 2/b$", 1, signal.SIGSTOP),
     ],

@@ -187,7 +187,7 @@ def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_en
     assert not (tmp_path / "missing").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_separate_jobs_share_a_directory(tmp_path: pathlib.Path) -> None:
     """They know nothing of each other; each has its own nodes; one after the other, and at once (see test_managers)."""
     for runs in ([(6, None)], [(7, epoch) for epoch in range(7)]):

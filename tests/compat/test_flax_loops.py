@@ -41,7 +41,7 @@ def train_v1(directory: pathlib.Path, style: str, until: int) -> Any:
     return answer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_loop_of_nnx_in_v1_style_is_killed_and_resumed(tmp_path: pathlib.Path) -> None:
     """With one import changed; killed while a save is in flight. It ends where an undisturbed run ends, bit for bit."""
     style = "orbax.checkpoint.v1" if hasattr(v1, "load") else "epochckpt.v1"  # older Orbax has other names

@@ -580,7 +580,7 @@ def test_a_difference_shows_what_changed_most_first() -> None:
     assert "nothing changed" in Page(leaf_views.diff(nothing)).words
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_large_statistics_and_differences_are_bounded() -> None:
     """Below a megabyte for 20,000 leaves, and what is left out is counted."""
     leaf = array(("params", "a" * 300))
