@@ -87,16 +87,21 @@ class ObjectViews:
         if not self._wanted:
             return
         with self._changing:
-            old = self._record(folder, attempt)
             if self._is_free(folder):
-                object_view.remove(self._store, folder, old)
-                return
-            found = self._head.read()
-            entry = None if found is None else found.epochs.get(folder)
-            if old is not None and entry is not None and entry.attempt != attempt and not entry.stock:
-                record = self._record(folder, entry.attempt)
-                if record is not None:
-                    object_view.remove_rest(self._store, folder, old, record)
+                object_view.remove(self._store, folder, self._record(folder, attempt))
+            else:
+                self._remove_rest(folder, attempt)
+
+    def _remove_rest(self, folder: str, attempt: str) -> None:
+        """Removes what is left of the view of an attempt, another one of which is the epoch now."""
+        found = self._head.seen()
+        entry = None if found is None else found.epochs.get(folder)
+        if entry is None or entry.stock or entry.attempt == attempt:
+            return
+        old = self._record(folder, attempt)
+        record = self._record(folder, entry.attempt)
+        if old is not None and record is not None:
+            object_view.remove_rest(self._store, folder, old, record)
 
     def _is_free(self, folder: str) -> bool:
         found = self._head.read()
@@ -125,11 +130,17 @@ class ObjectViews:
         newest = max(found.epochs, key=lambda folder: found.epochs[folder].committed_ns)
         left = (self._head.read() or found).removed_steps if found.removed_steps else {}
         for folder in {newest, *(found.removed_steps.keys() & found.epochs.keys())} - left.keys():
+            # Where the replaced epoch has not been removed yet, a complete view may still be its own.
+            was_replaced = folder in found.dead.values()
+            if not was_replaced and object_view.is_complete(self._store, folder):
+                continue
             attempt = found.epochs[folder].attempt
             record = self._record(folder, attempt)
-            if record is None or record.orbax_view is None or object_view.is_written(self._store, folder, record):
+            if record is None or record.orbax_view is None:
                 continue
-            self._show(folder, attempt, self._views.build(record))
+            view = self._views.build(record)
+            if not object_view.is_written(self._store, folder, record, view):
+                self._show(folder, attempt, view)
 
     def _record(self, folder: str, attempt: str) -> EpochRecord | None:
         """An attempt's record; None if it is lost or damaged, or needs a newer epochckpt."""

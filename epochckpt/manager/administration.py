@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Sequence
 
 import orbax.checkpoint as ocp
 
@@ -73,7 +72,7 @@ class Administration:
     def claim(self, take_over: bool) -> None:
         """See `CheckpointManager.claim`."""
         self._saves.claim.may_take_over = take_over
-        self._change("claim", None, lambda: None)
+        self._change("claim", None, tuple)
 
     def delete(self, epoch: int) -> None:
         """See `CheckpointManager.delete`."""
@@ -83,36 +82,36 @@ class Administration:
         def unlist(here: int) -> None:
             self._saves.queue.remove(retention.unlist(self._job_directory.writer, here, self._options.todelete_subdir))
 
-        def decide() -> None:
+        def decide() -> list[int]:
             remote = self._is_remote(epoch)
             if not remote:
                 self._commits.require(epoch)
             self._withdraw(None, [epoch], (lambda: None) if remote else (lambda: unlist(epoch)))
+            return [epoch]
 
         def follow() -> None:
             for here in self._job_directory.here([epoch]):
                 unlist(here)
 
         self._change("delete", epoch, decide, follow)
-        self._history.drop([epoch])
 
     def roll_back_to(self, epoch: int) -> None:
         """See `CheckpointManager.rollback_to`."""
         self._access.check_open("rollback_to")
         self._saves.queue.drain()
 
-        def decide() -> None:
+        def decide() -> list[int]:
             remote = self._is_remote(epoch)
             local = self._commits.list_epochs() if remote else self._commits.require(epoch)
             later = sorted(e for e in {*local, *self._listed()} if e > epoch)
             with self._pinned(epoch if remote else None):
                 self._withdraw(epoch, later, lambda: retention.roll_back(self._job_directory.writer, epoch, remote))
+            return later
 
         def follow() -> None:
             retention.roll_back(self._job_directory.writer, epoch, remote=True)
 
         self._change("rollback_to", epoch, decide, follow)
-        self._history.drop([e for e in self._listed() if e > epoch])
         self._history.forget_failed()
         self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
 
@@ -147,7 +146,11 @@ class Administration:
                 mirror.withdrawn([epoch for epoch in ledger.hidden if epoch in epochs])
 
     def _change(
-        self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[], None] = lambda: None
+        self,
+        verb: str,
+        epoch: int | None,
+        decide: Callable[[], Collection[int]],
+        follow: Callable[[], None] = lambda: None,
     ) -> None:
         """Changes the directory, see `DirectoryCalls.change`."""
         self._access.check_write(verb)

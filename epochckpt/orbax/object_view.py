@@ -82,8 +82,8 @@ def is_complete(store: Store, folder: str) -> bool:
     return True
 
 
-def is_written(store: Store, folder: str, record: EpochRecord) -> bool:
-    """Whether the view of this very epoch was written to its end; an older epoch of the number may have left its own.
+def is_written(store: Store, folder: str, record: EpochRecord, view: View) -> bool:
+    """Whether this `view` of an epoch was written to its end; an older epoch of the number may have left its own.
 
     The step's record tells: it has the times of the save, and what an older epoch left is replaced without the mark.
     """
@@ -91,7 +91,7 @@ def is_written(store: Store, folder: str, record: EpochRecord) -> bool:
     if recorded is None or not is_complete(store, folder):
         return False
     try:
-        return not compare_file(store, layout.join(folder, STEP_RECORD), recorded, None)
+        return not compare_file(store, layout.join(folder, STEP_RECORD), recorded, view.files.get(STEP_RECORD))
     except FileNotFoundError:
         return False
 

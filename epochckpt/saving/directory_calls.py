@@ -6,7 +6,7 @@ the primary has done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from epochckpt import _threads
@@ -27,13 +27,19 @@ class DirectoryCalls:
         self._wait_secs = wait_secs
 
     def change(
-        self, calls: CollectiveCalls, call: str, epoch: int, decide: Callable[[], Any], follow: Callable[[], None]
+        self,
+        calls: CollectiveCalls,
+        call: str,
+        epoch: int,
+        decide: Callable[[], Collection[int]],
+        follow: Callable[[], None],
     ) -> None:
         """The primary claims the directory, unless this manager has, and decides; every process learns of the claim.
 
-        Where each process has a directory of its own, the others `follow` there. Epochs that are out of sight on
-        storage, or that the mirror has given up, are not listed here either, also where they could not be moved away.
-        Errors name `epoch`.
+        `decide` returns the epochs that are not listed any more. All processes drop them from the history. Then, where
+        each process has a directory of its own, the others `follow` there: if one of them fails, all know the deletion.
+        Epochs that are out of sight on storage, or that the mirror has given up, are not listed here either, also where
+        they could not be moved away. Errors name `epoch`.
         """
         wait_secs = 2 * self._wait_secs
 
@@ -51,15 +57,15 @@ class DirectoryCalls:
             learn(claim)
             if was_known:  # a change may turn out to change nothing, and so not to notice
                 self._directory.stager.check(epoch)
-            decide()
+            unlisted = decide()
             lost = _threads.start(self._history.pop_lost).result()
-            return {**claim, "lost": lost, "order": _threads.start(self._directory.order).result()}
+            return {**claim, "gone": [*unlisted, *lost], "order": _threads.start(self._directory.order).result()}
 
         try:
             self._directory.agree_on_claim(lambda: learn(calls.broadcast(f"claim before {call}", take, wait_secs)))
             changed = calls.broadcast(call, change, wait_secs)
             learn(changed)
-            self._history.drop(changed["lost"])
+            self._history.drop(changed["gone"])
             self._history.forget_gone()
             _threads.start(lambda: self._directory.follow(changed["order"], follow)).result()
         except FencedError as error:

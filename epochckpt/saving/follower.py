@@ -15,7 +15,7 @@ from epochckpt.saving import in_flight
 from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.part import Part, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
-from epochckpt.saving.save import Phase, Save
+from epochckpt.saving.save import Save
 
 _KEPT_UNHEARD = 192  # uncertain saves whose verdict may come late
 
@@ -55,7 +55,7 @@ class Follower(Part):
 
     def report(self, save: Save, report: ProcessReport) -> None:
         save.reports[self._coordinator.process] = report
-        self._check_not_given_up(save.advance(Phase.COMMITTING), save)
+        self._enter_commit(save)
         # A lane of its own: where the primary's machine is silent this takes long.
         key = f"{self._key('report', save)}/{self._coordinator.process}"
         problem = f"checkpoint {save.epoch}: the primary may not hear of this node"

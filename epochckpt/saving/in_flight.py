@@ -106,11 +106,11 @@ class InFlight:
 
     def finish(self, save: Save, outcome: Committed | errors.SaveError) -> None:
         """Ends a save, once. A save that is uncertain is settled by a later outcome that is certain."""
-        if isinstance(outcome, Committed):
-            to, failure = Phase.COMMITTED, None
+        failure = None if isinstance(outcome, Committed) else outcome
+        if failure is None:
+            to = Phase.COMMITTED
         else:
-            to = Phase.UNCERTAIN if isinstance(outcome, errors.UncertainError) else Phase.FAILED
-            failure = outcome
+            to = Phase.UNCERTAIN if isinstance(failure, errors.UncertainError) else Phase.FAILED
         was_uncertain = save.phase is Phase.UNCERTAIN
         if save.advance(to, failure=failure) and was_uncertain and failure is None:
             logging.warning("checkpoint %d was committed after all; its outcome had been unknown", save.epoch)

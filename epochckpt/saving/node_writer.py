@@ -27,15 +27,19 @@ def write_nodes(*, staging: Staging, nodes: Nodes, save: Save, options: StorageO
     """Writes and seals the folders of this process's nodes, durably."""
     try:
         writers = [_NodeWriter(staging, nodes, number, save, options) for number in nodes.hosted]
-        began, trees, replicas = time.monotonic(), save.snapshot.trees, save.snapshot.replicas
+        began = time.monotonic()
+        trees = save.snapshot.trees
+        replicas = save.snapshot.replicas
         for each in writers:
             each.write_arrays(pool)
-        sizes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *replicas]), sum(each.nbytes for each in writers)
-        events.wrote(staging.store.root, time.monotonic() - began, *sizes)
+        planned_bytes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *replicas])
+        written_bytes = sum(each.nbytes for each in writers)
+        events.wrote(staging.store.root, time.monotonic() - began, planned_bytes, written_bytes)
         if nodes.process == 0:
             for tree in trees:
                 _monitoring.numbers(tree.plan.figures)
-        save.snapshot.trees, save.snapshot.replicas = [], []  # their memory need not wait for handlers
+        save.snapshot.trees = []  # their memory need not wait for handlers
+        save.snapshot.replicas = []
         writers[0].write_files()
         return ProcessReport(save.plan, tuple(each.seal() for each in writers))
     except FileNotFoundError as missing:
@@ -47,9 +51,13 @@ class _NodeWriter:
 
     @_monitoring.timed(*events.MADE_FOLDERS)
     def __init__(self, staging: Staging, nodes: Nodes, number: int, save: Save, options: StorageOptions):
-        self._staging, self._store, self._options = staging, staging.store, options
-        self._save, self._number = save, number
-        (self._name, self._process), self._processes = nodes.rows[number], nodes.processes
+        self._staging = staging
+        self._store = staging.store
+        self._options = options
+        self._save = save
+        self._number = number
+        self._name, self._process = nodes.rows[number]
+        self._processes = nodes.processes
         self._folder = staging.make_node_folder(self._name)
         self._files: list[DataFile] = []
         self._replicas: list[ReplicaFile] = []
@@ -67,7 +75,9 @@ class _NodeWriter:
         return sum(file.size for file in [*self._files, *self._replicas])
 
     def write_arrays(self, pool: Pool) -> None:
-        began, epoch, size = time.monotonic(), self._save.epoch, self._options.block_bytes
+        began = time.monotonic()
+        epoch = self._save.epoch
+        size = self._options.block_bytes
         for plan, node, buffers in self._save.snapshot.trees:
             if node == self._number:
                 folder = self._staging.data_folder(self._name, plan.item.name)
@@ -86,7 +96,8 @@ class _NodeWriter:
 
     def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
         """Keeps the inlined values, for the commit record, and digests of per-process values, for comparison."""
-        item, sizes = plan.item, plan.owned[2].tolist()
+        item = plan.item
+        sizes = plan.owned[2].tolist()
         for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
             end = 0
             for source, size in zip(

@@ -21,7 +21,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -38,7 +37,7 @@ from epochckpt.saving.job_directory import JobDirectory
 from epochckpt.saving.lags import Lags
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.retention import History
-from epochckpt.saving.save import Save
+from epochckpt.saving.save import Phase, Save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,9 +122,9 @@ class Part(abc.ABC):
         save.deadline.secs = round(self._bound_secs + lag, 1)  # of the whole save, for people
         return True
 
-    def _check_not_given_up(self, bound: bool, save: Save) -> None:
-        """Raises SaveError if this process has given a save up before it could move it to COMMITTING."""
-        if not bound:
+    def _enter_commit(self, save: Save) -> None:
+        """From here on this process may not give a save up; raises SaveError if it has done so already."""
+        if not save.advance(Phase.COMMITTING):
             raise errors.SaveError(save.epoch, f"{self.nodes.hosted_names[0]} has given it up")
 
     def take_back(self, save: Save, failure: BaseException) -> BaseException:
@@ -166,8 +165,3 @@ class Part(abc.ABC):
             logging.error("%s", failure)
             self._in_flight.failures.append(failure)
         self._undeleted.add(epoch)
-
-
-def logged_removal(remove: Callable[[], None]) -> None:
-    """Removes an epoch that was replaced; a failure is logged."""
-    _threads.logged("a replaced epoch could not be removed", remove)

@@ -16,9 +16,9 @@ from epochckpt.format import EpochRecord, Nodes
 from epochckpt.orbax import events
 from epochckpt.saving import retention
 from epochckpt.saving.auto_interval import SaveCost
-from epochckpt.saving.part import Part, SaveContext, logged_removal
+from epochckpt.saving.part import Part, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
-from epochckpt.saving.save import Phase, Save
+from epochckpt.saving.save import Save
 
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
 _PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before a new save fails
@@ -168,7 +168,7 @@ class Primary(Part):
         check = functools.partial(self._bind, save)
         remove = self._directory.commit(save, self.staging(save), data, check, self._key)
         if remove is not None:
-            self._commit_lane.submit(functools.partial(logged_removal, remove))
+            self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
         self._history.run.committed()
         logging.info("checkpoint %d committed to %s: %s", save.epoch, self._commits.store.root, save.summary(record))
         return Committed(
@@ -202,7 +202,7 @@ class Primary(Part):
             reason = f"its {save.deadline.secs:g} s were over just before the rename"
             raise errors.SaveError(save.epoch, reason)
         save.check_not_cancelled()
-        self._check_not_given_up(save.advance(Phase.COMMITTING), save)
+        self._enter_commit(save)
 
     def _publish_verdict(self, save: Save, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of saves that ended long ago."""

@@ -14,7 +14,8 @@ import pytest
 import epochckpt as ec
 from epochckpt.errors import RemovalError
 from epochckpt.format import paths
-from epochckpt.orbax import object_view
+from epochckpt.orbax import Views, object_view
+from epochckpt.orbax.steps import STEP_RECORD
 from epochckpt.storage import open_store
 from tests.support import stock_buckets
 from tests.support.object_servers import Bucket, Fault, Request, bucket
@@ -198,6 +199,42 @@ def test_the_view_of_a_replaced_epoch_gives_way_when_the_run_was_killed_after_th
         assert eventually(lambda: manager.verify(1).view_damage == ())
     assert not {n for n in in_view(url, 1) if n.startswith(("1/old/", "1/config/", "1/metrics/"))}
     whole(url, 1)
+
+
+def test_a_view_that_another_version_made_anew_is_not_written_at_each_claim(
+    cloud: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`repair_view` has written it: it differs from what the record says, and is as good."""
+    url = cloud.new_url()
+
+    def keep_old(request: Request) -> Fault | None:
+        is_removal = request.kind in ("DELETE", "POST") and paths.attempt_in(name_of(request))
+        return Fault(status=403) if is_removal else None
+
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+        cloud.proxy.decide = keep_old
+        manager.allow_overwrite(1)
+        with contextlib.suppress(RemovalError):
+            save(manager, 1)
+    cloud.proxy.decide = lambda request: None
+    build = Views.build
+
+    def of_another_version(views: Views, *args: Any) -> Any:
+        view = build(views, *args)
+        view.files[STEP_RECORD] += b" "
+        return view
+
+    monkeypatch.setattr(Views, "build", of_another_version)
+    open_store(url).remove("1/_CHECKPOINT_METADATA")
+    assert ec.repair_view(url, 1)
+    cloud.proxy.requests.clear()
+    with ec.CheckpointManager(url) as manager:
+        manager.claim()
+        assert eventually(lambda: any(name_of(each) == "1/_CHECKPOINT_METADATA" for each in cloud.proxy.requests))
+        save(manager, 2)
+    written = {name_of(each) for each in cloud.proxy.requests if each.kind == "PUT"}
+    assert not [name for name in written if name.startswith("1/")]
 
 
 def test_a_damaged_view_is_found_and_repaired(cloud: Bucket) -> None:

@@ -6,11 +6,12 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import epochckpt as ec
-from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.errors import CoordinationError, InvalidArgumentError, UnsupportedError
 from tests.support import disk_walk
 from tests.support.disk_walk import Disks, Kill, Operation, Run, in_processes
 
@@ -205,3 +206,23 @@ def test_a_part_is_not_opened_as_a_whole(tmp_path: pathlib.Path) -> None:
 
     assert in_processes(Run(1), plain) == [None]
     assert in_processes(Run(2), overwriting) == [None, None]
+
+
+def test_a_deletion_that_one_disk_does_not_follow_is_known_to_all(tmp_path: pathlib.Path) -> None:
+    """All raise; and none lists the epoch, which the primary has deleted."""
+    disks = Disks(tmp_path)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is read only now")
+
+    def delete(number: int) -> list[int]:
+        with disks.open(number) as manager:
+            for operation in SAVES:
+                disks._do(manager, number, operation)
+            if number == 1:
+                manager.parts.directory.job_directory.writer.unlist = refuse
+            with pytest.raises((OSError, CoordinationError), match="the disk is read only now"):
+                manager.delete(1)
+            return list(manager.all_steps())
+
+    assert in_processes(Run(2), delete) == [[0, 2], [0, 2]]
