@@ -93,7 +93,7 @@ class ObjectViews:
                 self._remove_rest(folder, attempt)
 
     def _remove_rest(self, folder: str, attempt: str) -> None:
-        """Removes what is left of the view of an attempt, another one of which is the epoch now."""
+        """Removes the rest of a replaced epoch's view: the files that the view of the new epoch does not have."""
         found = self._head.seen()
         entry = None if found is None else found.epochs.get(folder)
         if entry is None or entry.stock or entry.attempt == attempt:
