@@ -31,7 +31,7 @@ import orbax.checkpoint as ocp
 from absl import app, flags, logging
 
 import epochckpt as ec
-from tests.support.long_heads import NEWEST, commits, lengthen
+from tests.support.long_heads import NEWEST, epoch_directory, lengthen
 from tests.support.object_servers import Bucket, bucket
 from tests.support.processes import run_worker
 
@@ -85,7 +85,7 @@ def measure_head() -> None:
                 url, requests, nbytes = server.new_url(), list[int](), list[int]()
                 with ec.CheckpointManager(url) as manager:
                     manager.save(NEWEST, args=args, metrics={"loss": 1.0})
-                lengthen(commits(url), range(1, count))
+                lengthen(epoch_directory(url), range(1, count))
                 with ec.CheckpointManager(url) as manager:
                     manager.claim()
                     for epoch in range(NEWEST + 1, NEWEST + 81):

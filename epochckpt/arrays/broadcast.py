@@ -217,7 +217,7 @@ class Sharing:
                 wanted[groups].setdefault((read.leaf, read.box), []).append(read.out)
         total = sum(source.arrays.leaves[leaf].nbytes for leaf, groups in single.items() if groups is not None)
         size = f"{_units.several(len(rows), 'leaf', 'leaves')} in common ({_units.nbytes(total)})"
-        text = json.dumps([source.record.attempt, rows], default=str)
+        text = json.dumps([source.record.save_id, rows], default=str)
         what = f"checkpoint {source.record.epoch}, item {source.item!r}: {size}"
         self._tell({"step": "plan", "what": what, "digest": checksums.digest(text.encode())})
         streams = [

@@ -238,8 +238,8 @@ class EpochReader:
             self.check_present(f"{path} changed")
             raise DamagedError(path, f"its {len(data)} bytes are not the record that the epoch was committed with")
         record = parsing.parse_node(path, data)
-        if (record.node, record.attempt, record.plan) != (entry.name, self.record.attempt, self.record.plan):
-            raise FormatError(path, f"belongs to node {record.node!r}, attempt {record.attempt!r}, another save")
+        if (record.node, record.save_id, record.plan) != (entry.name, self.record.save_id, self.record.plan):
+            raise FormatError(path, f"belongs to node {record.node!r}, attempt {record.save_id!r}, another save")
         return record
 
     def has(self, node: int, item: str) -> bool:
@@ -324,7 +324,7 @@ class EpochReader:
             raise EpochDeletedError(self.record.epoch, self.store.root, f"now {error}") from error
         if now is None:
             raise EpochDeletedError(self.record.epoch, self.store.root, detail)
-        if now.attempt != self.record.attempt:
+        if now.save_id != self.record.save_id:
             raise EpochDeletedError(self.record.epoch, self.store.root, "another attempt is committed there now")
 
     def verify_all(self, progress: Callable[[int], None]) -> list[EpochCheckpointError]:

@@ -5,7 +5,7 @@
 | only below `node-<node>-<id>.orbax-checkpoint-tmp/` | uncommitted |
 | `<epoch>/<node>/epoch.json`, with the node's files beside it | committed, for this node alone |
 
-An epoch is committed like any other (see `directory.rename`); only the names differ. There is no record of the epoch
+An epoch is committed like any other (see `directory.posix`); only the names differ. There is no record of the epoch
 as a whole, and nothing here ever touches another node's folders. POSIX only; the directory itself is never created.
 
 If two jobs have the same node, the newer job takes over with its first save: it moves the staging folders that were
@@ -32,10 +32,10 @@ from epochckpt._threads import Deadline
 from epochckpt.arrays import Planner, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json
-from epochckpt.directory import placing
+from epochckpt.directory import staging_folder
+from epochckpt.directory.epoch_directory import ReplaceCondition, Staging
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage
-from epochckpt.directory.protocol import ReplaceCondition, Staging
-from epochckpt.directory.rename import PosixStager, PosixStaging, PosixWriter, RenameCommits
+from epochckpt.directory.posix import PosixDirectory, PosixStager, PosixStaging, PosixWriter
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -85,7 +85,7 @@ class _NodeStaging(PosixStaging):
         return self.node_folder(node)
 
 
-class NodeCommits(RenameCommits):
+class NodeDirectory(PosixDirectory):
     """The epochs of one node in a directory that need not exist yet. With a `lead`, for reading: in `<lead><epoch>`."""
 
     def __init__(self, store: Store, node: str, lead: str = ""):
@@ -105,7 +105,7 @@ class NodeCommits(RenameCommits):
             return self.store.exists(paths.join(self.folder(epoch), paths.EPOCH_RECORD))
 
     def list_epochs(self) -> list[int]:
-        """See Commits. Empty where the directory is missing."""
+        """See EpochDirectory. Empty where the directory is missing."""
         try:
             with self.access():
                 entries = [e for e in self.store.list("") if e.is_folder and e.name.startswith(self._lead)]
@@ -128,7 +128,7 @@ class NodeCommits(RenameCommits):
         return record
 
     def hidden(self) -> frozenset[int]:
-        """See Commits. Nothing is rolled back here."""
+        """See EpochDirectory. Nothing is rolled back here."""
         return frozenset()
 
     def _is_orbax(self, folder: str) -> bool:
@@ -199,7 +199,7 @@ class NodeCommits(RenameCommits):
 class _NodeStager(PosixStager):
     """The staging folder of one job for a node."""
 
-    def __init__(self, directory: NodeCommits, incarnation: str):
+    def __init__(self, directory: NodeDirectory, incarnation: str):
         super().__init__(directory.store, incarnation)
         self.home = paths.node_staging_folder(directory.node, incarnation)
         self._directory = directory
@@ -224,10 +224,10 @@ class _NodeStager(PosixStager):
 class NodeWriter(PosixWriter):
     """The right of the newest job for a node to change the node's epochs."""
 
-    def __init__(self, directory: NodeCommits, stager: _NodeStager, older: list[str]):
+    def __init__(self, directory: NodeDirectory, stager: _NodeStager, older: list[str]):
         """`older`: the staging folders that this job found when it joined."""
         super().__init__(directory, stager)
-        self.directory: NodeCommits = directory
+        self.directory: NodeDirectory = directory
         self._older = older
         self._leave = weakref.finalize(self, _leave, self.store, stager.home, os.getpid())
 
@@ -236,7 +236,7 @@ class NodeWriter(PosixWriter):
         moved = list[str | None]()
         for name in self._older:
             with self._permitted(name):
-                moved.append(placing.take_over(self.store, self.home, name))
+                moved.append(staging_folder.take_over(self.store, self.home, name))
         if moved and not self.store.exists(self.home):
             raise self.lost(epoch)
         self._older = []
@@ -275,26 +275,26 @@ class NodeWriter(PosixWriter):
     def release(self) -> None:
         """See Writer. Happens by itself when the object goes away."""
         if self._leave.detach():
-            placing.leave(self.store, self.home)
+            staging_folder.leave(self.store, self.home)
 
 
 def _leave(store: Store, home: str, pid: int) -> None:
     """Removes a job's staging folder at its end."""
     if os.getpid() == pid:  # else a fork of it ends
         with contextlib.suppress(OSError):
-            placing.leave(store, home)
+            staging_folder.leave(store, home)
 
 
 class NodeEpochs:
     """Reads and saves the epochs of one node, without an Orbax view; UnsupportedError if the directory is a URL.
 
-    The directory must exist when it is used first. `lead`: see `NodeCommits`.
+    The directory must exist when it is used first. `lead`: see `NodeDirectory`.
     """
 
     def __init__(
         self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None, *, lead: str = ""
     ):
-        self.commits = NodeCommits(open_store(prefix), node, lead)
+        self.epoch_directory = NodeDirectory(open_store(prefix), node, lead)
         self._options = dataclasses.replace(options or StorageOptions(), orbax_view=False)
         self._pool = _threads.Pool(self._options.io_threads)
         self._handlers = Handlers()
@@ -304,12 +304,14 @@ class NodeEpochs:
     def claim(self) -> NodeWriter:
         """Takes this job's place in the order of jobs for the node, once."""
         if self._writer is None:
-            self._writer = self.commits.claim()
+            self._writer = self.epoch_directory.claim()
         return self._writer
 
     @functools.cached_property
     def _nodes(self) -> Nodes:
-        return Nodes((self.commits.node,), ids=(jax.process_index(),))  # not before it is used: starts jax's backend
+        return Nodes(
+            (self.epoch_directory.node,), ids=(jax.process_index(),)
+        )  # not before it is used: starts jax's backend
 
     @functools.cached_property
     def _planner(self) -> Planner:
@@ -317,8 +319,8 @@ class NodeEpochs:
 
     def reader(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; EpochNotFoundError lists the epochs of this node."""
-        context = RestoreContext(self._handlers, Nodes((self.commits.node,)))  # `_nodes` starts jax's backend
-        return Readers(self.commits, self._pool, self._options.verify, context).open(epoch)
+        context = RestoreContext(self._handlers, Nodes((self.epoch_directory.node,)))  # `_nodes` starts jax's backend
+        return Readers(self.epoch_directory, self._pool, self._options.verify, context).open(epoch)
 
     def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> None:
         """Saves an epoch of this node, of arrays that this process can address; durable and committed on return.
@@ -326,9 +328,9 @@ class NodeEpochs:
         An epoch of this node that has the number already is replaced; at any moment one of the two is there. On a file
         system that cannot exchange two folders, such as NFS, a crash may hide both until the next job for the node
         has saved.
-        Raises what `NodeCommits.claim` raises, and SaveError (or FencedError) if the epoch was not committed.
+        Raises what `NodeDirectory.claim` raises, and SaveError (or FencedError) if the epoch was not committed.
         """
-        commits, epoch = self.commits, epoch_number(epoch)
+        epoch_directory, epoch = self.epoch_directory, epoch_number(epoch)
         wanted = items.to_save(args, self._handlers)
         items.check_names([item.name for item in wanted], (), ())
         writer = self.claim()
@@ -343,7 +345,7 @@ class NodeEpochs:
         save = Save(request, snapshot, Deadline(self._options.save_timeout_secs))
         staging = writer.staging(epoch, f"{writer.incarnation}-{save.name}")
         try:
-            with commits.access():
+            with epoch_directory.access():
                 writer.stage(epoch, staging.save_id)
                 save.reports[0] = write_nodes(
                     staging=staging,
@@ -353,7 +355,11 @@ class NodeEpochs:
                     pool=self._pool,
                 )
                 record = save.record(staging.save_id, objects=False, per_node=True)
-                replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
+                replaces = (
+                    ReplaceCondition(epoch_directory.read_save_id(epoch))
+                    if epoch_directory.is_committed(epoch)
+                    else None
+                )
                 remove = writer.publish(staging, record.to_bytes(), lambda: None, replaces)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
             _threads.logged("the remains of a save stay", lambda: writer.discard(staging))
@@ -365,4 +371,4 @@ class NodeEpochs:
             save.snapshot.drop()
         if remove is not None:
             _threads.logged("what was replaced stays", remove)
-        logging.info("%s: checkpoint %d of node %s committed", commits.store.root, epoch, commits.node)
+        logging.info("%s: checkpoint %d of node %s committed", epoch_directory.store.root, epoch, epoch_directory.node)

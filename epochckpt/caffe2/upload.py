@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from epochckpt import _progress
-from epochckpt.caffe2.epochs import NodeCommits, NodeEpochs
+from epochckpt.caffe2.epochs import NodeDirectory, NodeEpochs
 from epochckpt.caffe2.managers import Manager
 from epochckpt.errors import UnsupportedError
 from epochckpt.jobs import CopyUpload, Workspace
@@ -27,7 +27,7 @@ def node_upload(manager: Manager, epoch: int, asked: CopyUpload) -> Callable[[Wo
             assert reader is not None, "epochs of single nodes are ours"
             target.make_root()
             with _progress.work(f"uploading checkpoint {epoch}") as work:
-                copy = EpochCopy(reader, NodeCommits(target, node), progress=work.advance)
+                copy = EpochCopy(reader, NodeDirectory(target, node), progress=work.advance)
                 if copy.begin(asked.replace):
                     with copy.giving_up():
                         copy.publish()

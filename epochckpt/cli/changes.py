@@ -24,7 +24,7 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import read_ledger
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
     from epochckpt.inspection.directory import Inspection
     from epochckpt.manager import CheckpointManager
 
@@ -139,7 +139,7 @@ def cp(args: argparse.Namespace, output: Output) -> int:
     from epochckpt.manager.changes import DirectoryCopy
 
     copy = DirectoryCopy(
-        run.commits,
+        run.epoch_directory,
         args.destination,
         sorted(chosen),
         options_of(args),
@@ -164,20 +164,20 @@ def import_(args: argparse.Namespace, output: Output) -> int:
     It is a dry run without --yes, and refused while a run is alive in DIR, which is made if it is missing.
     """
     only_cpu()
-    commits = _destination(args, args.directory)
-    if commits is not None:
+    epoch_directory = _destination(args, args.directory)
+    if epoch_directory is not None:
         from epochckpt.manager.changes import check_changeable
 
-        check_changeable(commits, args.take_over)
+        check_changeable(epoch_directory, args.take_over)
     epoch = args.epoch
     if epoch is None:
-        epoch = max(commits.list_epochs() if commits is not None else [], default=-1) + 1
+        epoch = max(epoch_directory.list_epochs() if epoch_directory is not None else [], default=-1) + 1
     asked = {name: getattr(args, name) for name in ("format", "item", "separator", "include", "exclude", "dtype")}
     options = dataclasses.replace(options_of(args), read_only=False)
     from epochckpt.convert.import_files import plan_import
 
     plan = plan_import(args.source, args.directory, epoch, **asked, rename=dict(args.rename) or None, options=options)
-    unit = args.unit or ("epoch" if commits is None else scan.unit_of(commits))
+    unit = args.unit or ("epoch" if epoch_directory is None else scan.unit_of(epoch_directory))
     if args.yes:
         plan.write(take_over=args.take_over)
     named = {name: getattr(plan, name) for name in ("source", "directory", "epoch", "item", "leaves", "nbytes")}
@@ -208,10 +208,10 @@ def import_(args: argparse.Namespace, output: Output) -> int:
 
 def _directory(args: argparse.Namespace) -> Inspection:
     """The directory of a command, if it may be changed."""
-    commits = scan.open_commits(args.directory, options_of(args))  # which refuses the folder of a single epoch
+    epoch_directory = scan.open_commits(args.directory, options_of(args))  # which refuses the folder of a single epoch
     from epochckpt.manager.changes import check_both_changeable
 
-    check_both_changeable(commits, args.mirror, args.take_over)
+    check_both_changeable(epoch_directory, args.mirror, args.take_over)
     return opened(args)
 
 
@@ -222,7 +222,7 @@ def _changing(args: argparse.Namespace) -> contextlib.AbstractContextManager[Che
     return changing(args.directory, options_of(args), args.mirror, take_over=args.take_over)
 
 
-def _destination(args: argparse.Namespace, directory: str) -> Commits | None:
+def _destination(args: argparse.Namespace, directory: str) -> EpochDirectory | None:
     """The epochs of a directory that something is put into; None if it is missing or empty.
 
     A folder that holds something else than checkpoints is refused.
@@ -240,7 +240,7 @@ def _destination(args: argparse.Namespace, directory: str) -> Commits | None:
 
 def _check_mirror(run: Inspection, output: Output) -> None:
     """Says so if the mirror has not followed a change."""
-    ledger = read_ledger(run.commits.store)
+    ledger = read_ledger(run.epoch_directory.store)
     if ledger is not None and ledger.withdrawals:
         output.note(
             f"the mirror {ledger.url} has not followed yet: the next run here that is given this mirror goes on with "
@@ -255,8 +255,8 @@ def _in(root: str, path: str) -> str:
 def _changes(
     args: argparse.Namespace, run: Inspection, rows: Sequence[EpochRow], to: Callable[[EpochRow], str], remark: str
 ) -> Changes:
-    root = run.commits.store.root
-    ledger = read_ledger(run.commits.store)
+    root = run.epoch_directory.store.root
+    ledger = read_ledger(run.epoch_directory.store)
     named = None if args.mirror is None else open_store(args.mirror).root
     homes = {MIRROR: named or root}
     changes = [EpochChange(r.epoch, r.nbytes, _in(homes.get(r.tier, root), r.folder), to(r)) for r in rows]

@@ -232,7 +232,7 @@ def _repaired(run: Inspection, one: Verification, output: Output) -> Verificatio
     if not one.view_damage and one.note != NO_VIEW:
         return one
     try:
-        made = repair_view(run.commits, one.epoch)
+        made = repair_view(run.epoch_directory, one.epoch)
     except EpochNotFoundError:
         raise
     except EpochCheckpointError as error:

@@ -15,7 +15,7 @@ from epochckpt import _units
 from epochckpt._metrics import flat
 from epochckpt.cli.commands import options_of
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.inspection import rows, scan, signs
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Span, Tone, Words
@@ -39,18 +39,18 @@ def watch(args: argparse.Namespace, output: Output) -> int:
     """
     options = options_of(args)
     if args.wait:
-        commits = commits_of(open_store(args.directory), StepNames.of(options))
+        epoch_directory = directory_of(open_store(args.directory), StepNames.of(options))
     else:
-        commits = scan.open_commits(args.directory, options)
+        epoch_directory = scan.open_commits(args.directory, options)
     on_terminal = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
     live = Live(console=output.out, auto_refresh=False, transient=True)
     show = _drawn(live) if on_terminal else _lines(output)
     newest = -1
     damaged = False
-    unit = scan.unit_of(commits)
+    unit = scan.unit_of(epoch_directory)
     limits = {"until": args.until, "timeout_secs": args.timeout, "interval_secs": args.interval}
     with live if on_terminal else contextlib.nullcontext():
-        for event in watching.watch(commits, **limits, history=_HISTORY):
+        for event in watching.watch(epoch_directory, **limits, history=_HISTORY):
             newest = max(newest, event.row.epoch if event.kind in (PRESENT, SAVED) else -1)
             damaged = damaged or watching.is_damaged(event)
             if args.json:
@@ -125,14 +125,14 @@ def _lines(output: Output) -> Show:
     output.out.size = _WHOLE, 25
 
     def show(event: Event, best: bool) -> None:
-        attempt = event.row.attempt
+        save_id = event.row.save_id
         share = event.done or 0.0
         if event.kind != SAVING:
-            done.pop(attempt, None)
-        elif share - done.get(attempt, -1.0) < _STEP:
+            done.pop(save_id, None)
+        elif share - done.get(save_id, -1.0) < _STEP:
             return
         else:
-            done[attempt] = share
+            done[save_id] = share
         output.out.print(line(event, best))
         output.out.file.flush()
 
@@ -145,9 +145,9 @@ def _drawn(live: Live) -> Show:
 
     def show(event: Event, best: bool) -> None:
         if event.kind == SAVING:
-            saving[event.row.attempt] = event
+            saving[event.row.save_id] = event
         else:
-            saving.pop(event.row.attempt, None)
+            saving.pop(event.row.save_id, None)
             live.console.print(line(event, best))
         live.update(Group(*map(under_way, saving.values())), refresh=True)
 

@@ -23,7 +23,7 @@ from epochckpt.arrays.restore import ArraySource
 from epochckpt.convert import export_formats
 from epochckpt.convert.formats import EXPORTED
 from epochckpt.convert.selection import Patterns, Rename, SelectedArrays, Selection, say_cast
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.manager import CheckpointReader, Readers
@@ -140,15 +140,15 @@ def export(
     config = _config(config)
     selection = Selection.of(include, exclude, rename, dtype)
     store = open_store(directory)
-    commits = commits_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
+    epoch_directory = directory_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
     place = _destination(destination, store)
     how = export_formats.FormatOptions(separator, framework, max_file_bytes, max_buffer_bytes, skip_unsupported)
     pool = _threads.Pool(max(StorageOptions().io_threads, store.concurrency))
-    copies = None if mirror is None else viewed(mirror, commits)
-    readers = Readers(commits, pool, mirror=copies)
+    copies = None if mirror is None else viewed(mirror, epoch_directory)
+    readers = Readers(epoch_directory, pool, mirror=copies)
 
     def listed() -> list[int]:
-        return sorted({*commits.list_epochs(), *(() if copies is None else copies.readable())})
+        return sorted({*epoch_directory.list_epochs(), *(() if copies is None else copies.readable())})
 
     def run(number: int) -> Exported:
         reader = readers.open(number)

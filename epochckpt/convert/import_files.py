@@ -21,7 +21,7 @@ from epochckpt.arrays.snapshot import checked_json
 from epochckpt.convert import torch_dcp
 from epochckpt.convert.formats import IMPORTED
 from epochckpt.convert.selection import Patterns, Rename, Selection
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import flax_msgpack, grid, paths, safetensors
 from epochckpt.format import tree as tree_lib
@@ -180,7 +180,7 @@ def plan_import(
     names = ocp.CheckpointManagerOptions(**{name: getattr(given, name) for name in naming})
     store = open_store(directory)
     with contextlib.suppress(NotADirectoryError):  # opening it says so, once the source is known to be good
-        if epoch in commits_of(store, StepNames.of(names)).list_epochs():
+        if epoch in directory_of(store, StepNames.of(names)).list_epochs():
             raise EpochExistsError(
                 f"{store.root}: checkpoint {epoch} exists; delete it, or choose another number (in Orbax's words: "
                 f"Checkpoint for step {epoch} already exists)"

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
-    from epochckpt.directory.kinds import commits_of
-    from epochckpt.directory.protocol import Commits
+    from epochckpt.directory.epoch_directory import EpochDirectory
+    from epochckpt.directory.kinds import directory_of
 else:
 
     def __getattr__(name: str) -> Any:
         modules = {
-            "commits_of": "kinds",
-            "Commits": "protocol",
+            "directory_of": "kinds",
+            "EpochDirectory": "epoch_directory",
         }
         return lookup(__name__, modules, name)
 
 
-__all__ = ["Commits", "commits_of"]
+__all__ = ["EpochDirectory", "directory_of"]

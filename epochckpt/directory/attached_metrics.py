@@ -18,7 +18,7 @@ from epochckpt.format.codec import stored
 
 if TYPE_CHECKING:
     from epochckpt._lazy import ocp
-    from epochckpt.directory.protocol import Commits
+    from epochckpt.directory.epoch_directory import EpochDirectory
     from epochckpt.storage import Store
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
@@ -47,59 +47,67 @@ class MetricsFile:
 
     written_ns: int = stored("written_ns", codec.INTEGER)  # by the wall clock
     epoch: int = stored("epoch", codec.INTEGER)
-    attempt: str = stored("attempt", codec.text())
+    save_id: str = stored("attempt", codec.text())
     source: str = stored("source", codec.text())
     metrics: Mapping[str, Any] = stored("metrics", METRICS)
 
 
-def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, Any]]:
+def of_epoch(epoch_directory: EpochDirectory, record: EpochRecord) -> dict[str, Mapping[str, Any]]:
     """The metrics that were attached to an epoch, by source, as `read` gives them; none for steps of stock Orbax."""
-    return {} if record.stock else of_attempt(commits, commits.folder(record.epoch), record.epoch, record.attempt)
+    return (
+        {}
+        if record.stock
+        else of_save(epoch_directory, epoch_directory.folder(record.epoch), record.epoch, record.save_id)
+    )
 
 
-def of_attempt(commits: Commits, folder: str, epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
+def of_save(epoch_directory: EpochDirectory, folder: str, epoch: int, save_id: str) -> dict[str, Mapping[str, Any]]:
     """The metrics that were attached to an attempt, which is the epoch in a folder, by source."""
-    known = commits.attached()
+    known = epoch_directory.attached()
     if known is not None:
         about, found = known.get(epoch, ("", {}))
-        return dict(found) if about == attempt else {}
-    return in_folder(commits, folder, epoch, attempt)
+        return dict(found) if about == save_id else {}
+    return in_folder(epoch_directory, folder, epoch, save_id)
 
 
-def in_folder(commits: Commits, folder: str, epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
+def in_folder(epoch_directory: EpochDirectory, folder: str, epoch: int, save_id: str) -> dict[str, Mapping[str, Any]]:
     """The same from the files in a folder; on object stores those are copies."""
-    return read(commits, commits.store.find(paths.METRICS_PREFIX, folder), epoch, attempt)
+    return read(epoch_directory, epoch_directory.store.find(paths.METRICS_PREFIX, folder), epoch, save_id)
 
 
-def of_epochs(commits: Commits, epochs: Iterable[int], attempt_of: Callable[[int], str | None]) -> dict[int, Any]:
+def of_epochs(
+    epoch_directory: EpochDirectory, epochs: Iterable[int], save_id_of: Callable[[int], str | None]
+) -> dict[int, Any]:
     """The metrics that were attached to some epochs, merged, by epoch; an epoch without any is left out.
 
-    It costs one listing, and for each epoch with attached metrics a call of `attempt_of`, which gives its attempt id.
+    It costs one listing, and for each epoch with attached metrics a call of `save_id_of`, which gives its save id.
     """
-    known = commits.attached()
+    known = epoch_directory.attached()
     if known is not None:
         return {epoch: merge(None, known[epoch][1]) for epoch in epochs if epoch in known}
-    files = by_folder(commits)
+    files = by_folder(epoch_directory)
     found: dict[int, Any] = {}
 
     def look(epoch: int) -> None:
-        attempt = attempt_of(epoch)
-        if attempt and (sources := read(commits, files[commits.folder(epoch)], epoch, attempt)):
+        save_id = save_id_of(epoch)
+        if save_id and (sources := read(epoch_directory, files[epoch_directory.folder(epoch)], epoch, save_id)):
             found[epoch] = merge(None, sources)
 
-    commits.store.each(look, [epoch for epoch in epochs if files.get(commits.folder(epoch))])
+    epoch_directory.store.each(look, [epoch for epoch in epochs if files.get(epoch_directory.folder(epoch))])
     return found
 
 
-def by_folder(commits: Commits) -> dict[str, list[str]]:
+def by_folder(epoch_directory: EpochDirectory) -> dict[str, list[str]]:
     """Paths of all files of attached metrics, by the folder that they lie in."""
     found: dict[str, list[str]] = {}
-    for path in commits.store.find(paths.METRICS_PREFIX):
+    for path in epoch_directory.store.find(paths.METRICS_PREFIX):
         found.setdefault(path.rpartition("/")[0], []).append(path)
     return found
 
 
-def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
+def read(
+    epoch_directory: EpochDirectory, files: Iterable[str], epoch: int, save_id: str
+) -> dict[str, Mapping[str, Any]]:
     """The metrics in some files beside an epoch, by source in the order of their names.
 
     Files that are damaged, not permitted, or about another attempt are left out; a StorageError is raised.
@@ -110,13 +118,13 @@ def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> di
         if source is None:  # being written, or another's
             continue
         try:
-            file = parsing.read_record(commits.store, path, parse, limit_bytes=MAX_BYTES)
+            file = parsing.read_record(epoch_directory.store, path, parse, limit_bytes=MAX_BYTES)
         except errors.StorageError:
             raise
         except errors.EpochCheckpointError as error:
-            logging.warning("%s: attached metrics are left out: %s", commits.store.root, error)
+            logging.warning("%s: attached metrics are left out: %s", epoch_directory.store.root, error)
             continue
-        if file is not None and (file.epoch, file.attempt, file.source) == (epoch, attempt, source):
+        if file is not None and (file.epoch, file.save_id, file.source) == (epoch, save_id, source):
             out[source] = file.metrics
     return out
 
@@ -126,13 +134,13 @@ def parse(path: str, data: bytes) -> MetricsFile:
     return codec.parse(MetricsFile, parsing.open_record(path, data, "metrics"))
 
 
-def attempt_of(store: Store, path: str) -> str | None:
+def save_id_of(store: Store, path: str) -> str | None:
     """The attempt that a file is about; None if there is no such file, or it cannot be used."""
     try:
         file = parsing.read_record(store, path, parse, limit_bytes=MAX_BYTES)
     except errors.EpochCheckpointError:
         return None
-    return None if file is None else file.attempt
+    return None if file is None else file.save_id
 
 
 def merge(own: Any, attached: Mapping[str, Mapping[str, Any]]) -> Any:

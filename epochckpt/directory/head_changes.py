@@ -86,7 +86,7 @@ class ClaimHead(HeadChange):
     Attributes:
         owner: the process that claims, see `owners.current`.
         lineage: what becomes of the lineage of a mirror.
-        beside: folders named like epochs that the head did not name when it was read, see `surroundings.folders`.
+        beside: folders named like epochs that the head did not name when it was read, see `bucket_listing.folders`.
         stock: those of them that are steps of stock Orbax.
     """
 
@@ -102,7 +102,7 @@ class ClaimHead(HeadChange):
         unnamed = self.beside.keys() - self.stock.keys() - removed_steps.keys()
         foreign = sorted(folder for folder in unnamed if self.beside[folder] is None)
         claimed = head.claimed(self.owner, tuple(foreign))
-        strays = {attempt: folder for folder, attempts in self.beside.items() for attempt in attempts or ()}
+        strays = {save_id: folder for folder, save_ids in self.beside.items() for save_id in save_ids or ()}
         return claimed.next(
             lineage=lineage,
             stock=dict(self.stock),
@@ -134,17 +134,17 @@ class BeginSave(HeadChange):
     incarnation: Incarnation
     epoch: int
     folder: str
-    attempt: str
+    save_id: str
 
     def apply(self, head: Head) -> Head | None:
         is_free = self.folder not in head.removed_steps
-        if is_free and self.attempt in head.begun:
+        if is_free and self.save_id in head.begun:
             return None
         self.incarnation.check(head, self.epoch)
         if not is_free:
             where = f"{self.incarnation.root}/{self.folder}"
             raise SaveError(self.epoch, f"{where}: a deleted step of stock Orbax is not gone yet")
-        return head.next(begun={**head.begun, self.attempt: self.folder})
+        return head.next(begun={**head.begun, self.save_id: self.folder})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,18 +165,18 @@ class PublishEpoch(HeadChange):
     kept_in: str | None = None
 
     def apply(self, head: Head) -> Head | None:
-        attempt = self.entry.attempt
+        save_id = self.entry.save_id
         present = head.listed.get(self.folder)
-        if present is not None and present.attempt == attempt:
+        if present is not None and present.save_id == save_id:
             return None
         self.incarnation.check(head, self.epoch)
-        if attempt not in head.begun:
+        if save_id not in head.begun:
             problem = "its attempt was given up or taken over meanwhile"
             raise SaveError(self.epoch, f"{self.incarnation.root}: {problem}")
-        if present is not None and self.may_replace is not None and present.attempt not in self.may_replace:
+        if present is not None and self.may_replace is not None and present.save_id not in self.may_replace:
             where = f"{self.incarnation.root}/{self.folder}"
             raise SaveError(self.epoch, f"{where} exists already; delete() or rollback_to() make room")
-        begun = {other: folder for other, folder in head.begun.items() if other != attempt}
+        begun = {other: folder for other, folder in head.begun.items() if other != save_id}
         after = head.next(begun=begun)
         if present is not None:
             after = after.unlisting(self.folder, self.kept_in)
@@ -192,16 +192,16 @@ class GiveUp(HeadChange):
     """
 
     incarnation: Incarnation | None
-    attempts: frozenset[str]
+    save_ids: frozenset[str]
     epoch: int = 0
 
     def apply(self, head: Head) -> Head | None:
-        given_up = {attempt: folder for attempt, folder in head.begun.items() if attempt in self.attempts}
+        given_up = {save_id: folder for save_id, folder in head.begun.items() if save_id in self.save_ids}
         if not given_up:
             return None
         if self.incarnation is not None:
             self.incarnation.check(head, self.epoch)
-        begun = {attempt: folder for attempt, folder in head.begun.items() if attempt not in given_up}
+        begun = {save_id: folder for save_id, folder in head.begun.items() if save_id not in given_up}
         return head.next(begun=begun, dead={**head.dead, **given_up})
 
 
@@ -230,8 +230,8 @@ class LogDeleted:
                 newest_go = True
                 continue
             entry = head.listed[folder]
-            own = self.large.get(entry.attempt) if entry.large else entry.metrics
-            line = Line.of(epoch, entry.attempt, entry.committed_ns, attached_metrics.merge(own, entry.attached))
+            own = self.large.get(entry.save_id) if entry.large else entry.metrics
+            line = Line.of(epoch, entry.save_id, entry.committed_ns, attached_metrics.merge(own, entry.attached))
             if line is not None:
                 lines.append(line)
         return (*lines, *(head.back_to(last) if newest_go else ()))
@@ -341,7 +341,7 @@ class Attachment:
     """Metrics that a source gives for an attempt, which is the epoch of a folder."""
 
     folder: str
-    attempt: str
+    save_id: str
     source: str
     metrics: Mapping[str, Any]
 
@@ -356,7 +356,7 @@ class AttachMetrics(HeadChange):
         epochs = dict(head.epochs)
         for one in self.attachments:
             entry = epochs.get(one.folder)
-            if entry is not None and entry.attempt == one.attempt and entry.attached.get(one.source) != one.metrics:
+            if entry is not None and entry.save_id == one.save_id and entry.attached.get(one.source) != one.metrics:
                 epochs[one.folder] = entry.with_attached(one.source, one.metrics)
         return None if epochs == head.epochs else head.next(epochs=epochs)
 
@@ -444,7 +444,7 @@ class ForgetKept(HeadChange):
         gone = {place: entry for place, entry in head.aside.items() if self.kept.get(place) == entry}
         if not gone:
             return None
-        dead = {entry.attempt: place.partition("/")[2] for place, entry in gone.items() if not entry.stock}
+        dead = {entry.save_id: place.partition("/")[2] for place, entry in gone.items() if not entry.stock}
         aside = {place: entry for place, entry in head.aside.items() if place not in gone}
         return head.next(aside=aside, dead={**head.dead, **dead})
 
@@ -453,10 +453,10 @@ class ForgetKept(HeadChange):
 class ForgetDead(HeadChange):
     """Nothing is left of dead attempts: the head need not name them any more."""
 
-    attempts: frozenset[str]
+    save_ids: frozenset[str]
 
     def apply(self, head: Head) -> Head | None:
-        left = {attempt: folder for attempt, folder in head.dead.items() if attempt not in self.attempts}
+        left = {save_id: folder for save_id, folder in head.dead.items() if save_id not in self.save_ids}
         return None if left == head.dead else head.next(dead=left)
 
 

@@ -49,7 +49,7 @@ _ATTACHED: codec.Codec[Mapping[str, Mapping[str, Any]]] = codec.Codec(_read_atta
 class HeadEpoch:
     """One committed epoch, as far as lists, policies and the next commit need it."""
 
-    attempt: str = stored("attempt", codec.name(limit=80))
+    save_id: str = stored("attempt", codec.name(limit=80))
     started_ns: int = stored("started_ns", codec.INTEGER)
     committed_ns: int = stored("committed_ns", codec.INTEGER)
     nbytes: int = stored("nbytes", codec.INTEGER)
@@ -69,7 +69,7 @@ class HeadEpoch:
     @property
     def stock(self) -> bool:
         """Whether stock Orbax wrote it."""
-        return paths.attempt_in(self.attempt) is None
+        return paths.save_id_in(self.save_id) is None
 
     @classmethod
     def of(cls, record: EpochRecord) -> Self:
@@ -77,7 +77,7 @@ class HeadEpoch:
         packed = checksums.seal({"metrics": checksums.pack_json(record.metrics, "metrics")})
         large, few = len(packed) > _MAX_METRICS_BYTES, record.nodes[: _MAX_NODES + 1]
         return cls(
-            attempt=record.attempt,
+            save_id=record.save_id,
             started_ns=record.started_ns,
             committed_ns=record.committed_ns,
             nbytes=record.nbytes,
@@ -116,14 +116,14 @@ class HeadEpoch:
 class RemovedStep:
     """A step of stock Orbax that is no epoch any more, and of which objects lie in its folder."""
 
-    attempt: str
+    save_id: str
     kept_in: str  # the folder of the directory that they are moved to; empty: they are removed
 
 
 def _read_folders(fields: codec.Fields, key: str) -> dict[str, str]:
     found = fields.mapping(key)
-    for attempt, folder in found.items():
-        paths.check_recorded_name(fields.path, attempt)
+    for save_id, folder in found.items():
+        paths.check_recorded_name(fields.path, save_id)
         _folder(fields.path, folder)
     return found
 
@@ -133,15 +133,15 @@ def _read_removed_steps(fields: codec.Fields, key: str) -> dict[str, RemovedStep
     for folder, found in fields.mapping(key).items():
         if not isinstance(found, list) or len(found) != 2:
             raise fields.fail(key, "attempts, and where they go")
-        attempt, kept_in = found
-        paths.check_recorded_name(fields.path, attempt)
+        save_id, kept_in = found
+        paths.check_recorded_name(fields.path, save_id)
         kept_in = paths.check_recorded_name(fields.path, kept_in, paths.is_part) if kept_in != "" else ""
-        steps[_folder(fields.path, folder)] = RemovedStep(attempt=attempt, kept_in=kept_in)
+        steps[_folder(fields.path, folder)] = RemovedStep(save_id=save_id, kept_in=kept_in)
     return steps
 
 
 def _write_removed_steps(steps: Mapping[str, RemovedStep]) -> dict[str, list[str]]:
-    return {folder: [step.attempt, step.kept_in] for folder, step in steps.items()}
+    return {folder: [step.save_id, step.kept_in] for folder, step in steps.items()}
 
 
 _FOLDERS: codec.Codec[Mapping[str, str]] = codec.Codec(_read_folders)
@@ -226,18 +226,18 @@ class Head:
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
     pages: tuple[Page, ...] = ()  # that may have some of the entries
 
-    def knows(self, attempt: str) -> bool:
+    def knows(self, save_id: str) -> bool:
         """Whether one of the runs here has made an attempt."""
-        return attempt.partition("-")[0] in {*self.past, self.incarnation}
+        return save_id.partition("-")[0] in {*self.past, self.incarnation}
 
-    def has(self, folder: str, attempt: str) -> bool:
+    def has(self, folder: str, save_id: str) -> bool:
         """Whether an attempt is the epoch of a folder."""
-        return folder in self.epochs and self.epochs[folder].attempt == attempt
+        return folder in self.epochs and self.epochs[folder].save_id == save_id
 
     @property
     def named(self) -> set[str]:
         """The attempts whose objects are kept: of epochs, and of those that were set aside."""
-        return {entry.attempt for entries in (self.epochs, self.aside) for entry in entries.values()}
+        return {entry.save_id for entries in (self.epochs, self.aside) for entry in entries.values()}
 
     def to_bytes(self) -> bytes:
         """The object's content."""
@@ -268,7 +268,7 @@ class Head:
 
     def tidied(self, gone: Collection[str], moved: int) -> Head:
         """The head without dead attempts of which nothing is left, and without the lines that are in parts."""
-        dead = {attempt: folder for attempt, folder in self.dead.items() if attempt not in gone}
+        dead = {save_id: folder for save_id, folder in self.dead.items() if save_id not in gone}
         count = min(max(moved - self.logged, 0), len(self.log))
         return self.next(dead=dead, log=self.log[count:], logged=self.logged + count)
 
@@ -296,9 +296,9 @@ class Head:
         if kept_in is not None:
             aside[paths.join(kept_in, folder)] = entry
         if entry.stock:
-            removed_steps[folder] = RemovedStep(attempt=entry.attempt, kept_in=kept_in or "")
+            removed_steps[folder] = RemovedStep(save_id=entry.save_id, kept_in=kept_in or "")
         elif kept_in is None:
-            dead[entry.attempt] = folder
+            dead[entry.save_id] = folder
         return self.next(epochs=epochs, stock=stock, aside=aside, dead=dead, removed_steps=removed_steps)
 
     def claimed(self, owner: Mapping[str, Any], foreign: tuple[str, ...]) -> Head:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from epochckpt.directory.conditional_put import PutCommits
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.bucket import BucketDirectory
+from epochckpt.directory.posix import PosixDirectory
 
 if TYPE_CHECKING:
-    from epochckpt.directory.protocol import Commits
+    from epochckpt.directory.epoch_directory import EpochDirectory
     from epochckpt.orbax import StepNames
     from epochckpt.storage import Store
 
 
-def commits_of(store: Store, names: StepNames) -> Commits:
+def directory_of(store: Store, names: StepNames) -> EpochDirectory:
     """How attempts become epochs on this store."""
-    return RenameCommits(store, names) if store.renames else PutCommits(store, names)
+    return PosixDirectory(store, names) if store.renames else BucketDirectory(store, names)

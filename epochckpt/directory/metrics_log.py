@@ -43,7 +43,7 @@ class Line:
     """An epoch that was deleted; or, with `back`, that the epochs after this one in lines above count no more."""
 
     epoch: int = stored("epoch", codec.integer(-1, 2**63))
-    attempt: str = stored("attempt", codec.text(80), optional=True, default="")
+    save_id: str = stored("attempt", codec.text(80), optional=True, default="")
     committed_ns: int = stored("committed_ns", codec.INTEGER, optional=True, default=0)
     # Its numbers, by `flat` names.
     metrics: Mapping[str, float] = stored("metrics", _NUMBERS, optional=True, default_factory=dict)
@@ -52,7 +52,7 @@ class Line:
     number: int = stored("line", codec.INTEGER, optional=True, default=0)
 
     @classmethod
-    def of(cls, epoch: int, attempt: str, committed_ns: int, metrics: Any) -> Self | None:
+    def of(cls, epoch: int, save_id: str, committed_ns: int, metrics: Any) -> Self | None:
         """The line of an epoch; None if no metric is a number. Of very many metrics it has the first ones."""
         kept, size = dict[str, float](), 0
         for name, value in numbers(metrics).items():
@@ -60,7 +60,7 @@ class Line:
             if size > _MAX_METRICS_BYTES:
                 break
             kept[name] = value
-        return cls(epoch=epoch, attempt=attempt, committed_ns=committed_ns, metrics=kept) if kept else None
+        return cls(epoch=epoch, save_id=save_id, committed_ns=committed_ns, metrics=kept) if kept else None
 
     def to_bytes(self) -> bytes:
         """The line in the file."""

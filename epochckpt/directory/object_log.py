@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def deleted(store: Store, now: Head) -> dict[int, Line]:
-    """See `Commits.deleted`; if lines have been moved, one listing, and one request for each part."""
+    """See `EpochDirectory.deleted`; if lines have been moved, one listing, and one request for each part."""
     moved = metrics_log.read_parts(store) if now.logged else []
     return metrics_log.deleted([*(line for line in moved if line.number <= now.logged), *now.log])
 

@@ -53,25 +53,25 @@ class ObjectViews:
         if not self._wanted:
             return record
         view, noted = self._views.note(record)
-        self._planned = (record.attempt, view) if view is not None else None
+        self._planned = (record.save_id, view) if view is not None else None
         return noted
 
-    def after_commit(self, folder: str, attempt: str, old: HeadEpoch | None) -> list[Callable[[], object]]:
+    def after_commit(self, folder: str, save_id: str, old: HeadEpoch | None) -> list[Callable[[], object]]:
         """The work that writes a committed epoch's view, and replaces the view of the `old` epoch, if there was one."""
         planned, self._planned = self._planned, None
-        if planned is None or planned[0] != attempt:
+        if planned is None or planned[0] != save_id:
             return []
         what = f"{self._store.root}: stock Orbax does not see {folder}, which repair_view would change"
-        return [partial(_threads.logged, what, partial(self._show, folder, attempt, planned[1], old))]
+        return [partial(_threads.logged, what, partial(self._show, folder, save_id, planned[1], old))]
 
-    def _show(self, folder: str, attempt: str, view: View, old: HeadEpoch | None = None) -> None:
+    def _show(self, folder: str, save_id: str, view: View, old: HeadEpoch | None = None) -> None:
         def still() -> bool:
             found = self._head.read()
-            return found is not None and folder not in found.removed_steps and found.has(folder, attempt)
+            return found is not None and folder not in found.removed_steps and found.has(folder, save_id)
 
         with self._changing:
             if old is not None and not old.stock:
-                object_view.remove(self._store, folder, self._record(folder, old.attempt))
+                object_view.remove(self._store, folder, self._record(folder, old.save_id))
             elif old is not None and not still():  # the step that was here has not left yet: the next claim writes it
                 return
             whole = False
@@ -82,24 +82,24 @@ class ObjectViews:
                 if not whole and self._is_free(folder):
                     self._store.remove_all([paths.join(folder, path) for path in {*view.files, *view.copies}])
 
-    def remove(self, folder: str, attempt: str) -> None:
+    def remove(self, folder: str, save_id: str) -> None:
         """Removes a deleted epoch's view. If a new epoch already uses the folder, its view stays."""
         if not self._wanted:
             return
         with self._changing:
             if self._is_free(folder):
-                object_view.remove(self._store, folder, self._record(folder, attempt))
+                object_view.remove(self._store, folder, self._record(folder, save_id))
             else:
-                self._remove_rest(folder, attempt)
+                self._remove_rest(folder, save_id)
 
-    def _remove_rest(self, folder: str, attempt: str) -> None:
+    def _remove_rest(self, folder: str, save_id: str) -> None:
         """Removes the rest of a replaced epoch's view: the files that the view of the new epoch does not have."""
         found = self._head.seen()
         entry = None if found is None else found.epochs.get(folder)
-        if entry is None or entry.stock or entry.attempt == attempt:
+        if entry is None or entry.stock or entry.save_id == save_id:
             return
-        old = self._record(folder, attempt)
-        record = self._record(folder, entry.attempt)
+        old = self._record(folder, save_id)
+        record = self._record(folder, entry.save_id)
         if old is not None and record is not None:
             object_view.remove_rest(self._store, folder, old, record)
 
@@ -107,13 +107,13 @@ class ObjectViews:
         found = self._head.read()
         return found is not None and folder not in found.listed and folder not in found.removed_steps
 
-    def remove_all(self, folder: str, attempts: Container[str], files: Collection[str]) -> None:
+    def remove_all(self, folder: str, save_ids: Container[str], files: Collection[str]) -> None:
         """The same for those attempts that were an epoch, by the files of the folder."""
         names = [name.removesuffix(".json") for name in files if "/" not in name and name.endswith(".json")]
-        others = [path for path in files if paths.attempt_in(path) is None and not paths.is_about_epoch(path)]
-        for attempt in names if others else ():
-            if attempt in attempts:
-                self.remove(folder, attempt)
+        others = [path for path in files if paths.save_id_in(path) is None and not paths.is_about_epoch(path)]
+        for save_id in names if others else ():
+            if save_id in save_ids:
+                self.remove(folder, save_id)
 
     def finish(self, found: Head) -> None:
         """Does what a run may have been killed in: views of the newest epoch, and of those rolled back.
@@ -126,7 +126,7 @@ class ObjectViews:
             folder = kept.partition("/")[2]
             lost = kept.startswith("rolled-back-") and folder not in found.epochs and not entry.stock
             if lost and object_view.is_complete(self._store, folder):
-                self.remove(folder, entry.attempt)
+                self.remove(folder, entry.save_id)
         newest = max(found.epochs, key=lambda folder: found.epochs[folder].committed_ns)
         left = (self._head.read() or found).removed_steps if found.removed_steps else {}
         for folder in {newest, *(found.removed_steps.keys() & found.epochs.keys())} - left.keys():
@@ -134,16 +134,16 @@ class ObjectViews:
             was_replaced = folder in found.dead.values()
             if not was_replaced and object_view.is_complete(self._store, folder):
                 continue
-            attempt = found.epochs[folder].attempt
-            record = self._record(folder, attempt)
+            save_id = found.epochs[folder].save_id
+            record = self._record(folder, save_id)
             if record is None or record.orbax_view is None:
                 continue
             view = self._views.build(record)
             if not object_view.is_written(self._store, folder, record, view):
-                self._show(folder, attempt, view)
+                self._show(folder, save_id, view)
 
-    def _record(self, folder: str, attempt: str) -> EpochRecord | None:
+    def _record(self, folder: str, save_id: str) -> EpochRecord | None:
         """An attempt's record; None if it is lost or damaged, or needs a newer epochckpt."""
         with suppress(DamagedError, FormatError, FormatVersionError):
-            return self._read(folder, attempt)
+            return self._read(folder, save_id)
         return None

@@ -23,7 +23,7 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import checksums
 
 if TYPE_CHECKING:
-    from epochckpt.directory.protocol import Commits
+    from epochckpt.directory.epoch_directory import EpochDirectory
     from epochckpt.storage import Store
 
 _MAX_BYTES = 4096
@@ -142,15 +142,15 @@ def read(store: Store, path: str) -> Any:
     return json.loads(store.read(path, limit_bytes=_MAX_BYTES))
 
 
-def check_idle(commits: Commits) -> None:
+def check_idle(epoch_directory: EpochDirectory) -> None:
     """Raises InvalidArgumentError if a run that has not closed the directory may be alive."""
-    for process in map(Process.parse, commits.owners()):
+    for process in map(Process.parse, epoch_directory.owners()):
         if not process.has_ended:
             who = f" (process {process.pid} on host {process.host:.200})" if process.pid and process.host else ""
             raise InvalidArgumentError(
-                f"{commits.store.root}: a run{who} has not closed it and may be alive. End it first; if it has ended, "
-                "claim() of a manager that is opened there and closed lets go of it, or --take-over of the commands "
-                "that have it"
+                f"{epoch_directory.store.root}: a run{who} has not closed it and may be alive. End it first; if it has "
+                "ended, claim() of a manager that is opened there and closed lets go of it, or --take-over of the "
+                "commands that have it"
             )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 
 from epochckpt import errors
 from epochckpt.directory import attached_metrics, metrics_log, owners
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.head_changes import TakeIn, head_has_changed
 from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing, paths
@@ -29,16 +29,16 @@ class Rebuilt:
     problem: str = ""  # what is wrong with the head; empty: it can be used, and other epochs lie beside its own
 
 
-def look(commits: PutCommits) -> Rebuilt:
+def look(epoch_directory: BucketDirectory) -> Rebuilt:
     """Finds what the head should name and does not; it lists and reads, and changes nothing.
 
     Raises:
         InvalidArgumentError: the head can be used, and a run that may be alive has not closed the directory.
         FormatVersionError: a newer epochckpt has written it; or the head is lost, and it has written epochs.
     """
-    seen = commits.head.read_bytes()  # before the look: a head that changes in between is not replaced
+    seen = epoch_directory.head.read_bytes()  # before the look: a head that changes in between is not replaced
     try:
-        head, problem = commits.head.read(), ""
+        head, problem = epoch_directory.head.read(), ""
     except errors.FormatVersionError:
         raise
     except (errors.DamagedError, errors.FormatError) as error:
@@ -47,11 +47,11 @@ def look(commits: PutCommits) -> Rebuilt:
         problem = problem or f"{paths.HEAD} is missing"
     known, epochs, left_out = head or Head(), dict[str, HeadEpoch](), dict[str, str]()
     named = {*known.epochs, *known.begun.values(), *known.dead.values(), paths.HEAD.partition("/")[0]}
-    names = [entry.name for entry in commits.store.list("") if entry.is_folder and entry.name not in named]
+    names = [entry.name for entry in epoch_directory.store.list("") if entry.is_folder and entry.name not in named]
 
     def record(where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:
         try:
-            return _record(commits, where, folder, but)
+            return _record(epoch_directory, where, folder, but)
         except errors.FormatVersionError as error:
             if problem:  # the head would have been one that this epochckpt cannot write
                 raise
@@ -59,20 +59,20 @@ def look(commits: PutCommits) -> Rebuilt:
 
     # What was set aside is no epoch any more.
     aside, is_aside = dict[str, HeadEpoch](), known.named
-    for name in (name for name in names if commits.names.parse(name) is None):
-        inner = [paths.join(name, entry.name) for entry in commits.store.list(name) if entry.is_folder]
+    for name in (name for name in names if epoch_directory.names.parse(name) is None):
+        inner = [paths.join(name, entry.name) for entry in epoch_directory.store.list(name) if entry.is_folder]
         found = {kept: record(kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
         aside |= {kept: HeadEpoch.of(one) for kept, one in found.items() if isinstance(one, EpochRecord)}
-    is_aside |= {entry.attempt for entry in aside.values()}
-    for name in (name for name in names if commits.names.parse(name) is not None):
+    is_aside |= {entry.save_id for entry in aside.values()}
+    for name in (name for name in names if epoch_directory.names.parse(name) is not None):
         one = record(name, name, is_aside)
         if isinstance(one, str):
             left_out[name] = one
         else:
-            sources = attached_metrics.in_folder(commits, name, one.epoch, one.attempt)
+            sources = attached_metrics.in_folder(epoch_directory, name, one.epoch, one.save_id)
             epochs[name] = dataclasses.replace(HeadEpoch.of(one), attached=sources)
     if head is not None and epochs:
-        owners.check_idle(commits)
+        owners.check_idle(epoch_directory)
     return Rebuilt(
         epochs=epochs,
         aside=aside,
@@ -83,45 +83,45 @@ def look(commits: PutCommits) -> Rebuilt:
     )
 
 
-def write(commits: PutCommits, found: Rebuilt) -> None:
+def write(epoch_directory: BucketDirectory, found: Rebuilt) -> None:
     """Writes what `look` has found. A run that is alive after all is fenced off where the head was lost.
 
     InvalidArgumentError: the head is not what was looked at any more.
     """
     if not found.problem:
-        root = commits.store.root
+        root = epoch_directory.store.root
         change = TakeIn(root=root, epochs=found.epochs, aside=found.aside, expected=found.change)
-        commits.head.write(change)
+        epoch_directory.head.write(change)
         return
-    attempts = [entry.attempt for entries in (found.epochs, found.aside) for entry in entries.values()]
-    runs = {attempt.partition("-")[0] for attempt in attempts}
+    save_ids = [entry.save_id for entries in (found.epochs, found.aside) for entry in entries.values()]
+    runs = {save_id.partition("-")[0] for save_id in save_ids}
     last = max((run for run in runs if len(run) == 16 and run[:8].isdigit()), default="")
     head = Head(incarnation=last, past=tuple(sorted(runs - {last})), epochs=found.epochs, aside=found.aside)
-    beside, stock = commits.beside(head)
-    foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
-    logged = max((line.number for line in metrics_log.read_parts(commits.store)), default=0)
+    beside, stock = epoch_directory.beside(head)
+    foreign = tuple(sorted(n for n, save_ids in beside.items() if save_ids is None and n not in stock))
+    logged = max((line.number for line in metrics_log.read_parts(epoch_directory.store)), default=0)
     head = head.claimed(owners.current(), foreign).next(closed=True, stock=stock, logged=logged)
-    if not commits.head.write_rebuilt(found.seen, head):
-        raise head_has_changed(commits.store.root)
+    if not epoch_directory.head.write_rebuilt(found.seen, head):
+        raise head_has_changed(epoch_directory.store.root)
 
 
-def _record(commits: PutCommits, where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:
+def _record(epoch_directory: BucketDirectory, where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:
     """The record of the epoch whose records are in one place and whose files are in its folder, or why not.
 
     The attempts `but` are passed over.
     """
-    epoch = commits.names.parse(folder)
-    sizes = {file.path: file.size for file in commits.store.files(folder)}
+    epoch = epoch_directory.names.parse(folder)
+    sizes = {file.path: file.size for file in epoch_directory.store.files(folder)}
     usable, reason = list[EpochRecord](), f"holds no commit record that can be used ({paths.EPOCH_RECORD})"
-    for path in _candidates(commits, where):
+    for path in _candidates(epoch_directory, where):
         try:
-            record = parsing.read_record(commits.store, path, parsing.parse_head)
+            record = parsing.read_record(epoch_directory.store, path, parsing.parse_head)
         except errors.FormatVersionError:
             raise
         except (errors.DamagedError, errors.FormatError) as error:
             reason = errors.say(error)
             continue
-        if record is None or record.epoch != epoch or record.attempt in but:
+        if record is None or record.epoch != epoch or record.save_id in but:
             continue
         lacking = next((p for p, size in record.sizes().items() if sizes.get(p) != size), None)
         if lacking is not None:
@@ -133,9 +133,9 @@ def _record(commits: PutCommits, where: str, folder: str, but: Container[str] = 
     return max(usable, key=lambda record: record.committed_ns, default=reason)
 
 
-def _candidates(commits: PutCommits, where: str) -> Iterator[str]:
+def _candidates(epoch_directory: BucketDirectory, where: str) -> Iterator[str]:
     """The paths of an epoch's copied record, then of the records of its attempts."""
     yield paths.join(where, paths.EPOCH_RECORD)
-    for entry in commits.store.list(where):
-        if not entry.is_folder and paths.attempt_in(entry.name) is not None:
+    for entry in epoch_directory.store.list(where):
+        if not entry.is_folder and paths.save_id_in(entry.name) is not None:
             yield paths.join(where, entry.name)

@@ -46,7 +46,7 @@ class StockStepRemoval:
             found, step = self._named(folder, incarnation)
             if found is None or step is None:
                 return
-            if not steps.is_other(self._store, folder, step.attempt):
+            if not steps.is_other(self._store, folder, step.save_id):
                 self._clear(folder, step, incarnation)
             elif folder not in found.epochs:  # else it is the view of that epoch
                 text = "%s/%s: stock Orbax has saved there anew: that stays, and the next run that claims looks at it"
@@ -88,4 +88,4 @@ class StockStepRemoval:
 
 def _is_theirs(path: str) -> bool:
     """Whether an object of the folder is the step's: it is not of an attempt of ours, nor about one."""
-    return paths.attempt_in(path) is None and not paths.is_about_epoch(path)
+    return paths.save_id_in(path) is None and not paths.is_about_epoch(path)

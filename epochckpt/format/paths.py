@@ -101,7 +101,7 @@ def is_free_folder(name: object) -> bool:
 def is_movable(folder: str, into: str = "") -> bool:
     """Whether an epoch's folder can be moved away, perhaps `into` another folder, without a name that is too long.
 
-    On its way it is called `moving-<id>-<destination>`, see `directory.placing`. A damaged epoch goes to
+    On its way it is called `moving-<id>-<destination>`, see `directory.staging_folder`. A damaged epoch goes to
     `damaged-<id>/`.
     """
     places = (urllib.parse.quote(join(place, folder), safe="") for place in (into, f"damaged-{new_id()}"))
@@ -184,7 +184,7 @@ def parse_unclaimed(name: str) -> str | None:
     return found[1] if found else None
 
 
-def attempt_in(path: str) -> str | None:
+def save_id_in(path: str) -> str | None:
     """The attempt that wrote an object, by a path that holds its id (`<incarnation>-<epoch>-<number>`), else None."""
     return next(filter(_ATTEMPT.match, path.removesuffix(".json").split("/")), None)
 
@@ -221,13 +221,13 @@ def data_file(item: str, part: int) -> str:
     return f"{item}{DATA_SUFFIX}" if part == 0 else f"{item}-{part:05d}{DATA_SUFFIX}"
 
 
-def part_folder(node_folder: str, attempt: str, item: str = "") -> str:
+def part_folder(node_folder: str, save_id: str, item: str = "") -> str:
     """Where an attempt in an object store has what a node wrote, relative to the epoch's folder.
 
     The data files of an item lie below the item, where the database of the Orbax view reaches them; the node's record
     and handlers' files lie in the folder without an item.
     """
-    return join(item, node_folder, attempt)
+    return join(item, node_folder, save_id)
 
 
 def join(*parts: str) -> str:

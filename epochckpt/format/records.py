@@ -95,7 +95,7 @@ class NodeRecord:
     """`node.json`: the files that one node wrote for one attempt."""
 
     epoch: int = stored("epoch", INTEGER)
-    attempt: str = stored("attempt", _TEXT)
+    save_id: str = stored("attempt", _TEXT)
     node: str = stored("node", _NODE)
     process: int = stored("process", INTEGER)
     processes: int = stored("processes", INTEGER)
@@ -214,7 +214,7 @@ class EpochRecord:
     """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist."""
 
     epoch: int = stored("epoch", INTEGER)
-    attempt: str = stored("attempt", _ATTEMPT)
+    save_id: str = stored("attempt", _ATTEMPT)
     # It lies in an object store, where paths have the attempt in them, see `paths.part_folder`.
     objects: bool = stored("objects", BOOLEAN)
     plan: str = stored("plan", _TEXT)  # digest of the plan, equal on all nodes
@@ -259,19 +259,19 @@ class EpochRecord:
     @property
     def name(self) -> str:
         """The name of its file, in the epoch's folder; on object stores `epoch.json` is a copy of it."""
-        return f"{self.attempt}.json" if self.objects else paths.EPOCH_RECORD
+        return f"{self.save_id}.json" if self.objects else paths.EPOCH_RECORD
 
     @property
     def origin(self) -> str:
         """The attempt that saved it; copies of one epoch have the same."""
-        return self.copied_from or self.attempt
+        return self.copied_from or self.save_id
 
     def node_folder(self, node: int, item: str = "") -> str:
         """Folder of a node's record and handlers' files, or of its data files of an item; relative to the epoch's."""
         if self.per_node:
             return ""
         folder = self.nodes[node].folder
-        return paths.part_folder(folder, self.attempt, item) if self.objects else folder
+        return paths.part_folder(folder, self.save_id, item) if self.objects else folder
 
     def path(self, node: int, file: DataFile | None = None) -> str:
         """Path of a node's file, or of its record, relative to the epoch's folder."""

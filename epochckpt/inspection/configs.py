@@ -20,7 +20,7 @@ from epochckpt.manager import status
 from epochckpt.options import SECRET
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
     from epochckpt.inspection.rows import EpochRow
 
 _MAX_BYTES = 16_384  # of a file of JSON that counts as a config
@@ -36,7 +36,7 @@ class RunConfig:
     trained_secs: float | None = None
 
 
-def config_of(commits: Commits, first: EpochRow, newest: EpochRow) -> RunConfig:
+def config_of(epoch_directory: EpochDirectory, first: EpochRow, newest: EpochRow) -> RunConfig:
     """The config of a run from two of its epochs: what both have alike, since what changes is no config.
 
     It comes from the metadata of the directory and of the epochs, from JSON items, and from items that have only Python
@@ -44,13 +44,13 @@ def config_of(commits: Commits, first: EpochRow, newest: EpochRow) -> RunConfig:
     item's name stands before it. Values with names like secrets are left out, and so are values of items
     that cannot be read. Of a directory in a bucket nothing is read.
     """
-    if not commits.store.renames:
+    if not epoch_directory.store.renames:
         return RunConfig()
-    ours = _of_epoch(commits, newest)
-    earlier = ours if first is newest else _of_epoch(commits, first)
+    ours = _of_epoch(epoch_directory, newest)
+    earlier = ours if first is newest else _of_epoch(epoch_directory, first)
     same = {key: value for key, value in ours.items() if key in earlier and repr(earlier[key]) == repr(value)}
     with contextlib.suppress(EpochCheckpointError, OSError):  # the epochs tell the rest
-        metadata = status.custom_metadata(commits.store, limit_bytes=_MAX_BYTES) or {}
+        metadata = status.custom_metadata(epoch_directory.store, limit_bytes=_MAX_BYTES) or {}
         same |= _plain("", metadata)
     count = collections.Counter(name for _, name in same)
     values = {name if count[name] == 1 or not item else f"{item}/{name}": value for (item, name), value in same.items()}
@@ -76,17 +76,17 @@ def _is_nested(value: Any) -> bool:
     return any(isinstance(each, list | Mapping) for each in (value if isinstance(value, list) else [value]))
 
 
-def _of_epoch(commits: Commits, row: EpochRow) -> _Values:
+def _of_epoch(epoch_directory: EpochDirectory, row: EpochRow) -> _Values:
     """The values in an epoch, without those that cannot be read."""
     custom = {name: value for name, value in (row.custom_metadata or {}).items() if name != NOTES}
     found = _plain("", custom)
     with contextlib.suppress(EpochCheckpointError, OSError):
         path = paths.join(row.folder, paths.EPOCH_RECORD)
-        small = parsing.read_record(commits.store, path, parsing.parse_small_items)
+        small = parsing.read_record(epoch_directory.store, path, parsing.parse_small_items)
         if small is not None:
             found |= _python_values(small)
             for item, file in itertools.islice(_json_files(small, row.folder), _MAX_FILES):
-                found |= _plain(item, _json(commits, file))
+                found |= _plain(item, _json(epoch_directory, file))
     return found
 
 
@@ -108,10 +108,10 @@ def _json_files(small: parsing.SmallItems, folder: str) -> Iterator[tuple[str, s
             yield item, paths.join(folder, files[0][0], files[0][1].path)
 
 
-def _json(commits: Commits, path: str) -> Mapping[str, Any]:
+def _json(epoch_directory: EpochDirectory, path: str) -> Mapping[str, Any]:
     """The values in a file of JSON; none if it cannot be read, whatever it holds."""
     try:
-        content = json.loads(commits.store.read(path, limit_bytes=_MAX_BYTES))
+        content = json.loads(epoch_directory.store.read(path, limit_bytes=_MAX_BYTES))
     except (EpochCheckpointError, OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, Mapping) else {}

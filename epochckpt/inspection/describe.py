@@ -16,7 +16,7 @@ from typing import Any
 from epochckpt import _text
 from epochckpt._units import several
 from epochckpt.arrays import EpochReader
-from epochckpt.directory import Commits
+from epochckpt.directory import EpochDirectory
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, EpochNotFoundError, FormatError, say
 from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, Leaf, paths
 from epochckpt.format import tree as tree_lib
@@ -38,7 +38,7 @@ _MAX_JSON = 16_384  # bytes of a file that is shown
 _MAX_READ = 8  # files of an item that are shown
 
 
-def describe(commits: Commits, row: EpochRow, mirror: Mirror | None = None) -> EpochDetail:
+def describe(epoch_directory: EpochDirectory, row: EpochRow, mirror: Mirror | None = None) -> EpochDetail:
     """Everything that is known of one epoch without reading arrays; of one host's part, with what its `mirror` has.
 
     An item that cannot be looked into has a `problem`; it hides no other item. If the epoch's record itself cannot be
@@ -51,12 +51,12 @@ def describe(commits: Commits, row: EpochRow, mirror: Mirror | None = None) -> E
     if row.state not in (COMMITTED, DAMAGED):
         return EpochDetail(row, ())
     try:
-        reader = open_reader(commits, row.epoch, mirror)
+        reader = open_reader(epoch_directory, row.epoch, mirror)
     except EpochNotFoundError as error:
         if row.state == DAMAGED:
             return EpochDetail(row, ())
         detail = "it was there when the directory was looked at"
-        raise EpochDeletedError(row.epoch, commits.store.root, detail) from error
+        raise EpochDeletedError(row.epoch, epoch_directory.store.root, detail) from error
     except (DamagedError, FormatError) as error:
         return EpochDetail(dataclasses.replace(row, state=DAMAGED, detail=row.detail or str(error)), ())
     if isinstance(reader, PerNodeReader):
@@ -67,7 +67,7 @@ def describe(commits: Commits, row: EpochRow, mirror: Mirror | None = None) -> E
         items = [_item(native, name, item) for name, item in sorted(record.items.items())]
         return EpochDetail(row, tuple(items), record.orbax_unsupported)
     assert isinstance(record, OrbaxRecord), "all other epochs have a native reader"
-    return EpochDetail(row, tuple(_orbax_items(commits, reader.folder, record)))
+    return EpochDetail(row, tuple(_orbax_items(epoch_directory, reader.folder, record)))
 
 
 # -- epochs of ours --------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def shortened(value: Any) -> str:
 # -- steps of stock Orbax --------------------------------------------------------------------------------------------
 
 
-def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[ItemRow]:
+def _orbax_items(epoch_directory: EpochDirectory, folder: str, record: OrbaxRecord) -> list[ItemRow]:
     rows = []
     for name in sorted(record.names):
         recorded = record.handlers.get(name, "")
@@ -257,14 +257,14 @@ def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[Ite
         kind = "files"
         handler = recorded.rpartition(".")[2]
         try:
-            if steps.kind(commits.store, at, name, record) == "arrays":
+            if steps.kind(epoch_directory.store, at, name, record) == "arrays":
                 kind = "arrays"
-                rows.append(_orbax_arrays(OrbaxItem(commits.store, at, record.epoch, recorded), name, handler))
+                rows.append(_orbax_arrays(OrbaxItem(epoch_directory.store, at, record.epoch, recorded), name, handler))
             else:
-                rows.append(ItemRow(name, kind, handler, files=tuple(_files(commits.store, at))))
+                rows.append(ItemRow(name, kind, handler, files=tuple(_files(epoch_directory.store, at))))
         except (EpochCheckpointError, OSError) as error:
-            if commits.read_attempt(record.epoch) != record.attempt:
-                raise EpochDeletedError(record.epoch, commits.store.root, say(error)) from error
+            if epoch_directory.read_save_id(record.epoch) != record.save_id:
+                raise EpochDeletedError(record.epoch, epoch_directory.store.root, say(error)) from error
             rows.append(ItemRow(name, kind, handler, problem=say(error)))
     return rows
 

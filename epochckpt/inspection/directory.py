@@ -24,7 +24,7 @@ from epochckpt.manager.numbers import epoch_number
 
 if TYPE_CHECKING:
     from epochckpt._lazy import ocp
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
     from epochckpt.inspection.plots import Plots
     from epochckpt.tiers import Mirror
 
@@ -110,12 +110,12 @@ class Inspection(NamedContents):
         self._unit = unit
         self._asked = () if metric is None or isinstance(metric, str) else tuple(metric)
         self.metric = metric if metric is None or isinstance(metric, str) else next(iter(self._asked), None)
-        self.commits = scan.open_commits(directory, options, single=True)
+        self.epoch_directory = scan.open_commits(directory, options, single=True)
 
     @property
     def directory(self) -> str:
         """Its path or URL, in full."""
-        return scan.place(self.commits)
+        return scan.place(self.epoch_directory)
 
     def viewed_mirror(self) -> Mirror | None:
         """The mirror that the caller has named, looked at now; None without one."""
@@ -123,12 +123,12 @@ class Inspection(NamedContents):
             return None
         from epochckpt.tiers import viewed  # with jax and Orbax, which a directory without a mirror needs not
 
-        return viewed(self._mirror, self.commits)
+        return viewed(self._mirror, self.epoch_directory)
 
     @property
     def unit(self) -> str:
         """What views call a number, `epoch` or `step`: see `inspect`."""
-        return self._unit or scan.unit_of(self.commits)
+        return self._unit or scan.unit_of(self.epoch_directory)
 
     def overview(self, limit: int | None = 100, *, check: bool = True) -> Overview:
         """The rows of the directory.
@@ -137,11 +137,11 @@ class Inspection(NamedContents):
             limit: how many epochs, the newest; None: all.
             check: see whether the files of the newest epochs are there.
         """
-        self.commits.forget_records()
+        self.epoch_directory.forget_records()
         return self._look(limit, check)
 
     def _look(self, limit: int | None, check: bool) -> Overview:
-        known = self.commits if self._has_head() else None
+        known = self.epoch_directory if self._has_head() else None
         found = scan.look(
             self._given,
             metric=self.metric,
@@ -156,8 +156,12 @@ class Inspection(NamedContents):
 
     def _has_head(self) -> bool:
         """Whether it is a bucket, and has its head as when it was opened."""
-        with scan.access(self.commits.store):
-            return scan.in_bucket(self.commits) and not self.commits.names.only and self.commits.head.read() is not None
+        with scan.access(self.epoch_directory.store):
+            return (
+                scan.in_bucket(self.epoch_directory)
+                and not self.epoch_directory.names.only
+                and self.epoch_directory.head.read() is not None
+            )
 
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
         """The row of every committed epoch, also of those that cannot be read, ascending.
@@ -172,7 +176,7 @@ class Inspection(NamedContents):
         Every file is met once: that is one listing in an object store, a request for a thousand objects.
         """
         todelete = self._options.todelete_subdir if self._options else None
-        return UsageView(dataclasses.replace(usage.measure(self.commits, todelete), unit=self.unit))
+        return UsageView(dataclasses.replace(usage.measure(self.epoch_directory, todelete), unit=self.unit))
 
     def metrics(self) -> MetricsView:
         """The metrics of the whole run: a row per epoch, also of those that were deleted.
@@ -190,7 +194,7 @@ class Inspection(NamedContents):
         One row per run, from the newest epoch's record; `.goodput.total` is the sum of them. What no record tells is
         `unknown_secs`. Runs that never committed an epoch, and those of older versions, are not known.
         """
-        return GoodputView(dataclasses.replace(goodput.measure(self.commits), unit=self.unit))
+        return GoodputView(dataclasses.replace(goodput.measure(self.epoch_directory), unit=self.unit))
 
     @property
     def latest(self) -> EpochInspection | None:
@@ -223,8 +227,8 @@ class Inspection(NamedContents):
         if isinstance(epoch, int) and not isinstance(epoch, bool) and -paths.MAX_EPOCH <= epoch < 0:
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
-        if scan.find(self.commits, number) is not None:
-            return self._at(self.commits, number)
+        if scan.find(self.epoch_directory, number) is not None:
+            return self._at(self.epoch_directory, number)
         with contextlib.suppress(EpochCheckpointError, OSError):  # the mirror does not answer
             mirror = self.viewed_mirror()
             if mirror is not None and number in mirror.readable() and scan.find(mirror.there, number) is not None:
@@ -293,8 +297,8 @@ class Inspection(NamedContents):
         """The epoch that is chosen; another one is, if a run has deleted it meanwhile."""
         for left in reversed(range(_LOOKS)):
             number = choose()
-            if number is None or not self.commits.store.renames:
-                return None if number is None else self._at(self.commits, number)
+            if number is None or not self.epoch_directory.store.renames:
+                return None if number is None else self._at(self.epoch_directory, number)
             try:
                 return self[number]  # it may be in the mirror alone
             except EpochNotFoundError:
@@ -302,10 +306,10 @@ class Inspection(NamedContents):
                     raise
         return None
 
-    def _at(self, commits: Commits, number: int) -> EpochInspection:
-        here = commits is self.commits and self._mirror is not None
+    def _at(self, epoch_directory: EpochDirectory, number: int) -> EpochInspection:
+        here = epoch_directory is self.epoch_directory and self._mirror is not None
         return EpochInspection(
-            commits=commits,
+            epoch_directory=epoch_directory,
             epoch=number,
             latest_and_best=self._latest_and_best,
             unit=self._unit,

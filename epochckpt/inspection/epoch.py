@@ -44,7 +44,7 @@ from epochckpt.inspection.rows import (
 from epochckpt.inspection.select import narrowed, quoted
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
     from epochckpt.manager import CheckpointReader, Verification
     from epochckpt.tiers import Mirror
 
@@ -204,14 +204,14 @@ class EpochInspection(NamedContents):
 
     def __init__(
         self,
-        commits: Commits,
+        epoch_directory: EpochDirectory,
         epoch: int,
         latest_and_best: Callable[[], tuple[int | None, int | None]],
         unit: str | None = None,
         mirror: Callable[[], Mirror | None] = lambda: None,
     ):
         self.epoch = epoch
-        self._commits = commits
+        self._epoch_directory = epoch_directory
         self._latest_and_best = latest_and_best
         self._unit = unit
         self._mirror = mirror
@@ -223,20 +223,20 @@ class EpochInspection(NamedContents):
         Raises:
             EpochDeletedError: the epoch is not there any more.
         """
-        row = scan.checked(self._commits, self.plain_row())
+        row = scan.checked(self._epoch_directory, self.plain_row())
         latest, best = self._latest_and_best()
         return dataclasses.replace(row, latest=row.state != DAMAGED and row.epoch == latest, best=row.epoch == best)
 
     def plain_row(self) -> EpochRow:
         """The row without a look at the files or at other epochs; raises EpochDeletedError if the epoch is gone."""
-        row = scan.find(self._commits, self.epoch)
+        row = scan.find(self._epoch_directory, self.epoch)
         if row is None:
             raise self._gone()
-        unit = self._unit or (scan.unit_of(self._commits) if row.state == DAMAGED else row.unit)
+        unit = self._unit or (scan.unit_of(self._epoch_directory) if row.state == DAMAGED else row.unit)
         return dataclasses.replace(row, unit=unit)
 
     def _gone(self) -> EpochDeletedError:
-        return EpochDeletedError(self.epoch, self._commits.store.root, "it existed when it was opened")
+        return EpochDeletedError(self.epoch, self._epoch_directory.store.root, "it existed when it was opened")
 
     def detail(self) -> EpochDetail:
         """The row, the items and their leaves."""
@@ -245,14 +245,14 @@ class EpochInspection(NamedContents):
     def _described_as(self, row: EpochRow) -> EpochDetail:
         from epochckpt.inspection.describe import describe  # with jax and Orbax, which a list of epochs needs not
 
-        return describe(self._commits, row, self._mirror())
+        return describe(self._epoch_directory, row, self._mirror())
 
     def leaves(self) -> CheckpointReader:
         """A reader of the leaves of the attempt that is committed now."""
         from epochckpt.inspection.leaf_reader import open_reader
 
         try:
-            return open_reader(self._commits, self.epoch, self._mirror())
+            return open_reader(self._epoch_directory, self.epoch, self._mirror())
         except EpochNotFoundError as error:
             row = self.plain_row()
             raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error
@@ -322,7 +322,7 @@ class EpochInspection(NamedContents):
 
     def verify(self, progress: Progress | None = None) -> Verification:
         """Reads every byte of the epoch and compares it with its checksums; see `CheckpointManager.verify`."""
-        self._commits.forget_records()
+        self._epoch_directory.forget_records()
         return self.leaves().verify(progress or _ignore)
 
     def _rows(self) -> EpochDetail:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from epochckpt import _threads, _units
-from epochckpt.directory import Commits, placing
-from epochckpt.directory.conditional_put import BucketSweep, PutCommits
+from epochckpt.directory import EpochDirectory, staging_folder
+from epochckpt.directory.bucket import BucketDirectory, BucketSweep
 from epochckpt.directory.head_changes import ForgetDead, ForgetKept, GiveUp, Refresh, RemoveKeptSteps
 from epochckpt.directory.head_record import Head
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
@@ -75,11 +75,11 @@ def collect(
             f"older_than_secs={older_than_secs!r}: a save may be silent for {bound:g} s "
             "(StorageOptions.save_timeout_secs), and must not be taken for dead; expected more than that"
         )
-    commits = scan.open_commits(directory, options)
-    search = _GarbageSearch(commits, older_than_secs, epochs_too, clock)
+    epoch_directory = scan.open_commits(directory, options)
+    search = _GarbageSearch(epoch_directory, older_than_secs, epochs_too, clock)
     rows = list[LeftoverRow]()
     kept = dict[str, str]()
-    with scan.access(commits.store):
+    with scan.access(epoch_directory.store):
         found = search.look(options.todelete_subdir if options else None)
     try:
         for row in found:
@@ -96,16 +96,18 @@ def collect(
             if delete:
                 progress(row)
     finally:
-        _threads.logged(f"{commits.store.root}: the folder of this clean-up stays", search.end)
-    return Garbage(commits.store.root, tuple(rows), kept, tuple(row for row in found if row.path in kept))
+        _threads.logged(f"{epoch_directory.store.root}: the folder of this clean-up stays", search.end)
+    return Garbage(epoch_directory.store.root, tuple(rows), kept, tuple(row for row in found if row.path in kept))
 
 
 class _GarbageSearch:
     """What may go, why the rest may not, and removing it."""
 
-    def __init__(self, commits: Commits, older_than_secs: float, epochs_too: bool, clock: Callable[[], float]):
-        self._commits = commits
-        self._store = commits.store
+    def __init__(
+        self, epoch_directory: EpochDirectory, older_than_secs: float, epochs_too: bool, clock: Callable[[], float]
+    ):
+        self._epoch_directory = epoch_directory
+        self._store = epoch_directory.store
         self._older_than_secs = older_than_secs
         self._epochs_too = epochs_too
         self._clock = clock
@@ -114,19 +116,19 @@ class _GarbageSearch:
 
     def look(self, todelete_subdir: str | None) -> list[LeftoverRow]:
         """Everything that is no epoch, as it is now."""
-        if isinstance(self._commits, PutCommits):
-            return self._in_bucket(self._commits, todelete_subdir)
-        found = leftovers.find(self._commits, self._now_ns(), todelete_subdir)
+        if isinstance(self._epoch_directory, BucketDirectory):
+            return self._in_bucket(self._epoch_directory, todelete_subdir)
+        found = leftovers.find(self._epoch_directory, self._now_ns(), todelete_subdir)
         return sorted([*map(_row, found.attempts), *found.others], key=lambda row: row.path)
 
-    def _in_bucket(self, commits: PutCommits, todelete_subdir: str | None) -> list[LeftoverRow]:
-        things = objects.all_things(commits, todelete_subdir)
+    def _in_bucket(self, epoch_directory: BucketDirectory, todelete_subdir: str | None) -> list[LeftoverRow]:
+        things = objects.all_things(epoch_directory, todelete_subdir)
         now_ns = self._now_ns()
-        head = commits.head.seen() or Head()
+        head = epoch_directory.head.seen() or Head()
         found = list[LeftoverRow]()
         for thing in things:
             if thing.kind == ATTEMPT:
-                attempt = objects.attempt_row(commits, head, thing, now_ns)
+                attempt = objects.attempt_row(epoch_directory, head, thing, now_ns)
                 found.append(dataclasses.replace(_row(attempt), path=thing.path))
             elif thing.kind not in (COMMITTED, OTHER):
                 found.append(objects.leftover_row(thing, now_ns))
@@ -155,15 +157,15 @@ class _GarbageSearch:
     def _is_rolling_back(self, folder: str) -> bool:
         """Whether epochs are being moved there just now."""
         try:
-            rollback = self._commits.rollback()
+            rollback = self._epoch_directory.rollback()
         except (EpochCheckpointError, OSError):  # which folder it is about is not known
             return True
         return rollback is not None and rollback.folder == folder
 
     def remove(self, row: LeftoverRow) -> str:
         """Removes one thing; returns why not, or nothing."""
-        if isinstance(self._commits, PutCommits):
-            return self._remove_objects(self._commits, row)
+        if isinstance(self._epoch_directory, BucketDirectory):
+            return self._remove_objects(self._epoch_directory, row)
         store = self._store
         path = row.path
         if not self._home:
@@ -179,7 +181,7 @@ class _GarbageSearch:
         reason = self.reason(dataclasses.replace(row, age_secs=before.age_secs(self._now_ns()))) or before.problem
         if reason:
             return reason
-        away = placing.removed(self._home)  # without the former name, which may be too long for another
+        away = staging_folder.removed(self._home)  # without the former name, which may be too long for another
         try:
             store.rename(path, away)
         except FileNotFoundError:
@@ -193,21 +195,21 @@ class _GarbageSearch:
         store.remove_tree(away)
         return ""
 
-    def _remove_objects(self, commits: PutCommits, row: LeftoverRow) -> str:
+    def _remove_objects(self, epoch_directory: BucketDirectory, row: LeftoverRow) -> str:
         """Removes an attempt, or epochs that were set aside, from an object store; returns why not, or nothing."""
         if not self._home:
             self._home = objects.OWN
-            self._ahead_secs = max(time.time() - _clock_ns(commits) / 1e9, 0.0)
+            self._ahead_secs = max(time.time() - _clock_ns(epoch_directory) / 1e9, 0.0)
         if reason := self.reason(dataclasses.replace(row, age_secs=(row.age_secs or 0.0) - self._ahead_secs)):
             return reason
         folder, _, name = row.path.rpartition("/")
-        sweep = BucketSweep(commits)
+        sweep = BucketSweep(epoch_directory)
         if row.kind == DELETED and not folder:  # a step of stock Orbax
             sweep.finish_step(name)
         elif row.kind in (ATTEMPT, DELETED):
-            _bury(commits, sweep, {name: folder})
+            _bury(epoch_directory, sweep, {name: folder})
         else:
-            _bury_aside(commits, sweep, row.path)
+            _bury_aside(epoch_directory, sweep, row.path)
         return ""
 
     def end(self) -> None:
@@ -223,25 +225,25 @@ def _row(attempt: EpochRow) -> LeftoverRow:
     return LeftoverRow(attempt.folder, ATTEMPT, attempt.nbytes, attempt.age_secs, (attempt.epoch,), detail)
 
 
-def _clock_ns(commits: PutCommits) -> int:
+def _clock_ns(epoch_directory: BucketDirectory) -> int:
     """The time by the store's clock, nanoseconds since 1970: that of a change of the head, which is made now."""
     folder, _, name = paths.HEAD.partition("/")
-    commits.head.write(Refresh())
-    return next(file.written_ns for file in commits.store.files(folder) if file.path == name)
+    epoch_directory.head.write(Refresh())
+    return next(file.written_ns for file in epoch_directory.store.files(folder) if file.path == name)
 
 
-def _bury(commits: PutCommits, sweep: BucketSweep, attempts: Mapping[str, str]) -> None:
+def _bury(epoch_directory: BucketDirectory, sweep: BucketSweep, attempts: Mapping[str, str]) -> None:
     """Removes attempts, by id the folder, also those that a run has begun: from now on they are dead."""
-    named = commits.head.write(GiveUp(incarnation=None, attempts=frozenset(attempts))).head.named
+    named = epoch_directory.head.write(GiveUp(incarnation=None, save_ids=frozenset(attempts))).head.named
     sweep.remove_dead({a: f for a, f in attempts.items() if a not in named})
-    commits.head.write(ForgetDead(frozenset(commits.head.swept)))
+    epoch_directory.head.write(ForgetDead(frozenset(epoch_directory.head.swept)))
 
 
-def _bury_aside(commits: PutCommits, sweep: BucketSweep, name: str) -> None:
+def _bury_aside(epoch_directory: BucketDirectory, sweep: BucketSweep, name: str) -> None:
     """Removes the epochs that were set aside under a name."""
-    now = commits.head.write(RemoveKeptSteps(name)).head
+    now = epoch_directory.head.write(RemoveKeptSteps(name)).head
     kept = {place: entry for place, entry in now.aside.items() if place.startswith(f"{name}/")}
     for folder in (folder for folder, step in now.removed_steps.items() if not step.kept_in):
         sweep.finish_step(folder)
-    commits.store.remove_tree(name)  # named by the head until nothing is left: the next one goes on
-    _bury(commits, sweep, commits.head.write(ForgetKept(kept)).head.dead)
+    epoch_directory.store.remove_tree(name)  # named by the head until nothing is left: the next one goes on
+    _bury(epoch_directory, sweep, epoch_directory.head.write(ForgetKept(kept)).head.dead)

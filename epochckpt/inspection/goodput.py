@@ -13,23 +13,23 @@ from epochckpt.inspection import scan
 from epochckpt.inspection.rows import Goodput, RunGoodput
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
     from epochckpt.format import RunEntry
 
 
-def measure(commits: Commits) -> Goodput:
+def measure(epoch_directory: EpochDirectory) -> Goodput:
     """The ledger of a directory; reads the records of a few epochs, and no arrays."""
-    with scan.access(commits.store):
+    with scan.access(epoch_directory.store):
         problems: dict[str, str] = {}
-        for epoch in sorted(commits.list_epochs(), reverse=True):
+        for epoch in sorted(epoch_directory.list_epochs(), reverse=True):
             try:
-                runs = commits.read_head(epoch).runs
+                runs = epoch_directory.read_head(epoch).runs
             except EpochCheckpointError as error:
-                problems[commits.folder(epoch)] = str(error)
+                problems[epoch_directory.folder(epoch)] = str(error)
                 continue
             if runs:
-                return Goodput(scan.place(commits), _rows(runs), problems)
-    return Goodput(scan.place(commits), (), problems)
+                return Goodput(scan.place(epoch_directory), _rows(runs), problems)
+    return Goodput(scan.place(epoch_directory), (), problems)
 
 
 def _rows(runs: tuple[RunEntry, ...]) -> tuple[RunGoodput, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader
-from epochckpt.directory import Commits
+from epochckpt.directory import EpochDirectory
 from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.format import parsing, paths
 from epochckpt.manager import CheckpointReader, Readers, Verification
@@ -17,19 +17,19 @@ from epochckpt.tiers import Mirror
 _THREADS = 4
 
 
-def open_reader(commits: Commits, epoch: int, mirror: Mirror | None = None) -> CheckpointReader:
+def open_reader(epoch_directory: EpochDirectory, epoch: int, mirror: Mirror | None = None) -> CheckpointReader:
     """A reader of the attempt that is committed now; raises what `Readers.open` raises.
 
     What a directory on a disk of one host lacks is read from its `mirror`.
     """
-    readers = Readers(commits, Pool(_THREADS), mirror=mirror)
+    readers = Readers(epoch_directory, Pool(_THREADS), mirror=mirror)
     try:
         return readers.open(epoch)
     except EpochNotFoundError:
-        folder = commits.folder(epoch)
+        folder = epoch_directory.folder(epoch)
         nodes = dict[str, NativeReader]()
         unread = dict[str, str]()
-        for name, record in commits.read_per_node(folder, epoch, parsing.parse_epoch).items():
+        for name, record in epoch_directory.read_per_node(folder, epoch, parsing.parse_epoch).items():
             if isinstance(record, str):
                 unread[paths.shown_name(name)] = record
                 continue
@@ -50,7 +50,7 @@ class PerNodeReader(NativeReader):
 
     def __init__(self, nodes: Mapping[str, NativeReader], unread: Mapping[str, str]):
         first = next(iter(nodes.values()))
-        super().__init__(first.commits, first.folder, first.record, first.context, first.native)
+        super().__init__(first.epoch_directory, first.folder, first.record, first.context, first.native)
         self.nodes = nodes
         self.unread = unread
 

@@ -1,8 +1,8 @@
 """The contents of a directory beside its epochs: attempts under way or left over, and epochs that were moved away.
 
-The names are those of `directory.placing` in a run's staging folder, where `<epoch>-<try>` is an attempt, and those of
-`_NAMED` beside the epochs. Others write to these folders and remove them meanwhile: what has vanished is no error, and
-no symlink is followed. Ages are differences between the wall clock and the times of the file system.
+The names are those of `directory.staging_folder` in a run's staging folder, where `<epoch>-<try>` is an attempt, and
+those of `_NAMED` beside the epochs. Others write to these folders and remove them meanwhile: what has vanished is no
+error, and no symlink is followed. Ages are differences between the wall clock and the times of the file system.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochckpt import _units
-from epochckpt.directory import Commits, placing
+from epochckpt.directory import EpochDirectory, staging_folder
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
 from epochckpt.inspection import rows
@@ -152,7 +152,7 @@ class Found(NamedTuple):
     kind: str
     epochs: tuple[int, ...]
     detail: str
-    attempt: str = ""  # of a save in a run's staging folder: its id
+    save_id: str = ""  # of a save in a run's staging folder: its id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,17 +164,17 @@ class Leftovers:
     problems: dict[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
 
 
-def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
+def find(epoch_directory: EpochDirectory, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
     """Finds and measures what lies in a POSIX directory; for object stores see `objects`."""
     found = Leftovers()
-    store = commits.store
+    store = epoch_directory.store
     for name, is_folder in names(store, ""):
-        if not is_folder or commits.names.parse(name) is not None:
+        if not is_folder or epoch_directory.names.parse(name) is not None:
             continue
         try:
-            for each in classified(commits, name, todelete_subdir):
-                if each.attempt:
-                    row = _attempt(store, each, paths.parse_node_staging(name), now_ns)
+            for each in classified(epoch_directory, name, todelete_subdir):
+                if each.save_id:
+                    row = _save_id(store, each, paths.parse_node_staging(name), now_ns)
                     found.attempts.extend([row] if row is not None else [])
                 else:
                     row = row_of(store, each.path, each.kind, now_ns, each.epochs, each.detail)
@@ -184,14 +184,14 @@ def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> L
     return found
 
 
-def classified(commits: Commits, name: str, todelete_subdir: str | None = None) -> Iterator[Found]:
+def classified(epoch_directory: EpochDirectory, name: str, todelete_subdir: str | None = None) -> Iterator[Found]:
     """Classifies a folder of a POSIX directory, or its contents, by names; the folder is not named like an epoch."""
     if _is_staging(name):
-        yield from _in_staging(commits, name)
+        yield from _in_staging(epoch_directory, name)
     elif (known := kind_of(name, todelete_subdir)) is not None:
         kind, detail = known
-        yield Found(name, kind, _epochs_in(commits, name) if kind in KEPT else (), detail)
-    elif (step := _orbax_step(commits, name)) is not None:
+        yield Found(name, kind, _epochs_in(epoch_directory, name) if kind in KEPT else (), detail)
+    elif (step := _orbax_step(epoch_directory, name)) is not None:
         yield Found(name, rows.ORBAX_ATTEMPT, (step,), "a save of stock Orbax, under way or left over")
 
 
@@ -205,23 +205,23 @@ def kind_of(name: str, todelete_subdir: str | None = None) -> tuple[str, str] | 
     return None
 
 
-def is_sign(commits: Commits, name: str) -> bool:
+def is_sign(epoch_directory: EpochDirectory, name: str) -> bool:
     """Whether a folder that is named like no epoch shows that the directory is one of checkpoints."""
-    if _is_staging(name) or _orbax_step(commits, name) is not None:
+    if _is_staging(name) or _orbax_step(epoch_directory, name) is not None:
         return True
     if name.startswith(("rolled-back-", "damaged-", "partial-", "diverged-")):  # also what people have named so
-        return bool(_epochs_in(commits, name))
-    return name == paths.ROOT_METADATA[0] and commits.store.exists(paths.join(*paths.ROOT_METADATA))
+        return bool(_epochs_in(epoch_directory, name))
+    return name == paths.ROOT_METADATA[0] and epoch_directory.store.exists(paths.join(*paths.ROOT_METADATA))
 
 
 def _is_staging(name: str) -> bool:
     return paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None
 
 
-def _orbax_step(commits: Commits, name: str) -> int | None:
+def _orbax_step(epoch_directory: EpochDirectory, name: str) -> int | None:
     """The step for which stock Orbax staged a folder; None for other folders."""
     step, suffix, _ = name.partition(paths.TMP_SUFFIX)
-    return commits.names.parse(step) if suffix else None
+    return epoch_directory.names.parse(step) if suffix else None
 
 
 def silence(age_secs: float) -> str:
@@ -229,34 +229,34 @@ def silence(age_secs: float) -> str:
     return f"nothing was written for {_units.secs(age_secs)}: it failed, or its job was killed"
 
 
-def _in_staging(commits: Commits, home: str) -> Iterator[Found]:
+def _in_staging(epoch_directory: EpochDirectory, home: str) -> Iterator[Found]:
     """What lies in a run's staging folder."""
-    store = commits.store
+    store = epoch_directory.store
     token = home.removesuffix(paths.TMP_SUFFIX).rpartition("-")[2]
     for name, is_folder in names(store, home):
         path = paths.join(home, name)
         tried = _ATTEMPT.match(name)
-        where = placing.parse_moving(name)
-        gone = placing.parse_removed(name)
+        where = staging_folder.parse_moving(name)
+        gone = staging_folder.parse_removed(name)
         if not is_folder:
             continue
         if tried:
             yield Found(path, rows.ATTEMPT, (int(tried[1]),), "", f"{token}-{name}")
         elif where is not None:
             yield Found(path, rows.QUARANTINED, (), f"an epoch on the move to {where}: the next run puts it there")
-        elif name.endswith(paths.TMP_SUFFIX) and any(placing.on_the_move(store, path)):
+        elif name.endswith(paths.TMP_SUFFIX) and any(staging_folder.on_the_move(store, path)):
             yield Found(path, rows.QUARANTINED, (), "what an earlier run left, with an epoch on the move in it")
         elif name.endswith(paths.TMP_SUFFIX):
             yield Found(path, rows.DELETED, (), "what an earlier run left, out of sight")
         elif gone is not None:
-            epoch = commits.names.parse(gone)
+            epoch = epoch_directory.names.parse(gone)
             detail = "a deleted or replaced epoch, out of sight" if gone else "a failed save, or a draft, out of sight"
             yield Found(path, rows.DELETED, () if epoch is None else (epoch,), detail)
         else:
             yield Found(path, rows.FOREIGN, (), "not known")
 
 
-def _attempt(store: Store, found: Found, node: str | None, now_ns: int) -> EpochRow | None:
+def _save_id(store: Store, found: Found, node: str | None, now_ns: int) -> EpochRow | None:
     """The row of an attempt, of one node or of all; None if it is gone: committed, or discarded."""
     path = found.path
     (epoch,) = found.epochs
@@ -274,7 +274,7 @@ def _attempt(store: Store, found: Found, node: str | None, now_ns: int) -> Epoch
     if age >= LIVE_SECS:
         state = rows.ABANDONED
         detail += f"; {silence(age)}"
-    fields = {"folder": path, "attempt": found.attempt, "nodes": tuple(nodes), "nbytes": whole.nbytes}
+    fields = {"folder": path, "save_id": found.save_id, "nodes": tuple(nodes), "nbytes": whole.nbytes}
     return EpochRow(epoch, state, detail=whole.problem or detail, started_ns=whole.oldest_ns, age_secs=age, **fields)
 
 
@@ -313,8 +313,8 @@ def _links_up(store: Store, path: str, names: Collection[str]) -> bool:
     return False
 
 
-def _epochs_in(commits: Commits, folder: str) -> tuple[int, ...]:
-    numbers = (commits.names.parse(name) for name, _ in names(commits.store, folder))
+def _epochs_in(epoch_directory: EpochDirectory, folder: str) -> tuple[int, ...]:
+    numbers = (epoch_directory.names.parse(name) for name, _ in names(epoch_directory.store, folder))
     return tuple(sorted(n for n in numbers if n is not None))
 
 

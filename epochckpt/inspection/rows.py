@@ -58,7 +58,7 @@ class EpochRow:
     writer: str = "epochckpt"  # or `orbax`
     detail: str = ""  # why the epoch cannot be read, or what is known of the attempt
     folder: str = ""  # relative to the directory
-    attempt: str = _fact("", lambda record: record.attempt)  # its id
+    save_id: str = _fact("", lambda record: record.save_id)  # its id
     nodes: tuple[NodeRow, ...] = ()  # none in a step of stock Orbax; of more than 16 as `notes`
     nbytes: int = _fact(0, lambda record: record.nbytes)
     started_ns: int | None = _fact(None, lambda record: record.started_ns)

@@ -23,7 +23,7 @@ from epochckpt.storage import Store, open_store
 
 if TYPE_CHECKING:
     from epochckpt._lazy import ocp
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
     from epochckpt.inspection.plots import RunsPlots
 
 _DEPTH = 4  # levels below the folder that are searched
@@ -120,9 +120,9 @@ class Runs(NamedContents):
             asked = {"metric": self._metric, "mode": self._mode, "limit": _NEWEST, "options": self._options}
             try:
                 address = self._store.address_of(name)
-                commits = scan.open_commits(address, self._options, single=True)
-                seen = scan.look(address, check=False, known=commits, **asked)
-                found[name] = _row(name, seen, _owners(commits), _config(commits, seen))
+                epoch_directory = scan.open_commits(address, self._options, single=True)
+                seen = scan.look(address, check=False, known=epoch_directory, **asked)
+                found[name] = _row(name, seen, _owners(epoch_directory), _config(epoch_directory, seen))
             except (errors.EpochCheckpointError, OSError) as error:
                 problems[name] = errors.say(error)
 
@@ -219,16 +219,16 @@ class Owners(enum.Enum):
     ALIVE = "a run may be alive"
 
 
-def _owners(commits: Commits) -> Owners:
-    processes = [owners.Process.parse(owner) for owner in commits.owners()]
+def _owners(epoch_directory: EpochDirectory) -> Owners:
+    processes = [owners.Process.parse(owner) for owner in epoch_directory.owners()]
     if not processes:
         return Owners.NONE
     return Owners.ENDED if all(process.has_ended for process in processes) else Owners.ALIVE
 
 
-def _config(commits: Commits, seen: Overview) -> configs.RunConfig:
+def _config(epoch_directory: EpochDirectory, seen: Overview) -> configs.RunConfig:
     whole = [row for row in seen.epochs if row.state == COMMITTED and row.writer == "epochckpt"]
-    return configs.config_of(commits, whole[0], whole[-1]) if whole else configs.RunConfig()
+    return configs.config_of(epoch_directory, whole[0], whole[-1]) if whole else configs.RunConfig()
 
 
 _COLUMNS: Mapping[str, Callable[[DirectoryRow], Any]] = {

@@ -15,8 +15,8 @@ from absl import logging
 
 from epochckpt import _metrics, _text, errors
 from epochckpt._lazy import ocp
-from epochckpt.directory import Commits, attached_metrics, commits_of
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.inspection import leftovers, objects, suggest, tiers, whole_run
@@ -75,33 +75,33 @@ class _OneName(StepNames):
 
 def open_commits(
     directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions | None = None, *, single: bool = False
-) -> Commits:
+) -> EpochDirectory:
     """The epochs of a directory, for reading. With `single` the directory may be the folder of one epoch itself."""
     store = open_store(directory)
-    commits = commits_of(store, StepNames.of(options))
+    epoch_directory = directory_of(store, StepNames.of(options))
     with access(store):
         if store.renames:
             with contextlib.suppress(FileNotFoundError):  # `isdir` says no where this user may not look
                 os.lstat(store.root)
             if not os.path.isdir(store.root):
                 raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
-        if in_bucket(commits) and commits.head.read() is not None:
-            return commits
+        if in_bucket(epoch_directory) and epoch_directory.head.read() is not None:
+            return epoch_directory
         found = {entry.name: entry.is_folder for entry in store.list("")}
         if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
             # The epoch that lies in the folder, seen from the directory above it.
             above, name = open_file(os.path.realpath(store.root) if store.renames else store.address)
-            return commits_of(above, _OneName(name, step_names.number_of(store)))
-        if in_bucket(commits):
-            commits.scan()  # raises where there are epochs without a head
-        if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found.items())):
+            return directory_of(above, _OneName(name, step_names.number_of(store)))
+        if in_bucket(epoch_directory):
+            epoch_directory.scan()  # raises where there are epochs without a head
+        if not any(_is_sign(epoch_directory, name, is_folder) for name, is_folder in reversed(found.items())):
             raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
-    return commits
+    return epoch_directory
 
 
-def in_bucket(commits: Commits) -> TypeGuard[PutCommits]:
+def in_bucket(epoch_directory: EpochDirectory) -> TypeGuard[BucketDirectory]:
     """Whether a head says which epochs there are."""
-    return isinstance(commits, PutCommits) and not commits.names.only
+    return isinstance(epoch_directory, BucketDirectory) and not epoch_directory.names.only
 
 
 @contextlib.contextmanager
@@ -115,27 +115,35 @@ def access(store: Store) -> Generator[None]:
         raise errors.AccessError(f"{store.root}: {error}; this user (uid {os.getuid()}) needs read access") from error
 
 
-def place(commits: Commits) -> str:
+def place(epoch_directory: EpochDirectory) -> str:
     """Where the epochs lie, for people: the directory, or the folder of the one epoch."""
-    only = commits.names.only
-    return paths.join(commits.store.root.rstrip("/"), only) if only else commits.store.root
+    only = epoch_directory.names.only
+    return paths.join(epoch_directory.store.root.rstrip("/"), only) if only else epoch_directory.store.root
 
 
-def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
+def _is_sign(epoch_directory: EpochDirectory, name: str, is_folder: bool) -> bool:
     """Whether an entry shows that the directory is one of checkpoints."""
     if not is_folder:
         return name == paths.ROLLBACK_RECORD
-    epoch = commits.names.parse(name)
-    return leftovers.is_sign(commits, name) if epoch is None else isinstance(read(commits, name, epoch), EpochRow)
+    epoch = epoch_directory.names.parse(name)
+    return (
+        leftovers.is_sign(epoch_directory, name)
+        if epoch is None
+        else isinstance(read(epoch_directory, name, epoch), EpochRow)
+    )
 
 
-def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection[int]) -> dict[int, str]:
+def folders_of(epoch_directory: EpochDirectory, entries: Mapping[str, bool], hidden: Collection[int]) -> dict[int, str]:
     """The folder of each epoch that is not hidden, going by the names in a POSIX directory."""
     found: dict[int, str] = {}
-    commits.names.learn(entries)
+    epoch_directory.names.learn(entries)
     for name, is_folder in entries.items():
-        epoch = commits.names.parse(name) if is_folder else None
-        if epoch is not None and epoch not in hidden and (epoch not in found or name == commits.names.build(epoch)):
+        epoch = epoch_directory.names.parse(name) if is_folder else None
+        if (
+            epoch is not None
+            and epoch not in hidden
+            and (epoch not in found or name == epoch_directory.names.build(epoch))
+        ):
             found[epoch] = name
     return found
 
@@ -143,26 +151,32 @@ def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection
 # -- one epoch ---------------------------------------------------------------------------------------------------------
 
 
-def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> EpochRow | LeftoverRow | None:
+def read(
+    epoch_directory: EpochDirectory, folder: str, epoch: int, *, sure: bool = False
+) -> EpochRow | LeftoverRow | None:
     """What a folder named like an epoch holds: an epoch, or a leftover; None if the folder is gone.
 
     An epoch whose record cannot be used is damaged. With `sure`, an error of storage is raised instead of shown as
     damage. The row of a step of stock Orbax has no size, see `with_size`.
     """
     try:
-        if in_bucket(commits):
-            return _of_any(commits.read_seen(epoch), folder)
-        record = commits.read_in(folder, epoch)
+        if in_bucket(epoch_directory):
+            return _of_any(epoch_directory.read_seen(epoch), folder)
+        record = epoch_directory.read_in(folder, epoch)
         if record is not None:
             return _of_record(record, folder)
-        if not commits.store.exists(folder):
+        if not epoch_directory.store.exists(folder):
             return None
-        return _of_orbax(commits, folder, epoch) or _of_nodes(commits, folder, epoch) or _of_none(commits, folder)
+        return (
+            _of_orbax(epoch_directory, folder, epoch)
+            or _of_nodes(epoch_directory, folder, epoch)
+            or _of_none(epoch_directory, folder)
+        )
     except (errors.EpochCheckpointError, OSError) as error:
-        if _says_nothing(commits, error) or (sure and isinstance(error, errors.StorageError)):
+        if _says_nothing(epoch_directory, error) or (sure and isinstance(error, errors.StorageError)):
             raise
         with contextlib.suppress(OSError):
-            if isinstance(error, errors.EpochNotFoundError) or not commits.store.exists(folder):
+            if isinstance(error, errors.EpochNotFoundError) or not epoch_directory.store.exists(folder):
                 return None
         return EpochRow(epoch, _state(error), detail=errors.say(error), folder=folder)
 
@@ -172,29 +186,29 @@ def _state(error: Exception) -> str:
     return NEWER if isinstance(error, errors.FormatVersionError) else DAMAGED
 
 
-def unit_of(commits: Commits) -> str:
+def unit_of(epoch_directory: EpochDirectory) -> str:
     """What the job counts that saved the newest three epochs: `epoch` or `step`; `epoch` if they do not tell."""
     with contextlib.suppress(errors.EpochCheckpointError, OSError):  # whoever reads on is told
-        epochs = commits.entries() if in_bucket(commits) else commits.list_epochs()
+        epochs = epoch_directory.entries() if in_bucket(epoch_directory) else epoch_directory.list_epochs()
         newest = sorted(epochs)[:-4:-1]  # several: one may be damaged, or no runner's
-        rows = (read(commits, commits.folder(epoch), epoch) for epoch in newest)
+        rows = (read(epoch_directory, epoch_directory.folder(epoch), epoch) for epoch in newest)
         return next((row.unit for row in rows if isinstance(row, EpochRow) and row.notes), "epoch")
     return "epoch"
 
 
-def _says_nothing(commits: Commits, error: Exception) -> bool:
+def _says_nothing(epoch_directory: EpochDirectory, error: Exception) -> bool:
     """Whether an error of an object store is about the store, and not about what lies there."""
-    return not commits.store.renames and isinstance(error, errors.StorageError | errors.AccessError)
+    return not epoch_directory.store.renames and isinstance(error, errors.StorageError | errors.AccessError)
 
 
-def brief(commits: PutCommits, epoch: int, entry: HeadEpoch) -> EpochRow:
+def brief(epoch_directory: BucketDirectory, epoch: int, entry: HeadEpoch) -> EpochRow:
     """The row of an epoch in an object store, as the head tells it; `read` and `checked` have the rest."""
     metrics = entry.metrics if isinstance(entry.metrics, Mapping) else {"metrics": entry.metrics}
     row = EpochRow(
         epoch,
         COMMITTED,
-        folder=commits.folder(epoch),
-        attempt=entry.attempt,
+        folder=epoch_directory.folder(epoch),
+        save_id=entry.save_id,
         nodes=tuple(NodeRow(name, None, secs) for name, secs in entry.node_secs.items()),
         nbytes=entry.nbytes,
         started_ns=entry.started_ns,
@@ -203,41 +217,41 @@ def brief(commits: PutCommits, epoch: int, entry: HeadEpoch) -> EpochRow:
         metrics={} if entry.metrics is None else metrics,
         custom_metadata=None,
         notes=None,
-        writer="orbax" if paths.attempt_in(entry.attempt) is None else "epochckpt",
+        writer="orbax" if paths.save_id_in(entry.save_id) is None else "epochckpt",
     )
     return _with_sources(row, entry.attached)
 
 
-def find(commits: Commits, epoch: int) -> EpochRow | None:
+def find(epoch_directory: EpochDirectory, epoch: int) -> EpochRow | None:
     """The row of an epoch, from its record and the attached metrics; None if the epoch does not exist."""
-    if in_bucket(commits):
-        commits.head.read()  # as it is now
-        if epoch not in commits.entries():
+    if in_bucket(epoch_directory):
+        epoch_directory.head.read()  # as it is now
+        if epoch not in epoch_directory.entries():
             return None
-    row = None if epoch in commits.hidden() else read(commits, commits.folder(epoch), epoch)
+    row = None if epoch in epoch_directory.hidden() else read(epoch_directory, epoch_directory.folder(epoch), epoch)
     if not isinstance(row, EpochRow):
         return None
     try:
-        row = _with_attached(commits, row)
+        row = _with_attached(epoch_directory, row)
     except errors.StorageError as error:
         logging.warning("attached metrics are left out: %s", error)
-    return with_size(commits, row)
+    return with_size(epoch_directory, row)
 
 
-def with_size(commits: Commits, row: EpochRow) -> EpochRow:
+def with_size(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     """The row with the bytes of a step of stock Orbax, whose files must be looked at for that."""
     if row.writer != "orbax" or row.nbytes:
         return row
     with contextlib.suppress(OSError):
-        return dataclasses.replace(row, nbytes=steps.nbytes(commits.store, row.folder))
+        return dataclasses.replace(row, nbytes=steps.nbytes(epoch_directory.store, row.folder))
     return row
 
 
-def _with_attached(commits: Commits, row: EpochRow) -> EpochRow:
+def _with_attached(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     """The row with the metrics that were attached later."""
-    if row.state != COMMITTED or not row.attempt:
+    if row.state != COMMITTED or not row.save_id:
         return row
-    return _with_sources(row, attached_metrics.of_attempt(commits, row.folder, row.epoch, row.attempt))
+    return _with_sources(row, attached_metrics.of_save(epoch_directory, row.folder, row.epoch, row.save_id))
 
 
 def _with_sources(row: EpochRow, sources: Mapping[str, Mapping[str, Any]]) -> EpochRow:
@@ -268,10 +282,10 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
     )
 
 
-def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
+def _of_orbax(epoch_directory: EpochDirectory, folder: str, epoch: int) -> EpochRow | None:
     """The row of a step of stock Orbax; None if the folder is no step."""
-    store = commits.store
-    if not steps.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
+    store = epoch_directory.store
+    if not steps.is_step(store, folder, lambda name: epoch_directory.names.parse(name) is not None):
         return None
     return _of_any(steps.read(store, folder, epoch), folder)
 
@@ -288,7 +302,7 @@ def _of_any(record: EpochRecord, folder: str) -> EpochRow:
 def _nodes(
     record: EpochRecord | str,
     folder: str = "",
-    commits: Commits | None = None,
+    epoch_directory: EpochDirectory | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Iterator[NodeRow]:
     """The nodes of an epoch; with `commits`, their files in its folder are looked at. A str says what is wrong.
@@ -300,36 +314,36 @@ def _nodes(
         yield NodeRow(paths.shown_name(folder.rpartition("/")[2]), 0, None, DAMAGED, record)
         return
     here: set[str] | None = None
-    if commits is not None and not record.per_node and tiers.host_of(commits) is not None:
-        here = {entry.name for entry in commits.store.list(folder)}
+    if epoch_directory is not None and not record.per_node and tiers.host_of(epoch_directory) is not None:
+        here = {entry.name for entry in epoch_directory.store.list(folder)}
     for number, node in enumerate(record.nodes):
         state = COMMITTED
         detail = ""
         try:
             if here is not None and node.folder not in here:
                 state = ELSEWHERE
-            elif commits is not None:
-                commits.check_node(folder, record, number, sizes)
+            elif epoch_directory is not None:
+                epoch_directory.check_node(folder, record, number, sizes)
                 if here is not None:
-                    _check_replicas(commits, folder, record, number)
+                    _check_replicas(epoch_directory, folder, record, number)
         except (errors.EpochCheckpointError, OSError) as error:
             state = DAMAGED
             detail = errors.say(error)
         yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
 
 
-def _check_replicas(commits: Commits, folder: str, record: EpochRecord, number: int) -> None:
+def _check_replicas(epoch_directory: EpochDirectory, folder: str, record: EpochRecord, number: int) -> None:
     """Raises DamagedError for the first missing or short file of what a node wrote of cells that others own."""
     path = paths.join(folder, record.path(number))
-    node = parsing.read_record(commits.store, path, parsing.parse_node)
+    node = parsing.read_record(epoch_directory.store, path, parsing.parse_node)
     if node is not None and node.replicas:
         entry = dataclasses.replace(record.nodes[number], files=node.replicas)
-        commits.check_node(folder, dataclasses.replace(record, nodes=(entry,)), 0)
+        epoch_directory.check_node(folder, dataclasses.replace(record, nodes=(entry,)), 0)
 
 
-def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
+def _of_nodes(epoch_directory: EpochDirectory, folder: str, epoch: int) -> EpochRow | None:
     """The row of an epoch that each node saved by itself; None if there is no such."""
-    found = commits.read_per_node(folder, epoch)
+    found = epoch_directory.read_per_node(folder, epoch)
     rows = [_of_record(record, folder) for record in found.values() if not isinstance(record, str)]
     if not rows:
         return None
@@ -343,7 +357,7 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
         epoch,
         COMMITTED,
         folder=folder,
-        attempt=rows[0].attempt if len(rows) == 1 else "",
+        save_id=rows[0].save_id if len(rows) == 1 else "",
         nbytes=sum(r.nbytes for r in rows),
         started_ns=min(r.started_ns or 0 for r in rows),
         committed_ns=max(r.committed_ns or 0 for r in rows),
@@ -353,76 +367,78 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     return _with_nodes(row, [node for name, record in found.items() for node in _nodes(record, name)])
 
 
-def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
+def _of_none(epoch_directory: EpochDirectory, folder: str) -> EpochRow | LeftoverRow | None:
     """What else a folder with an epoch's name may be: an epoch that lost its record, or somebody else's folder."""
-    if commits.lost_records(folder):
+    if epoch_directory.lost_records(folder):
         detail = f"its commit record, {paths.EPOCH_RECORD}, is missing: nothing of it can be verified, it is not read"
-        size = leftovers.extent(commits.store, folder) or leftovers.DiskUsage()
-        return EpochRow(commits.names.parse(folder) or 0, DAMAGED, detail=detail, folder=folder, nbytes=size.nbytes)
+        size = leftovers.extent(epoch_directory.store, folder) or leftovers.DiskUsage()
+        return EpochRow(
+            epoch_directory.names.parse(folder) or 0, DAMAGED, detail=detail, folder=folder, nbytes=size.nbytes
+        )
     detail = "named like an epoch, and none: neither ours nor stock Orbax's on a file system"
-    return leftovers.row_of(commits.store, folder, FOREIGN, time.time_ns(), (), detail)
+    return leftovers.row_of(epoch_directory.store, folder, FOREIGN, time.time_ns(), (), detail)
 
 
 # -- the files of one epoch --------------------------------------------------------------------------------------------
 
 
-def checked(commits: Commits, row: EpochRow) -> EpochRow:
+def checked(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     """The row of an epoch after a look at its files: are they there, with the sizes recorded?
 
     An epoch that is replaced meanwhile is looked at again. The row of an epoch that is deleted meanwhile stays.
     """
     for _ in range(_TRIES):
-        if in_bucket(commits):
-            found = _checked_objects(commits, row)
+        if in_bucket(epoch_directory):
+            found = _checked_objects(epoch_directory, row)
             if found.state == COMMITTED:
                 return found
-            commits.head.read()
-            attempt = commits.seen_attempt(row.epoch)
-            if attempt in (None, found.attempt):
-                return row if attempt is None else found
+            epoch_directory.head.read()
+            save_id = epoch_directory.seen_save_id(row.epoch)
+            if save_id in (None, found.save_id):
+                return row if save_id is None else found
             continue
         if row.state == DAMAGED and not row.nodes:
             return row
-        found = _checked(commits, row)
-        fresh = row if found.state == COMMITTED else read(commits, row.folder, row.epoch)
+        found = _checked(epoch_directory, row)
+        fresh = row if found.state == COMMITTED else read(epoch_directory, row.folder, row.epoch)
         if not isinstance(fresh, EpochRow):
             return row
-        if all(getattr(fresh, name) == getattr(row, name) for name in ("state", "attempt", "committed_ns", "nodes")):
+        if all(getattr(fresh, name) == getattr(row, name) for name in ("state", "save_id", "committed_ns", "nodes")):
             return found
         row = fresh
     return row
 
 
-def _checked_objects(commits: PutCommits, row: EpochRow) -> EpochRow:
+def _checked_objects(epoch_directory: BucketDirectory, row: EpochRow) -> EpochRow:
     """The row in full after a look at the objects: one request for the record and one for their sizes."""
     try:
-        record = commits.read_seen(row.epoch)
-        fresh = _with_attached(commits, _of_any(record, row.folder))
+        record = epoch_directory.read_seen(row.epoch)
+        fresh = _with_attached(epoch_directory, _of_any(record, row.folder))
         if isinstance(record, steps.OrbaxRecord):
-            steps.check(commits.store, row.folder, record)
+            steps.check(epoch_directory.store, row.folder, record)
             return dataclasses.replace(fresh, checked=True)
-        nodes = list(_nodes(record, row.folder, commits, objects.sizes(commits, row.folder)))
+        nodes = list(_nodes(record, row.folder, epoch_directory, objects.sizes(epoch_directory, row.folder)))
         return dataclasses.replace(_with_nodes(fresh, nodes), checked=True)
     except (errors.EpochCheckpointError, OSError) as error:
-        if _says_nothing(commits, error):
+        if _says_nothing(epoch_directory, error):
             raise
         fields = {"state": _state(error), "detail": errors.say(error), "checked": True}
-        return dataclasses.replace(row, attempt=commits.seen_attempt(row.epoch) or row.attempt, **fields)
+        return dataclasses.replace(row, save_id=epoch_directory.seen_save_id(row.epoch) or row.save_id, **fields)
 
 
-def _checked(commits: Commits, row: EpochRow) -> EpochRow:
+def _checked(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     try:
         if row.writer == "orbax":
-            steps.check(commits.store, row.folder, steps.read(commits.store, row.folder, row.epoch))
+            steps.check(epoch_directory.store, row.folder, steps.read(epoch_directory.store, row.folder, row.epoch))
             return dataclasses.replace(row, checked=True)
-        record = commits.read_in(row.folder, row.epoch)
-        found = commits.read_per_node(row.folder, row.epoch) if record is None else {"": record}
-        sizes = objects.sizes(commits, row.folder) if isinstance(commits, PutCommits) else None
-        each = (_nodes(one, paths.join(row.folder, name), commits, sizes) for name, one in found.items())
+        record = epoch_directory.read_in(row.folder, row.epoch)
+        found = epoch_directory.read_per_node(row.folder, row.epoch) if record is None else {"": record}
+        sizes = objects.sizes(epoch_directory, row.folder) if isinstance(epoch_directory, BucketDirectory) else None
+        each = (_nodes(one, paths.join(row.folder, name), epoch_directory, sizes) for name, one in found.items())
         nodes = list(itertools.chain.from_iterable(each))
         return dataclasses.replace(_with_nodes(row, nodes or row.nodes), checked=True)
     except (errors.EpochCheckpointError, OSError) as error:
-        if _says_nothing(commits, error):
+        if _says_nothing(epoch_directory, error):
             raise
         return dataclasses.replace(row, state=_state(error), detail=errors.say(error), checked=True)
 
@@ -450,7 +466,7 @@ def look(
     limit: int | None = 100,
     options: ocp.CheckpointManagerOptions | None = None,
     check: bool = True,
-    known: Commits | None = None,
+    known: EpochDirectory | None = None,
     mirror: str | None = None,
 ) -> Overview:
     """Looks at a directory, which jobs may be writing to; for the arguments see `inspect` and `Inspection.overview`.
@@ -463,37 +479,39 @@ def look(
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise errors.InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
-    commits = known or open_commits(directory, options, single=True)
-    with access(commits.store):
-        found = _Scan(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
-        return found if commits.names.only else tiers.with_tiers(commits, found, limit, _row_of, mirror)
+    epoch_directory = known or open_commits(directory, options, single=True)
+    with access(epoch_directory.store):
+        found = _Scan(epoch_directory, metric, mode).overview(
+            limit, check, options.todelete_subdir if options else None
+        )
+        return found if epoch_directory.names.only else tiers.with_tiers(epoch_directory, found, limit, _row_of, mirror)
 
 
-def _row_of(commits: Commits, epoch: int) -> EpochRow | LeftoverRow | None:
+def _row_of(epoch_directory: EpochDirectory, epoch: int) -> EpochRow | LeftoverRow | None:
     """The row of an epoch in a mirror."""
-    if in_bucket(commits):
-        return brief(commits, epoch, commits.entries()[epoch])
-    return read(commits, commits.folder(epoch), epoch)
+    if in_bucket(epoch_directory):
+        return brief(epoch_directory, epoch, epoch_directory.entries()[epoch])
+    return read(epoch_directory, epoch_directory.folder(epoch), epoch)
 
 
 class _Scan:
     """One look at a directory."""
 
-    def __init__(self, commits: Commits, metric: str | None, mode: str):
-        self._commits = commits
+    def __init__(self, epoch_directory: EpochDirectory, metric: str | None, mode: str):
+        self._epoch_directory = epoch_directory
         self._metric = metric
         self._mode = mode
         self._problems: dict[str, str] = {}
         self._rows: dict[int, EpochRow] = {}
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
-        commits = self._commits
-        only = self._commits.names.only
-        if in_bucket(commits):
-            found = self._read_head(commits, limit, todelete_subdir)
+        epoch_directory = self._epoch_directory
+        only = self._epoch_directory.names.only
+        if in_bucket(epoch_directory):
+            found = self._read_head(epoch_directory, limit, todelete_subdir)
         else:
             # Attempts first: one that is committed meanwhile is then seen in its new place.
-            found = leftovers.Leftovers() if only else leftovers.find(commits, time.time_ns(), todelete_subdir)
+            found = leftovers.Leftovers() if only else leftovers.find(epoch_directory, time.time_ns(), todelete_subdir)
             found.others.extend(self._read_all(self._folders()))
 
         # Which rows are shown: the newest, and those that are marked. A check may find that a marked epoch is damaged;
@@ -507,22 +525,22 @@ class _Scan:
             if self._metric is None:
                 self._update(self._attach, more)
             if check:
-                self._update(functools.partial(checked, commits), more if shown else self._first(more))
+                self._update(functools.partial(checked, epoch_directory), more if shown else self._first(more))
             shown |= more
             latest = max((epoch for epoch, row in self._rows.items() if row.state in (COMMITTED, NEWER)), default=None)
             best = self._best()
             more = {epoch for epoch in (best, latest if limit != 0 else None) if epoch is not None} - shown
             if not more:
                 break
-        sized = {epoch: with_size(commits, self._rows[epoch]) for epoch in shown}
+        sized = {epoch: with_size(epoch_directory, self._rows[epoch]) for epoch in shown}
         rows = [dataclasses.replace(row, latest=e == latest, best=e == best) for e, row in sized.items()]
 
-        committed = {row.attempt for row in rows}
-        epochs = [*rows, *(row for row in found.attempts if row.attempt not in committed)]
-        epochs.sort(key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.attempt))
+        committed = {row.save_id for row in rows}
+        epochs = [*rows, *(row for row in found.attempts if row.save_id not in committed)]
+        epochs.sort(key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.save_id))
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
         seen = Overview(
-            directory=place(commits),
+            directory=place(epoch_directory),
             epochs=tuple(epochs),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
@@ -536,34 +554,40 @@ class _Scan:
 
     def _deleted(self) -> Mapping[int, Line]:
         try:
-            return self._commits.deleted()
+            return self._epoch_directory.deleted()
         except (errors.EpochCheckpointError, OSError) as error:
             self._problems[paths.METRICS_LOG] = errors.say(error)
             return {}
 
-    def _read_head(self, commits: PutCommits, limit: int | None, todelete_subdir: str | None) -> leftovers.Leftovers:
+    def _read_head(
+        self, epoch_directory: BucketDirectory, limit: int | None, todelete_subdir: str | None
+    ) -> leftovers.Leftovers:
         """Makes the rows of an object store; returns the things beside the epochs."""
-        entries = commits.entries()
-        found = objects.leftovers_of(commits, commits.head.seen() or Head(), time.time_ns(), todelete_subdir)
-        self._rows = {epoch: brief(commits, epoch, entry) for epoch, entry in entries.items()}
+        entries = epoch_directory.entries()
+        found = objects.leftovers_of(
+            epoch_directory, epoch_directory.head.seen() or Head(), time.time_ns(), todelete_subdir
+        )
+        self._rows = {epoch: brief(epoch_directory, epoch, entry) for epoch, entry in entries.items()}
         # Metrics that are too large for the head are read from records: for the rows shown, and to compare all epochs.
         listed = entries if limit is None or self._metric is not None else sorted(entries)[-limit or len(entries) :]
-        self._read_all({epoch: commits.folder(epoch) for epoch in listed if entries[epoch].large})
+        self._read_all({epoch: epoch_directory.folder(epoch) for epoch in listed if entries[epoch].large})
         return found
 
     def _read_all(self, folders: Mapping[int, str]) -> list[LeftoverRow]:
         """Reads the records of epochs into rows; returns what is none."""
         found = dict[int, EpochRow | LeftoverRow | None]()
-        self._commits.store.each(lambda e: found.__setitem__(e, read(self._commits, folders[e], e)), list(folders))
+        self._epoch_directory.store.each(
+            lambda e: found.__setitem__(e, read(self._epoch_directory, folders[e], e)), list(folders)
+        )
         self._rows |= {epoch: row for epoch, row in found.items() if isinstance(row, EpochRow)}
         return [row for row in found.values() if isinstance(row, LeftoverRow)]
 
     def _first(self, epochs: Collection[int]) -> list[int]:
         """The newest of some epochs, at least one, that together cost as much as a look may."""
-        bucket = in_bucket(self._commits)
+        bucket = in_bucket(self._epoch_directory)
         cost = 0
         chosen = list[int]()
-        entries = self._commits.entries() if in_bucket(self._commits) else {}
+        entries = self._epoch_directory.entries() if in_bucket(self._epoch_directory) else {}
         for epoch in sorted(epochs, reverse=True):
             row = self._rows[epoch]
             if bucket:
@@ -576,29 +600,29 @@ class _Scan:
         return chosen
 
     def _folders(self) -> dict[int, str]:
-        entries = {entry.name: entry.is_folder for entry in self._commits.store.list("")}
+        entries = {entry.name: entry.is_folder for entry in self._epoch_directory.store.list("")}
         hidden: frozenset[int] = frozenset()
         if paths.ROLLBACK_RECORD in entries:
             try:
-                hidden = self._commits.hidden()
+                hidden = self._epoch_directory.hidden()
                 numbers = ", ".join(map(str, sorted(hidden)))
                 problem = f"a rollback is setting aside {numbers}; the next open finishes it" if hidden else ""
             except (errors.EpochCheckpointError, ValueError, OSError) as error:
                 problem = f"{error}; no manager can open the directory as long as it is there"
             if problem:
                 self._problems[paths.ROLLBACK_RECORD] = problem
-        found = folders_of(self._commits, entries, hidden)
+        found = folders_of(self._epoch_directory, entries, hidden)
         if not found and not hidden:
-            hint = step_names.named_otherwise(self._commits.store, list(entries.items()))
+            hint = step_names.named_otherwise(self._epoch_directory.store, list(entries.items()))
             self._problems |= {"": hint} if hint else {}
         return found
 
     def _update(self, change: Callable[[EpochRow], EpochRow], epochs: Collection[int]) -> None:
-        self._commits.store.each(lambda e: self._rows.__setitem__(e, change(self._rows[e])), list(epochs))
+        self._epoch_directory.store.each(lambda e: self._rows.__setitem__(e, change(self._rows[e])), list(epochs))
 
     def _attach(self, row: EpochRow) -> EpochRow:
         try:
-            return _with_attached(self._commits, row)
+            return _with_attached(self._epoch_directory, row)
         except OSError as error:
             self._problems[row.folder] = str(error)
             return row

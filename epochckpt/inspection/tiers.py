@@ -13,19 +13,19 @@ from epochckpt.inspection.rows import BOTH, COMMITTED, DAMAGED, LOCAL, MIRROR, N
 from epochckpt.tiers import HostRecord, Ledger, read_host_record, read_ledger
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
 
 
-def host_of(commits: Commits) -> HostRecord | None:
+def host_of(epoch_directory: EpochDirectory) -> HostRecord | None:
     """What a directory on a disk of one host says of itself; None for others."""
-    return read_host_record(commits.store) if commits.store.renames else None
+    return read_host_record(epoch_directory.store) if epoch_directory.store.renames else None
 
 
 def with_tiers(
-    commits: Commits,
+    epoch_directory: EpochDirectory,
     found: Overview,
     limit: int | None,
-    row_of: Callable[[Commits, int], object],
+    row_of: Callable[[EpochDirectory, int], object],
     mirror: str | None,
 ) -> Overview:
     """The overview with the tier of each epoch, and with the epochs that only the mirror has, newest first.
@@ -36,13 +36,13 @@ def with_tiers(
     """
     ledger: Ledger | None = None
     try:
-        if (host := host_of(commits)) is not None:
+        if (host := host_of(epoch_directory)) is not None:
             found = dataclasses.replace(found, host=host.node, mirror=host.mirror)
-        ledger = read_ledger(commits.store)
+        ledger = read_ledger(epoch_directory.store)
         if ledger is not None:
             found = dataclasses.replace(found, mirror=ledger.url)
         if mirror is not None:
-            return _with_mirror(commits, found, limit, row_of, mirror)
+            return _with_mirror(epoch_directory, found, limit, row_of, mirror)
     except (errors.EpochCheckpointError, OSError) as error:
         where = mirror or getattr(error, "path", "") or paths.MIRROR_RECORD
         found = dataclasses.replace(found, problems={**found.problems, where: str(error)})
@@ -56,23 +56,27 @@ def _as_recorded(found: Overview, ledger: Ledger) -> Overview:
         if row.state != COMMITTED:
             return row
         copy = ledger.copies.get(row.epoch)
-        known = copy is not None and copy.save_id == row.attempt and row.epoch not in ledger.hidden
+        known = copy is not None and copy.save_id == row.save_id and row.epoch not in ledger.hidden
         return dataclasses.replace(row, tier=BOTH if known else LOCAL)
 
     return dataclasses.replace(found, epochs=tuple(map(placed, found.epochs)))
 
 
 def _with_mirror(
-    commits: Commits, found: Overview, limit: int | None, row_of: Callable[[Commits, int], object], url: str
+    epoch_directory: EpochDirectory,
+    found: Overview,
+    limit: int | None,
+    row_of: Callable[[EpochDirectory, int], object],
+    url: str,
 ) -> Overview:
     """The overview with what the mirror has, which is looked at."""
     there: dict[int, EpochRow] = {}
     from epochckpt.tiers import viewed  # with jax and Orbax, which a directory without a mirror needs not
 
-    mirror = viewed(url, commits)
+    mirror = viewed(url, epoch_directory)
     epochs = set(mirror.readable())
     shown = {row.epoch: row for row in found.epochs if row.state in (COMMITTED, DAMAGED, NEWER)}
-    copied = {epoch for epoch in epochs & shown.keys() if mirror.is_copy(commits, epoch)}
+    copied = {epoch for epoch in epochs & shown.keys() if mirror.is_copy(epoch_directory, epoch)}
     oldest = min(shown, default=-1) if found.hidden else -1  # an older one may be here, too, without a row
     remote = sorted((e for e in epochs - shown.keys() if e > oldest), reverse=True)[:limit]
 

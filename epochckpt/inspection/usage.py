@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.head_record import Head
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, objects, rows, scan, tiers
@@ -17,7 +17,7 @@ from epochckpt.inspection.rows import EpochRow, Usage, UsageRow
 from epochckpt.storage import File
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
 
 _ORDER = (
     rows.COMMITTED,
@@ -34,46 +34,46 @@ _ORDER = (
 _Thing = tuple[str, tuple[int, ...]]  # kind, epochs
 
 
-def measure(commits: Commits, todelete_subdir: str | None = None) -> Usage:
+def measure(epoch_directory: EpochDirectory, todelete_subdir: str | None = None) -> Usage:
     """Measures a directory, which jobs may be writing to: sizes and times of files, as they are met.
 
     A file with several names counts once, where it is met first; a symlink counts as a file without bytes, and is not
     followed.
     """
-    with scan.access(commits.store):
-        if scan.in_bucket(commits):
-            return _made(commits, _in_bucket(commits, todelete_subdir), {})
-        if isinstance(commits, PutCommits):
-            only = commits.names.only
-            files = [File(only, file.size, file.written_ns) for file in commits.store.files(only)]
-            return _made(commits, _rows({only: (rows.COMMITTED, _numbers(commits, only))}, files), {})
+    with scan.access(epoch_directory.store):
+        if scan.in_bucket(epoch_directory):
+            return _made(epoch_directory, _in_bucket(epoch_directory, todelete_subdir), {})
+        if isinstance(epoch_directory, BucketDirectory):
+            only = epoch_directory.names.only
+            files = [File(only, file.size, file.written_ns) for file in epoch_directory.store.files(only)]
+            return _made(epoch_directory, _rows({only: (rows.COMMITTED, _numbers(epoch_directory, only))}, files), {})
         problems = dict[str, str]()
-        things = _things(commits, todelete_subdir, problems)
-        found = _rows(things, _walk(commits.store.root, commits.names.only, problems))
-        return _made(commits, found, problems)
+        things = _things(epoch_directory, todelete_subdir, problems)
+        found = _rows(things, _walk(epoch_directory.store.root, epoch_directory.names.only, problems))
+        return _made(epoch_directory, found, problems)
 
 
-def _made(commits: Commits, found: list[UsageRow], problems: dict[str, str]) -> Usage:
+def _made(epoch_directory: EpochDirectory, found: list[UsageRow], problems: dict[str, str]) -> Usage:
     found.sort(key=lambda row: (_ORDER.index(row.kind), row.epochs, row.path))
-    host = tiers.host_of(commits)
-    return Usage(scan.place(commits), tuple(found), problems, "" if host is None else host.node)
+    host = tiers.host_of(epoch_directory)
+    return Usage(scan.place(epoch_directory), tuple(found), problems, "" if host is None else host.node)
 
 
-def _numbers(commits: Commits, folder: str) -> tuple[int, ...]:
-    epoch = commits.names.parse(folder)
+def _numbers(epoch_directory: EpochDirectory, folder: str) -> tuple[int, ...]:
+    epoch = epoch_directory.names.parse(folder)
     return () if epoch is None else (epoch,)
 
 
-def _in_bucket(commits: PutCommits, todelete_subdir: str | None) -> list[UsageRow]:
-    things = objects.all_things(commits, todelete_subdir)
-    head = commits.head.seen() or Head()
+def _in_bucket(epoch_directory: BucketDirectory, todelete_subdir: str | None) -> list[UsageRow]:
+    things = objects.all_things(epoch_directory, todelete_subdir)
+    head = epoch_directory.head.seen() or Head()
     now_ns = time.time_ns()
     found = []
     for thing in things:
         kind = thing.kind
         epochs = thing.epochs or (() if thing.epoch is None else (thing.epoch,))
         if kind == rows.ATTEMPT:
-            kind = objects.attempt_row(commits, head, thing, now_ns).state
+            kind = objects.attempt_row(epoch_directory, head, thing, now_ns).state
         found.append(_row(thing.path, (kind, epochs), thing.files))
     return found
 
@@ -84,19 +84,21 @@ def _row(path: str, thing: _Thing, files: list[File]) -> UsageRow:
     return UsageRow(thing[0], path, size, len(files), thing[1], min(times, default=None), max(times, default=None))
 
 
-def _things(commits: Commits, todelete_subdir: str | None, problems: dict[str, str]) -> dict[str, _Thing]:
+def _things(
+    epoch_directory: EpochDirectory, todelete_subdir: str | None, problems: dict[str, str]
+) -> dict[str, _Thing]:
     """What lies in a POSIX directory, by path; by names, but for folders that are named like epochs."""
-    epochs, foreign = commits.scan()
-    things: dict[str, _Thing] = {commits.folder(epoch): (rows.COMMITTED, (epoch,)) for epoch in epochs}
+    epochs, foreign = epoch_directory.scan()
+    things: dict[str, _Thing] = {epoch_directory.folder(epoch): (rows.COMMITTED, (epoch,)) for epoch in epochs}
     for epoch, name in foreign.items():
-        per_node = isinstance(scan.read(commits, name, epoch), EpochRow)
+        per_node = isinstance(scan.read(epoch_directory, name, epoch), EpochRow)
         things[name] = rows.COMMITTED if per_node else rows.FOREIGN, (epoch,)
-    for epoch in commits.hidden():
-        things[commits.folder(epoch)] = rows.ROLLED_BACK, (epoch,)
-    for name, is_folder in leftovers.names(commits.store, ""):
-        if is_folder and name not in things and not commits.names.only:
+    for epoch in epoch_directory.hidden():
+        things[epoch_directory.folder(epoch)] = rows.ROLLED_BACK, (epoch,)
+    for name, is_folder in leftovers.names(epoch_directory.store, ""):
+        if is_folder and name not in things and not epoch_directory.names.only:
             try:
-                for each in leftovers.classified(commits, name, todelete_subdir):
+                for each in leftovers.classified(epoch_directory, name, todelete_subdir):
                     things[each.path] = each.kind, each.epochs
             except OSError as error:
                 problems[name] = str(error)

@@ -102,7 +102,7 @@ def _facts(found: rows.EpochDetail) -> Iterator[Fact]:
         here = ", ".join(node.name for node in row.nodes if node.state != rows.ELSEWHERE) or "no node"
         others = _units.several(len(elsewhere), "node are on another host's disk", "nodes are on other hosts' disks")
         yield "here", (Span(f"the files of {here}", limit=200), Span(f"; those of {others}", Tone.FAINT))
-    yield "written by", "stock Orbax" if row.writer == "orbax" else f"{row.writer}, attempt {row.attempt or '?'}"
+    yield "written by", "stock Orbax" if row.writer == "orbax" else f"{row.writer}, attempt {row.save_id or '?'}"
     if row.folder not in ("", str(row.epoch)):
         yield "folder", row.folder
     if row.state == rows.COMMITTED and not row.checked:

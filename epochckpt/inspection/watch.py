@@ -21,7 +21,7 @@ from epochckpt.inspection import leftovers, objects, scan
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow, LeftoverRow
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
 
 PRESENT = "present"  # an epoch that was there before the first look
 SAVED = "committed"
@@ -53,8 +53,8 @@ class Event:
 class Watcher:
     """Compares a directory with its state at the last look."""
 
-    def __init__(self, commits: Commits):
-        self._commits = commits
+    def __init__(self, epoch_directory: EpochDirectory):
+        self._epoch_directory = epoch_directory
         self._epochs: dict[int, EpochRow] = {}
         self._attempts: dict[str, EpochRow] = {}
 
@@ -72,12 +72,18 @@ class Watcher:
         """The changes since the last look; at the first look, everything."""
         now = time.time_ns()
         # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
-        attempts = {row.attempt: row for row in self._under_way(now)}
-        gone = [row for attempt, row in self._attempts.items() if attempt not in attempts]
+        attempts = {row.save_id: row for row in self._under_way(now)}
+        gone = [row for save_id, row in self._attempts.items() if save_id not in attempts]
         # Their epochs are read again, and so is the newest one if another attempt has its number by now.
         again = {row.epoch for row in gone}
-        known = self._epochs.values() if scan.in_bucket(self._commits) else filter(None, [self._epochs.get(self.last)])
-        again |= {row.epoch for row in known if self._commits.seen_attempt(row.epoch) not in (None, row.attempt)}
+        known = (
+            self._epochs.values()
+            if scan.in_bucket(self._epoch_directory)
+            else filter(None, [self._epochs.get(self.last)])
+        )
+        again |= {
+            row.epoch for row in known if self._epoch_directory.seen_save_id(row.epoch) not in (None, row.save_id)
+        }
         events = []
         before = self.newest
         found = self._folders()
@@ -88,17 +94,17 @@ class Watcher:
             if known is not None and known.state == COMMITTED and epoch not in again:
                 continue
             row = self._read(epoch, folder, found)
-            if isinstance(row, EpochRow) and (known is None or (row.attempt and known.attempt != row.attempt)):
-                row = self._epochs[epoch] = scan.with_size(self._commits, row)
+            if isinstance(row, EpochRow) and (known is None or (row.save_id and known.save_id != row.save_id)):
+                row = self._epochs[epoch] = scan.with_size(self._epoch_directory, row)
                 events.append(Event(SAVED, now, row, before))
-        committed = {row.attempt for row in self._epochs.values()}
+        committed = {row.save_id for row in self._epochs.values()}
         before = self.newest
         for row in gone:
-            if row.attempt not in committed and row.state != ABANDONED:
+            if row.save_id not in committed and row.state != ABANDONED:
                 events.append(Event(FAILED, now, row, before, "it is gone and was not committed"))
-        for attempt, row in attempts.items():
-            known = self._attempts.get(attempt)
-            if attempt in committed:
+        for save_id, row in attempts.items():
+            known = self._attempts.get(save_id)
+            if save_id in committed:
                 continue
             if row.state == ABANDONED:
                 if known is None or known.state != ABANDONED:
@@ -110,30 +116,30 @@ class Watcher:
 
     def _under_way(self, now_ns: int) -> list[EpochRow]:
         """The attempts that lie there, dead ones too; the head of an object store is read first."""
-        if not scan.in_bucket(self._commits):
-            return leftovers.find(self._commits, now_ns).attempts
-        head = self._commits.head.read()
+        if not scan.in_bucket(self._epoch_directory):
+            return leftovers.find(self._epoch_directory, now_ns).attempts
+        head = self._epoch_directory.head.read()
         if head is None:
-            self._commits.scan()  # raises where there are epochs without a head
+            self._epoch_directory.scan()  # raises where there are epochs without a head
             return []
-        return objects.attempts(self._commits, head, now_ns)
+        return objects.attempts(self._epoch_directory, head, now_ns)
 
     def _folders(self) -> dict[int, str]:
         """The folder of each epoch; in an object store as the head told it."""
-        if scan.in_bucket(self._commits):
-            return {epoch: self._commits.folder(epoch) for epoch in self._commits.entries()}
-        entries = dict(leftovers.names(self._commits.store, ""))
-        return scan.folders_of(self._commits, entries, self._commits.hidden())
+        if scan.in_bucket(self._epoch_directory):
+            return {epoch: self._epoch_directory.folder(epoch) for epoch in self._epoch_directory.entries()}
+        entries = dict(leftovers.names(self._epoch_directory.store, ""))
+        return scan.folders_of(self._epoch_directory, entries, self._epoch_directory.hidden())
 
     def _read(self, epoch: int, folder: str, found: Collection[int]) -> EpochRow | LeftoverRow | None:
         """The row of an epoch; in an object store the head's words, if many newer ones are there."""
-        if scan.in_bucket(self._commits) and sum(other > epoch for other in found) >= _IN_FULL:
-            return scan.brief(self._commits, epoch, self._commits.entries()[epoch])
-        return scan.read(self._commits, folder, epoch, sure=True)
+        if scan.in_bucket(self._epoch_directory) and sum(other > epoch for other in found) >= _IN_FULL:
+            return scan.brief(self._epoch_directory, epoch, self._epoch_directory.entries()[epoch])
+        return scan.read(self._epoch_directory, folder, epoch, sure=True)
 
 
 def watch(
-    commits: Commits,
+    epoch_directory: EpochDirectory,
     *,
     until: int | None = None,
     timeout_secs: float | None = None,
@@ -147,7 +153,7 @@ def watch(
     """
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
-    watcher = Watcher(commits)
+    watcher = Watcher(epoch_directory)
     pause = threading.Event()
     limit = math.inf if timeout_secs is None else timeout_secs
     deadline = Deadline(limit)

@@ -12,7 +12,7 @@ from typing import Any
 from epochckpt import _progress
 from epochckpt._durations import seconds
 from epochckpt.agreement import coordination
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.errors import (
     EpochCheckpointError,
     InvalidArgumentError,
@@ -156,7 +156,7 @@ def _epoch_upload(manager: CheckpointManager, epoch: int, requested: CopyUpload)
             )
         target = open_store(requested.address)
         check_place(reader.store, target)
-        return EpochCopy(reader, commits_of(target, names), progress=progress)
+        return EpochCopy(reader, directory_of(target, names), progress=progress)
 
     def publish(copy: EpochCopy, copied: list[NodeEntry]) -> None:
         copy.publish(copied)
@@ -177,7 +177,7 @@ def _epoch_upload(manager: CheckpointManager, epoch: int, requested: CopyUpload)
         incarnation = calls.broadcast("beginning of the upload", begin)
         if incarnation is not None:
             if not calls.primary:
-                copy.join(copy.commits.join(incarnation))
+                copy.join(copy.epoch_directory.join(incarnation))
             copied: list[NodeEntry] = []  # on the primary, of all processes
 
             def copy_own() -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ class Administration:
         ledger: LedgerFile,
         calls: CollectiveCalls,
     ):
-        self._commits = directory.commits
+        self._epoch_directory = directory.epoch_directory
         self._job_directory = directory.job_directory
         self._history = history
         self._saves = saves
@@ -85,7 +85,7 @@ class Administration:
         def decide() -> list[int]:
             remote = self._is_remote(epoch)
             if not remote:
-                self._commits.require(epoch)
+                self._epoch_directory.require(epoch)
             self._withdraw(None, [epoch], (lambda: None) if remote else (lambda: unlist(epoch)))
             return [epoch]
 
@@ -102,7 +102,7 @@ class Administration:
 
         def decide() -> list[int]:
             remote = self._is_remote(epoch)
-            local = self._commits.list_epochs() if remote else self._commits.require(epoch)
+            local = self._epoch_directory.list_epochs() if remote else self._epoch_directory.require(epoch)
             later = sorted(e for e in {*local, *self._listed()} if e > epoch)
             with self._pinned(epoch if remote else None):
                 self._withdraw(epoch, later, lambda: retention.roll_back(self._job_directory.writer, epoch, remote))
@@ -126,7 +126,7 @@ class Administration:
             yield
             return
         if not _threads.start(lambda: mirror.pin(epoch)).result():
-            raise EpochNotFoundError(epoch, self._commits.store.root, self._listed())
+            raise EpochNotFoundError(epoch, self._epoch_directory.store.root, self._listed())
         try:
             yield
         finally:
@@ -134,7 +134,7 @@ class Administration:
 
     def _is_remote(self, epoch: int) -> bool:
         """On the primary: whether only the mirror has an epoch."""
-        return self._mirror is not None and self._mirror.has(epoch) and epoch not in self._commits.list_epochs()
+        return self._mirror is not None and self._mirror.has(epoch) and epoch not in self._epoch_directory.list_epochs()
 
     def _withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
         """On the primary: deletes epochs or rolls back, and has the mirror follow; see `LedgerFile.withdraw`."""

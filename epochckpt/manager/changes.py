@@ -17,8 +17,8 @@ from collections.abc import Callable, Generator, Sequence
 import orbax.checkpoint as ocp
 
 from epochckpt import _threads
-from epochckpt.directory import Commits, attached_metrics, attaching, commits_of, owners
-from epochckpt.directory.protocol import Writer
+from epochckpt.directory import EpochDirectory, attached_metrics, attaching, directory_of, owners
+from epochckpt.directory.epoch_directory import Writer
 from epochckpt.errors import (
     DamagedError,
     EpochNotFoundError,
@@ -41,7 +41,7 @@ _THREADS = 4
 _NEVER = 2**62  # of epochs after which one is mirrored
 
 
-def check_changeable(commits: Commits, take_over: bool = False) -> None:
+def check_changeable(epoch_directory: EpochDirectory, take_over: bool = False) -> None:
     """Raises what keeps this process from changing a directory, without a change.
 
     Raises:
@@ -49,28 +49,28 @@ def check_changeable(commits: Commits, take_over: bool = False) -> None:
             one host, and has that host's parts of epochs only.
         AccessError: this user may not write there.
     """
-    _check_whole(commits, "change")
-    if (refusal := commits.write_refusal()) is not None:
+    _check_whole(epoch_directory, "change")
+    if (refusal := epoch_directory.write_refusal()) is not None:
         raise refusal
     if not take_over:
-        owners.check_idle(commits)
+        owners.check_idle(epoch_directory)
 
 
-def check_both_changeable(commits: Commits, mirror: str | None, take_over: bool = False) -> None:
+def check_both_changeable(epoch_directory: EpochDirectory, mirror: str | None, take_over: bool = False) -> None:
     """The same, also for the mirror that a caller names."""
-    check_changeable(commits, take_over)
+    check_changeable(epoch_directory, take_over)
     if mirror is not None:
         with contextlib.suppress(FileNotFoundError):  # it is not there yet
-            check_changeable(commits_of(open_store(mirror), commits.names), take_over)
+            check_changeable(directory_of(open_store(mirror), epoch_directory.names), take_over)
 
 
-def _check_whole(commits: Commits, verb: str) -> None:
-    host = read_host_record(commits.store) if commits.store.renames else None
+def _check_whole(epoch_directory: EpochDirectory, verb: str) -> None:
+    host = read_host_record(epoch_directory.store) if epoch_directory.store.renames else None
     if host is not None:
         raise InvalidArgumentError(
-            f"{commits.store.root} is on a disk of one host (of node {host.node}), and has only that host's parts of "
-            f"epochs. To {verb} them, have all processes of the job open it with StorageOptions(local_disks=True, "
-            f"mirror=…), and use their manager; the mirror, {host.mirror}, has whole epochs, which can be copied"
+            f"{epoch_directory.store.root} is on a disk of one host (of node {host.node}), and has only that host's "
+            f"parts of epochs. To {verb} them, have all processes of the job open it with "
+            f"StorageOptions(local_disks=True, mirror=…), and use their manager; the mirror, {host.mirror}, has whole epochs, which can be copied"
         )
 
 
@@ -87,7 +87,7 @@ def changing(
     The `mirror` that the caller names is changed alike; without one the directory notes what its mirror has yet to
     follow. No policy of `options` deletes anything: nothing is saved.
     """
-    check_both_changeable(commits_of(open_store(directory), StepNames.of(options)), mirror, take_over)
+    check_both_changeable(directory_of(open_store(directory), StepNames.of(options)), mirror, take_over)
     storage = StorageOptions()
     if mirror is not None:
         storage = StorageOptions(mirror=mirror, mirror_every=_NEVER)  # of the rest, only what close() owes it
@@ -109,7 +109,7 @@ class DirectoryCopy:
 
     def __init__(
         self,
-        source: Commits,
+        source: EpochDirectory,
         destination: str | os.PathLike[str],
         epochs: Sequence[int],
         options: ocp.CheckpointManagerOptions,
@@ -127,7 +127,7 @@ class DirectoryCopy:
             EpochExistsError: the destination has another epoch of one of the numbers.
             InvalidArgumentError: the destination lies in the source; or see `check_changeable`.
         """
-        self._source, self._target = source, commits_of(open_store(destination), StepNames.of(options))
+        self._source, self._target = source, directory_of(open_store(destination), StepNames.of(options))
         self._whole, self._take_over = whole, take_over
         _check_whole(source, "copy")
         check_place(source.store, self._target.store)
@@ -169,7 +169,7 @@ class DirectoryCopy:
                     reader = self._open(epoch)
                     if epoch in self._epochs:
                         self._copy(reader, progress).copy_once(writer)
-                    for source, metrics in attached_metrics.of_epoch(reader.commits, reader.record).items():
+                    for source, metrics in attached_metrics.of_epoch(reader.epoch_directory, reader.record).items():
                         attaching.attach(target, epoch, metrics, source)
             if self._whole:
                 self._copy_metadata(writer)

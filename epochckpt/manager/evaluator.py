@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from epochckpt._durations import seconds
 from epochckpt._threads import Deadline
-from epochckpt.directory import Commits, attaching, commits_of
+from epochckpt.directory import EpochDirectory, attaching, directory_of
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -55,23 +55,23 @@ def follow(
     """
     interval = seconds("interval_secs", interval_secs)
     wait_secs = math.inf if timeout_secs is None else seconds("timeout_secs", timeout_secs, zero=True)
-    commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
+    epoch_directory = directory_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
     yielded: dict[int, str | None] = {}  # attempts by epoch, ascending; None: its record is damaged
     deadline = Deadline(wait_secs)
     pause = threading.Event()
     ending = False  # `stop` has said so: one more look
     while True:
-        epochs, look, late = commits.list_epochs(), Deadline(interval), False
-        _forget_replaced(commits, epochs, yielded)
+        epochs, look, late = epoch_directory.list_epochs(), Deadline(interval), False
+        _forget_replaced(epoch_directory, epochs, yielded)
         last = next(reversed(yielded), -1 if after is None else after)
         for number, epoch in enumerate(e for e in epochs if e > last):
             late = bool(number) and look.passed() and not ending
             if late:
                 break  # the caller took its time: some of these may be deleted by now
-            attempt = commits.seen_attempt(epoch)
-            if attempt is None and epoch not in commits.list_epochs():
+            save_id = epoch_directory.seen_save_id(epoch)
+            if save_id is None and epoch not in epoch_directory.list_epochs():
                 continue  # deleted just now
-            yielded[epoch] = attempt
+            yielded[epoch] = save_id
             yield epoch
             deadline = Deadline(wait_secs)
         if ending or (not late and deadline.passed()):
@@ -81,12 +81,12 @@ def follow(
             pause.wait(max(0.0, min(interval, deadline.left())))
 
 
-def _forget_replaced(commits: Commits, epochs: Collection[int], yielded: dict[int, str | None]) -> None:
+def _forget_replaced(epoch_directory: EpochDirectory, epochs: Collection[int], yielded: dict[int, str | None]) -> None:
     """Forgets the newest epochs as far as they are gone or were saved anew; mostly reads one record."""
     for epoch in reversed(list(yielded)):
         if epoch in epochs:
-            attempt = commits.seen_attempt(epoch)
-            if attempt is None or attempt == yielded[epoch]:
+            save_id = epoch_directory.seen_save_id(epoch)
+            if save_id is None or save_id == yielded[epoch]:
                 return
         del yielded[epoch]
 
@@ -131,5 +131,5 @@ def attach_metrics(
         ...     sorted(manager.metrics(0).items())
         [('accuracy', 0.75), ('loss', 0.5)]
     """
-    commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
-    attaching.attach(commits, epoch_number(epoch), metrics, source, save_id)
+    epoch_directory = directory_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
+    attaching.attach(epoch_directory, epoch_number(epoch), metrics, source, save_id)

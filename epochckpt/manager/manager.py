@@ -151,7 +151,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._access = Access(self.root, self._options.read_only)
         self._notifier = HandlerNotifier(metadata_handler, coordinator.primary and not self._options.read_only)
         pool = _threads.Pool(max(self._storage.io_threads, opened.store.concurrency))
-        ledger = LedgerFile(opened.commits, serials=self._storage.local_disks)
+        ledger = LedgerFile(opened.epoch_directory, serials=self._storage.local_disks)
 
         policy = retention.save_policy(self._options)
         asynchronous = self._options.enable_async_checkpointing and self._handlers.asynchronous
@@ -165,7 +165,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         # Each part uses only parts above it.
         readers = Readers(
-            commits=opened.commits,
+            epoch_directory=opened.epoch_directory,
             pool=pool,
             verify=self._storage.verify,
             context=items_lib.RestoreContext(self._handlers, opened.nodes, self._storage.restore_memory_limit_bytes),
@@ -376,11 +376,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def _step_name_format(self) -> Any:
         """Orbax's NameFormat of the steps."""
-        return self.parts.directory.commits.names.name_format
+        return self.parts.directory.epoch_directory.names.name_format
 
     def _get_save_directory(self, step: int, directory: epath.Path) -> epath.Path:
         """The folder of an epoch in a directory."""
-        return directory / self.parts.directory.commits.names.build(epoch_number(step))
+        return directory / self.parts.directory.epoch_directory.names.build(epoch_number(step))
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -627,7 +627,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def save_id(self, epoch: int) -> str:
         """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew."""
-        return self.parts.readers.brief(epoch_number(epoch)).attempt
+        return self.parts.readers.brief(epoch_number(epoch)).save_id
 
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads no arrays.
@@ -649,7 +649,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""
         if step is not None:
             return self.parts.readers.open(epoch_number(step)).step_metadata()
-        return status.root_metadata(self.parts.readers.commits.store, self._metadata)
+        return status.root_metadata(self.parts.readers.epoch_directory.store, self._metadata)
 
     def nodes(self, epoch: int) -> list[str]:
         """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""
@@ -664,7 +664,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def source(self, epoch: int) -> tuple[EpochReader | None, StepNames]:
         """What a copy of an epoch needs: its reader, unless stock Orbax wrote it, and the names of steps."""
-        return self.parts.readers.open(epoch_number(epoch)).native, self.parts.directory.commits.names
+        return self.parts.readers.open(epoch_number(epoch)).native, self.parts.directory.epoch_directory.names
 
     # -- deleting and going back ---------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from epochckpt import errors
 from epochckpt.arrays import Pack, Request, Shardings, items
 from epochckpt.arrays.restore import ArraySource, restore_tree
 from epochckpt.arrays.targets import divides, logical_shape, of_keys
-from epochckpt.directory import Commits
+from epochckpt.directory import EpochDirectory
 from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
@@ -40,8 +40,10 @@ class OrbaxReader(CheckpointReader):
 
     record: OrbaxRecord
 
-    def __init__(self, commits: Commits, folder: str, record: OrbaxRecord, context: items.RestoreContext):
-        super().__init__(commits, folder, record, context)
+    def __init__(
+        self, epoch_directory: EpochDirectory, folder: str, record: OrbaxRecord, context: items.RestoreContext
+    ):
+        super().__init__(epoch_directory, folder, record, context)
         self.item = functools.cache(self._item)
 
     def item_kinds(self) -> dict[str, str]:
@@ -222,7 +224,7 @@ class OrbaxReader(CheckpointReader):
             steps.check(self.store, self.folder, self.record)
 
     def _check_present(self, detail: str, error: BaseException | None = None) -> None:
-        if self.commits.read_attempt(self.record.epoch) != self.record.attempt:
+        if self.epoch_directory.read_save_id(self.record.epoch) != self.record.save_id:
             raise errors.EpochDeletedError(self.record.epoch, self.store.root, detail) from error
 
     @contextlib.contextmanager

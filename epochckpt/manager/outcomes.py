@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _monitoring
-from epochckpt.directory import Commits
+from epochckpt.directory import EpochDirectory
 from epochckpt.errors import SaveError, StorageBehindError
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import SaveResult
@@ -26,7 +26,7 @@ _KEPT = 1000  # results that are kept until they are popped; the newest
 class Listener:
     """The `saving.in_flight.SaveListener` of a manager, which also hears of its claim to the directory."""
 
-    commits: Commits
+    epoch_directory: EpochDirectory
     options: ocp.CheckpointManagerOptions
     history: History
     notifier: HandlerNotifier
@@ -50,7 +50,7 @@ class Listener:
         told = " and ".join(f"{verb} {', '.join(map(str, found[:10]))}" for verb, found in changes if found)
         if told:
             text = "%s: since this manager opened it, another run has %s: all_steps() follows that"
-            logging.warning(text, self.commits.store.root, told)
+            logging.warning(text, self.epoch_directory.store.root, told)
 
     def announce(self, save: Save, commit: Committed) -> None:
         if self.mirror is not None:

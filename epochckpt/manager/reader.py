@@ -16,7 +16,7 @@ from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, item
 from epochckpt.arrays.items import MISSING, RestoreContext
 from epochckpt.arrays.reader import once
 from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
-from epochckpt.directory import Commits, attached_metrics
+from epochckpt.directory import EpochDirectory, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
@@ -40,9 +40,9 @@ class CheckpointReader(abc.ABC):
 
     native: EpochReader | None = None  # reads blocks and files of an epoch of ours
 
-    def __init__(self, commits: Commits, folder: str, record: EpochRecord, context: RestoreContext):
-        self.commits, self.folder, self.record, self.context = commits, folder, record, context
-        self.store = commits.store
+    def __init__(self, epoch_directory: EpochDirectory, folder: str, record: EpochRecord, context: RestoreContext):
+        self.epoch_directory, self.folder, self.record, self.context = epoch_directory, folder, record, context
+        self.store = epoch_directory.store
 
     @property
     def path(self) -> epath.Path:
@@ -137,7 +137,7 @@ class CheckpointReader(abc.ABC):
 
     def metrics(self) -> Any:
         """All metrics of the epoch, as storage has them now."""
-        return attached_metrics.merge(self.record.metrics, attached_metrics.of_epoch(self.commits, self.record))
+        return attached_metrics.merge(self.record.metrics, attached_metrics.of_epoch(self.epoch_directory, self.record))
 
     def node_path(self, node: str) -> epath.Path:
         """The folder of one node's files."""
@@ -232,9 +232,14 @@ class NativeReader(CheckpointReader):
     native: EpochReader
 
     def __init__(
-        self, commits: Commits, folder: str, record: EpochRecord, context: RestoreContext, native: EpochReader
+        self,
+        epoch_directory: EpochDirectory,
+        folder: str,
+        record: EpochRecord,
+        context: RestoreContext,
+        native: EpochReader,
     ):
-        super().__init__(commits, folder, record, context)
+        super().__init__(epoch_directory, folder, record, context)
         self.native = native
         self.kept: dict[Any, Any] = {}
 

@@ -17,7 +17,7 @@ from epochckpt.agreement.collective import hear_secs
 from epochckpt.arrays import EpochReader
 from epochckpt.arrays.broadcast import CHUNK_BYTES, Sharing, decide
 from epochckpt.arrays.items import RestoreContext
-from epochckpt.directory import Commits, commits_of
+from epochckpt.directory import EpochDirectory, directory_of
 from epochckpt.directory.head_record import HeadEpoch
 from epochckpt.errors import (
     DamagedError,
@@ -73,7 +73,7 @@ def shared_reads(
 class MirrorCopies(Protocol):
     """The copies of a directory's epochs in its mirror."""
 
-    def copy_of(self, epoch: int, commits: Commits) -> Commits | None:
+    def copy_of(self, epoch: int, epoch_directory: EpochDirectory) -> EpochDirectory | None:
         """Where a copy of the epoch that `commits` has, or has lost, can be read; None if there is none."""
         ...
 
@@ -87,7 +87,7 @@ class Readers:
 
     def __init__(
         self,
-        commits: Commits,
+        epoch_directory: EpochDirectory,
         pool: Pool,
         verify: bool = True,
         context: RestoreContext | None = None,
@@ -95,11 +95,11 @@ class Readers:
         is_partial: Callable[[], bool] | None = None,
     ):
         """`is_partial` says whether the directory has the parts of one host only; by default it is asked, once."""
-        self.commits = commits
+        self.epoch_directory = epoch_directory
         self._pool = pool
         self._verify = verify
         self._mirror = mirror
-        self._is_partial = is_partial or functools.cache(lambda: read_host_record(commits.store) is not None)
+        self._is_partial = is_partial or functools.cache(lambda: read_host_record(epoch_directory.store) is not None)
         self._context = context or RestoreContext(Handlers())
 
     def take_nodes(self, nodes: Nodes) -> None:
@@ -109,10 +109,10 @@ class Readers:
     def elsewhere(self, directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> Readers:
         """The same for a directory, with the same step names; these readers if it is theirs."""
         store = open_store(directory, settings=settings)
-        if store.is_same(self.commits.store):
+        if store.is_same(self.epoch_directory.store):
             return self
-        commits = commits_of(store, self.commits.names)
-        return Readers(commits, self._pool, verify=self._verify, context=self._context)
+        epoch_directory = directory_of(store, self.epoch_directory.names)
+        return Readers(epoch_directory, self._pool, verify=self._verify, context=self._context)
 
     def open(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; raises EpochNotFoundError, DamagedError or FormatError."""
@@ -134,16 +134,16 @@ class Readers:
     def brief(self, epoch: int) -> EpochRecord | HeadEpoch:
         """The attempt, time and metrics of an epoch; raises as `open` does."""
         try:
-            return self.commits.read_brief(epoch)
+            return self.epoch_directory.read_brief(epoch)
         except (EpochNotFoundError, DamagedError, FormatError) as error:
             elsewhere = self._elsewhere(epoch, error)
             if elsewhere is None:
                 raise
-            return elsewhere.commits.read_brief(epoch)
+            return elsewhere.epoch_directory.read_brief(epoch)
 
     def _elsewhere(self, epoch: int, error: EpochCheckpointError) -> Readers | None:
         """Readers of the mirror, if that has the epoch."""
-        if self._mirror is None or (there := self._mirror.copy_of(epoch, self.commits)) is None:
+        if self._mirror is None or (there := self._mirror.copy_of(epoch, self.epoch_directory)) is None:
             return None
         if not isinstance(error, EpochNotFoundError) or isinstance(error, EpochDeletedError):
             _monitoring.event("/epochckpt/read/mirror", kind=type(error).__name__)
@@ -151,7 +151,7 @@ class Readers:
         return Readers(there, self._pool, verify=self._verify, context=self._context)
 
     def _open(self, epoch: int, sharing: Sharing | None = None) -> CheckpointReader:
-        reader = self.of_record(self.commits.folder(epoch), self.commits.read_record(epoch))
+        reader = self.of_record(self.epoch_directory.folder(epoch), self.epoch_directory.read_record(epoch))
         if sharing is not None:
             reader.context = dataclasses.replace(reader.context, sharing=sharing)
         return reader
@@ -159,9 +159,9 @@ class Readers:
     def of_record(self, folder: str, record: EpochRecord) -> CheckpointReader:
         """A reader of the epoch that has this record, in this folder."""
         if isinstance(record, OrbaxRecord):
-            return OrbaxReader(self.commits, folder, record, self._context)
+            return OrbaxReader(self.epoch_directory, folder, record, self._context)
         return NativeReader(
-            commits=self.commits,
+            epoch_directory=self.epoch_directory,
             folder=folder,
             record=record,
             context=self._context,
@@ -170,7 +170,7 @@ class Readers:
 
     def _native(self, folder: str, record: EpochRecord) -> EpochReader:
         """A reader of an epoch of ours; with a disk per host, of this host's part of it."""
-        store = self.commits.store
+        store = self.epoch_directory.store
         local_nodes: frozenset[int] | None = None
         if store.renames and not record.per_node and self._is_partial():
             try:
@@ -192,7 +192,7 @@ class Readers:
 
     def _copy(self, record: EpochRecord) -> EpochReader | None:
         """A reader of the mirror's copy of the save that `record` is of; None if there is none."""
-        if self._mirror is None or (there := self._mirror.copy_of(record.epoch, self.commits)) is None:
+        if self._mirror is None or (there := self._mirror.copy_of(record.epoch, self.epoch_directory)) is None:
             return None
         copy = there.read_record(record.epoch)
         if (copy.plan, len(copy.nodes)) != (record.plan, len(record.nodes)):
@@ -209,7 +209,7 @@ class Readers:
     @_monitoring.timed("/epochckpt/verify_secs")
     def verify(self, epoch: int) -> Verification:
         """Reads every byte of an epoch; a record that cannot be used is damage, too."""
-        self.commits.forget_records()
+        self.epoch_directory.forget_records()
         try:
             reader = self.open(epoch)
             with _progress.work(f"verifying checkpoint {epoch}", reader.record.nbytes) as work:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import orbax.checkpoint as ocp
 
-from epochckpt.directory import Commits, commits_of, rebuild
-from epochckpt.directory.conditional_put import BucketSweep, PutCommits
+from epochckpt.directory import EpochDirectory, directory_of, rebuild
+from epochckpt.directory.bucket import BucketDirectory, BucketSweep
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames, linked_view, object_view
@@ -42,27 +42,27 @@ def repair_view(
         >>> ec.repair_view("run", 0)
         ['default']
     """
-    commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
-    return repair(commits, epoch_number(epoch))
+    epoch_directory = directory_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
+    return repair(epoch_directory, epoch_number(epoch))
 
 
-def repair(commits: Commits, epoch: int) -> list[str]:
+def repair(epoch_directory: EpochDirectory, epoch: int) -> list[str]:
     """`repair_view` in an open directory."""
-    record = commits.read_record(epoch)
+    record = epoch_directory.read_record(epoch)
     if record.stock:
         raise UnsupportedError(
-            f"{commits.store.root}: checkpoint {epoch} was written by stock Orbax: there is no record from which its "
-            "files could be rebuilt"
+            f"{epoch_directory.store.root}: checkpoint {epoch} was written by stock Orbax: there is no record from "
+            "which its files could be rebuilt"
         )
-    store, folder = commits.store, commits.folder(epoch)
+    store, folder = epoch_directory.store, epoch_directory.folder(epoch)
     if record.orbax_view is None:
         why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
         problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
         raise UnsupportedError(f"{store.root}/{folder}: {problem}")
     if record.objects:
-        if isinstance(commits, PutCommits):
-            BucketSweep(commits).finish_step(folder)  # of a step of stock Orbax that the epoch has replaced
-        return object_view.repair(store, folder, record, lambda: commits.read_attempt(epoch) == record.attempt)
+        if isinstance(epoch_directory, BucketDirectory):
+            BucketSweep(epoch_directory).finish_step(folder)  # of a step of stock Orbax that the epoch has replaced
+        return object_view.repair(store, folder, record, lambda: epoch_directory.read_save_id(epoch) == record.save_id)
     return linked_view.repair(store, folder, record)
 
 
@@ -102,14 +102,14 @@ def repair_head(
             has not closed the directory.
         AccessError: no permission to list, read or write there.
     """
-    commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
-    if not isinstance(commits, PutCommits):
+    epoch_directory = directory_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
+    if not isinstance(epoch_directory, BucketDirectory):
         raise InvalidArgumentError(
-            f"{commits.store.root} is on a file system, where folders alone say which epochs there are: there is "
-            "nothing to repair. `epochckpt verify --repair-view` repairs what stock Orbax reads"
+            f"{epoch_directory.store.root} is on a file system, where folders alone say which epochs there are: there "
+            "is nothing to repair. `epochckpt verify --repair-view` repairs what stock Orbax reads"
         )
-    found = rebuild.look(commits)
+    found = rebuild.look(epoch_directory)
     if write and (found.problem or found.epochs or found.aside):
-        rebuild.write(commits, found)
-    numbers = sorted(commits.names.parse(folder) or 0 for folder in found.epochs)
+        rebuild.write(epoch_directory, found)
+    numbers = sorted(epoch_directory.names.parse(folder) or 0 for folder in found.epochs)
     return HeadRepair(found.problem, tuple(numbers), tuple(sorted(found.aside)), found.left_out)

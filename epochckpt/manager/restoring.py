@@ -18,8 +18,8 @@ from epochckpt._threads import Deadline, Future
 from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.agreement.collective import hear_secs
 from epochckpt.agreement.restore_vote import Look, newest_readable, vote
-from epochckpt.directory import Commits
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory import EpochDirectory
+from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.manager.access import Access
 from epochckpt.manager.administration import Administration
 from epochckpt.manager.numbers import epoch_number
@@ -183,7 +183,7 @@ class Restores:
         calls: CollectiveCalls,
         shared: SharedReads | None,
     ):
-        self._commits = directory.commits
+        self._epoch_directory = directory.epoch_directory
         self._coordinator = directory.coordinator
         self._readers = readers
         self._history = history
@@ -245,7 +245,11 @@ class Restores:
         restore = EpochRestore(request, self._shared)
         ahead: Future[T] | None = None
         first = step
-        if step is None and request.readers.commits is self._commits and (known := self._history.committed()):
+        if (
+            step is None
+            and request.readers.epoch_directory is self._epoch_directory
+            and (known := self._history.committed())
+        ):
             first = known[-1].step
         if first is not None and self._shared is None:
             ahead = restore.read_ahead(first)
@@ -258,30 +262,32 @@ class Restores:
         step = None if step is None else epoch_number(step)
         restore = restore or EpochRestore(request, self._shared)
         with _progress.work("restoring" if step is None else f"restoring checkpoint {step}") as work:
-            return self._run(step, request.readers.commits, restore, work.notes)
+            return self._run(step, request.readers.epoch_directory, restore, work.notes)
 
-    def _run(self, step: int | None, commits: Commits, restore: EpochRestore[T], notes: Mapping[str, int]) -> T:
+    def _run(
+        self, step: int | None, epoch_directory: EpochDirectory, restore: EpochRestore[T], notes: Mapping[str, int]
+    ) -> T:
         began = time.monotonic()
         self._saves.queue.drain(step)
         read = time.monotonic()
         self._step_log.restoring()
         if step is not None:
-            value = self._named(commits, step, restore)
-        elif commits is self._commits:
-            step, value = self._newest(commits, self._history, restore)
+            value = self._named(epoch_directory, step, restore)
+        elif epoch_directory is self._epoch_directory:
+            step, value = self._newest(epoch_directory, self._history, restore)
         else:  # another directory, of which nothing is remembered
-            history = History(commits.read_brief)
-            history.adopt(commits.list_epochs())
-            step, value = self._newest(commits, history, restore)
+            history = History(epoch_directory.read_brief)
+            history.adopt(epoch_directory.list_epochs())
+            step, value = self._newest(epoch_directory, history, restore)
         self._history.run.restored(began)
-        self._step_log.restored(step, commits.store.root, began, read, value, notes)
+        self._step_log.restored(step, epoch_directory.store.root, began, read, value, notes)
         return value
 
-    def _named(self, commits: Commits, epoch: int, restore: Callable[[int], T]) -> T:
+    def _named(self, epoch_directory: EpochDirectory, epoch: int, restore: Callable[[int], T]) -> T:
         """Restores an epoch if every process can: else all of them raise, and know that it is damaged, or gone."""
         if _voting.get():
             return restore(epoch)
-        own = commits is self._commits  # of another directory nothing is remembered
+        own = epoch_directory is self._epoch_directory  # of another directory nothing is remembered
         wait = self._storage.restore_timeout_secs
         known = [info.step for info in self._history.committed() if own and info.step == epoch]
         with self._calls.vote(f"restore({epoch})", known, hear_secs(wait)) as (listed, prefix):
@@ -292,12 +298,14 @@ class Restores:
             if listed:
                 self._administration.look()
         elif own:
-            attempt: str | None = None  # the verdict is about this one: another attempt is another epoch
+            save_id: str | None = None  # the verdict is about this one: another attempt is another epoch
             if self._coordinator.primary:
                 with contextlib.suppress(errors.EpochCheckpointError, OSError):
-                    attempt = commits.seen_attempt(epoch)
-            logging.error("%s: checkpoint %d is not listed any more: %s", commits.store.root, epoch, errors.say(error))
-            self._history.reject({epoch: ReplaceCondition(attempt, errors.say(error))})
+                    save_id = epoch_directory.seen_save_id(epoch)
+            logging.error(
+                "%s: checkpoint %d is not listed any more: %s", epoch_directory.store.root, epoch, errors.say(error)
+            )
+            self._history.reject({epoch: ReplaceCondition(save_id, errors.say(error))})
             left = self._history.committed()
             now = f"latest_step() is {left[-1].step} now" if left else "no other is listed"
             errors.advise(
@@ -312,21 +320,27 @@ class Restores:
         self._saves.queue.drain()
         began = time.monotonic()
         with _progress.work("restoring") as work:
-            epoch, value = self._newest(self._commits, self._history, restore, among)
-        step_log.say_restored(epoch, self._commits.store.root, time.monotonic() - began, work.figures()[0], work.notes)
+            epoch, value = self._newest(self._epoch_directory, self._history, restore, among)
+        step_log.say_restored(
+            epoch, self._epoch_directory.store.root, time.monotonic() - began, work.figures()[0], work.notes
+        )
         return epoch, value
 
     def _newest(
-        self, commits: Commits, history: History, restore: Callable[[int], T], among: Sequence[int] | None = None
+        self,
+        epoch_directory: EpochDirectory,
+        history: History,
+        restore: Callable[[int], T],
+        among: Sequence[int] | None = None,
     ) -> tuple[int, T]:
         """The processes vote, see `agreement.restore_vote`; `history` learns which epochs are damaged."""
         search = _NewestSearch(
-            commits=commits,
+            epoch_directory=epoch_directory,
             history=history,
             restore=restore,
             among=among,
             primary=self._coordinator.primary,
-            look=self._administration.look if commits is self._commits else None,
+            look=self._administration.look if epoch_directory is self._epoch_directory else None,
             calls=self._calls,
             storage=self._storage,
         )
@@ -336,7 +350,13 @@ class Restores:
         try:
             with self._calls.vote("restore(None)", candidates, hear_secs(wait)) as (found, prefix):
                 epoch, value, rejected = newest_readable(
-                    found, search.restore, search.look_again, self._coordinator, prefix, wait, commits.store.root
+                    found,
+                    search.restore,
+                    search.look_again,
+                    self._coordinator,
+                    prefix,
+                    wait,
+                    epoch_directory.store.root,
                 )
         finally:
             _voting.reset(within)
@@ -353,7 +373,7 @@ class _NewestSearch(Generic[T]):
     def __init__(
         self,
         *,
-        commits: Commits,
+        epoch_directory: EpochDirectory,
         history: History,
         restore: Callable[[int], T],
         among: Sequence[int] | None,
@@ -362,7 +382,7 @@ class _NewestSearch(Generic[T]):
         calls: CollectiveCalls,
         storage: StorageOptions,
     ):
-        self._commits = commits
+        self._epoch_directory = epoch_directory
         self._history = history
         self._restore = restore
         self._among = among
@@ -379,7 +399,7 @@ class _NewestSearch(Generic[T]):
     def restore(self, epoch: int) -> T:
         """Restores one of them; the verdict is about the save that it is of now: another save is another epoch."""
         if self._primary:
-            self._attempts[epoch] = self._commits.read_attempt(epoch)
+            self._attempts[epoch] = self._epoch_directory.read_save_id(epoch)
         return self._restore(epoch)
 
     def reject(self, rejected: Mapping[int, Exception]) -> None:
@@ -395,6 +415,6 @@ class _NewestSearch(Generic[T]):
             self._look()
         else:
             wait = 2 * self._storage.open_timeout_secs
-            self._history.adopt(self._calls.broadcast("look", self._commits.list_epochs, wait))
+            self._history.adopt(self._calls.broadcast("look", self._epoch_directory.list_epochs, wait))
         damaged = self._history.damaged.items()
         return self.allowed(), {e: c.damage for e, c in damaged if self._among is None or e in self._among}

@@ -17,7 +17,7 @@ from epochckpt._threads import Deadline
 from epochckpt.arrays import Planner
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.snapshot import Snapshot, checked_json
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.errors import (
     EpochExistsError,
     InvalidArgumentError,
@@ -113,7 +113,7 @@ class Saves:
         self.asynchronous = asynchronous
         self.timeout_secs = storage.save_timeout_secs
         self.listener = Listener(
-            commits=directory.commits,
+            epoch_directory=directory.epoch_directory,
             options=options,
             history=history,
             notifier=notifier,
@@ -255,7 +255,7 @@ class Saves:
             # Plan the save, wait until older ones leave room for it, then copy what can still change.
             planned = time.monotonic()
             self.claim.check(step)
-            directory.commits.names.check(step)
+            directory.epoch_directory.names.check(step)
             to_save = items_lib.to_save(call.args, self.arguments.handlers)
             items_lib.check_names([item.name for item in to_save], self.nodes.folders, self.arguments.item_names)
             plan = self.planner.plan(to_save)
@@ -355,9 +355,9 @@ class Saves:
         if self.claim.known:
             self._directory.job_directory.stager.check(epoch)
         if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
-            self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).attempt)
+            self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).save_id)
         else:
-            self._overwrites[epoch] = retention.replace_condition(self._directory.commits, epoch)
+            self._overwrites[epoch] = retention.replace_condition(self._directory.epoch_directory, epoch)
 
     def refuse_overwrite(self, epoch: int) -> None:
         """Takes the permission back that `allow_overwrite` gave, if no save has used it."""
@@ -408,7 +408,7 @@ class Saves:
             _threads.logged(f"{directory.store.root}: its mirror's ledger", self._ledger.settle)
         if self._mirror is not None:
             self._mirror.claimed(
-                local=directory.commits,
+                local=directory.epoch_directory,
                 stager=directory.job_directory.stager,
                 ledger=self._ledger,
                 coordinator=coordinator,

@@ -95,7 +95,7 @@ def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
         return False
 
 
-def is_other(store: Store, folder: str, attempt: str) -> bool:
+def is_other(store: Store, folder: str, save_id: str) -> bool:
     """Whether a folder has the record of another step than this attempt (see `read`), or of one that is being written.
 
     A folder without a record may be what is left of any.
@@ -104,7 +104,7 @@ def is_other(store: Store, folder: str, attempt: str) -> bool:
     if info is None:
         return False
     committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
-    return attempt != f"orbax-{committed}" if committed is not None else not attempt.startswith("orbax-folder-")
+    return save_id != f"orbax-{committed}" if committed is not None else not save_id.startswith("orbax-folder-")
 
 
 def is_finished(store: Store, folder: str) -> bool:
@@ -353,21 +353,21 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
     for path, problem in problems.items():
         logging.warning("%s/%s %s; the step is read without it", store.root, path, problem)
     committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
-    attempt = f"orbax-{committed}"
+    save_id = f"orbax-{committed}"
     if committed is None and not store.renames:
         if not (files := store.files(folder)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{store.root}/{folder}")
         committed = max(file.written_ns for file in files)
-        attempt = f"orbax-folder-{committed}"
+        save_id = f"orbax-folder-{committed}"
     elif committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
         found = patiently(folder, lambda: os.stat(os.path.join(store.root, folder)))
         committed = found.st_mtime_ns
-        attempt = f"orbax-folder-{found.st_ino}"
+        save_id = f"orbax-folder-{found.st_ino}"
     started = _nanoseconds(info.get("init_timestamp_nsecs"))
     custom = info.get("custom_metadata")
     return OrbaxRecord(
         epoch=epoch,
-        attempt=attempt,
+        save_id=save_id,
         objects=False,
         plan="",
         nodes=(),

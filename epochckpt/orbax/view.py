@@ -216,7 +216,7 @@ class Views:
             return nothing if unsupported else "it has no leaves"
         kept = {i: (known.names[i], s) for i, s in scalars.items() if s and i in known.names}
         fresh = {_key(path, "0"): s[1] for path, s in kept.values() if s[0] != _TEXT}
-        token = bytes.fromhex(checksums.digest(f"{record.attempt} {name}".encode()))
+        token = bytes.fromhex(checksums.digest(f"{record.save_id} {name}".encode()))
         files = {**known.index.files(fresh, token, record.committed_ns, _moved(record)), **known.files}
         strings = {path: values[i] for i, (path, s) in kept.items() if s[0] == _TEXT}
         if strings:
@@ -300,7 +300,7 @@ def _moved(record: EpochRecord) -> Callable[[str], str]:
 
     def in_attempt(path: str) -> str:
         node, _, file = path.partition("/")
-        return layout.join(layout.part_folder(node, record.attempt), file)
+        return layout.join(layout.part_folder(node, record.save_id), file)
 
     return in_attempt if record.objects else str
 

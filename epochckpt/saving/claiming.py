@@ -22,7 +22,7 @@ from epochckpt.directory import owners
 from epochckpt.errors import AccessError, FencedError
 
 if TYPE_CHECKING:
-    from epochckpt.directory.protocol import Writer
+    from epochckpt.directory.epoch_directory import Writer
     from epochckpt.saving.job_directory import JobDirectory
 
 
@@ -42,7 +42,7 @@ class Claim:
         root_files: Mapping[tuple[str, str], bytes],
     ):
         self._directory = directory
-        self._commits = directory.commits
+        self._epoch_directory = directory.epoch_directory
         self._refused = refused
         self._on_claim = on_claim
         self._root_files = root_files
@@ -62,7 +62,7 @@ class Claim:
         if self.fenced is not None:
             raise FencedError(epoch, self.fenced.reason) from self.fenced
         if self._refused is not None and not self.known:
-            self._refused = self._commits.write_refusal()
+            self._refused = self._epoch_directory.write_refusal()
             if self._refused is not None:
                 raise self._refused
 
@@ -72,7 +72,7 @@ class Claim:
             self.fenced = FencedError(error.epoch, error.reason)  # a new one: the traceback of `error` holds arrays
             logging.error(
                 "%s: %s. Nothing more is saved by this manager: save() raises FencedError from now on",
-                self._commits.store.root,
+                self._epoch_directory.store.root,
                 error.reason,
             )
 
@@ -85,9 +85,11 @@ class Claim:
                 raise FencedError(epoch, self.fenced.reason)
             try:
                 if self.may_take_over:
-                    writer = self._commits.claim(epoch)
+                    writer = self._epoch_directory.claim(epoch)
                 else:
-                    writer = self._commits.claim(epoch, functools.partial(owners.check_idle, self._commits))
+                    writer = self._epoch_directory.claim(
+                        epoch, functools.partial(owners.check_idle, self._epoch_directory)
+                    )
                 self._taken = self._directory.claimed(writer, self._write_root_files)
             except BaseException as error:
                 self._failed(error)
@@ -124,4 +126,4 @@ class Claim:
         try:
             self._directory.writer.release()
         except OSError as error:  # the next run that writes sweeps it
-            logging.warning("%s: the staging folder could not be removed: %s", self._commits.store.root, error)
+            logging.warning("%s: the staging folder could not be removed: %s", self._epoch_directory.store.root, error)

@@ -104,7 +104,7 @@ class Follower(Part):
         if not self._claim.known:  # nothing has been written
             raise errors.SaveError(save.epoch, f"the primary did not claim the directory: {silence}")
         if self._directory.tells_commits and self._is_there(save):
-            epoch, read = save.epoch, self._commits.read_brief
+            epoch, read = save.epoch, self._epoch_directory.read_brief
             cost = _threads.logged("its cost is not known", lambda: SaveCost.of(epoch, read(epoch)))
             return Committed(save.epoch, save.request.metrics, time.time_ns(), cost=cost)
         self._unheard.append(save)
@@ -139,5 +139,5 @@ class Follower(Part):
     def _is_there(self, save: Save) -> bool:
         """Whether storage says that a save is committed."""
         with contextlib.suppress(OSError):  # else storage does not say
-            return self._commits.read_attempt(save.epoch) == self.save_id(save)
+            return self._epoch_directory.read_save_id(save.epoch) == self.save_id(save)
         return False

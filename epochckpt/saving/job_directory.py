@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 import orbax.checkpoint as ocp
 
 from epochckpt.agreement import CollectiveCalls, Coordinator
-from epochckpt.directory import Commits, commits_of
-from epochckpt.directory.protocol import ReplaceCondition, Stager, Staging, Writer
+from epochckpt.directory import EpochDirectory, directory_of
+from epochckpt.directory.epoch_directory import ReplaceCondition, Stager, Staging, Writer
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
@@ -42,7 +42,7 @@ class Place:
     storage: StorageOptions
     names: StepNames
 
-    def commits(self, address: str | None = None) -> Commits:
+    def epoch_directory(self, address: str | None = None) -> EpochDirectory:
         """The directory, or the one at an address. Nothing is read or written."""
         files = self.options.file_options
         store = open_store(
@@ -51,7 +51,7 @@ class Place:
             settings=self.storage.store,
             direct_io=self.storage.direct_io,
         )
-        return commits_of(store, self.names)
+        return directory_of(store, self.names)
 
 
 class JobDirectory(abc.ABC):
@@ -108,11 +108,13 @@ class JobDirectory(abc.ABC):
         """What this process tells the primary when it opens the directory, as JSON; None: nothing."""
 
     @abc.abstractmethod
-    def check(self, commits: Commits, told: Sequence[Any]) -> None:
+    def check(self, epoch_directory: EpochDirectory, told: Sequence[Any]) -> None:
         """On the primary: refuses a directory of another kind, and processes that have `told` that theirs is."""
 
     @abc.abstractmethod
-    def survey(self, commits: Commits, told: Sequence[Any], known: Mapping[int, ReplaceCondition]) -> Survey:
+    def survey(
+        self, epoch_directory: EpochDirectory, told: Sequence[Any], known: Mapping[int, ReplaceCondition]
+    ) -> Survey:
         """On the primary: makes a survey of what all processes have told.
 
         The `known` epochs are damaged, see `survey.survey`.
@@ -124,10 +126,10 @@ class JobDirectory(abc.ABC):
 
     def open(self, resolved: str, prefix: str, nodes: Nodes, found: Survey) -> None:
         """Opens it, with a prefix of keys that no other manager of the job has."""
-        self.commits = self.place.commits(self.address(resolved))
+        self.epoch_directory = self.place.epoch_directory(self.address(resolved))
         self.prefix = prefix
         self.nodes = nodes
-        self.commits.ignored = frozenset((*found.aside.get(self.coordinator.process, ()), *found.diverged))
+        self.epoch_directory.ignored = frozenset((*found.aside.get(self.coordinator.process, ()), *found.diverged))
 
     @abc.abstractmethod
     def look(self, calls: CollectiveCalls, known: Mapping[int, ReplaceCondition]) -> Survey:

@@ -10,7 +10,7 @@ from epochckpt._threads import Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
-from epochckpt.directory.protocol import Staging
+from epochckpt.directory.epoch_directory import Staging
 from epochckpt.format import DataFile, NodeEntry, NodeRecord, Nodes, checksums, paths
 from epochckpt.format.records import ReplicaFile, tree_digest
 from epochckpt.options import StorageOptions
@@ -135,7 +135,7 @@ class _NodeWriter:
         timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(save.request.blocked_secs, 6)}
         record = NodeRecord(
             epoch=save.epoch,
-            attempt=self._staging.save_id,
+            save_id=self._staging.save_id,
             node=self._name,
             process=self._process,
             processes=self._processes,

@@ -16,7 +16,7 @@ from absl import logging
 from epochckpt import errors
 from epochckpt.agreement import Coordinator, coordination
 from epochckpt.agreement.collective import Timeouts, collective, hear_secs
-from epochckpt.directory import Commits
+from epochckpt.directory import EpochDirectory
 from epochckpt.format import Nodes, paths
 from epochckpt.format.nodes import check_names
 from epochckpt.options import StorageOptions
@@ -45,12 +45,12 @@ class Opened:
         return self.job_directory.coordinator
 
     @property
-    def commits(self) -> Commits:
-        return self.job_directory.commits
+    def epoch_directory(self) -> EpochDirectory:
+        return self.job_directory.epoch_directory
 
     @property
     def store(self) -> Store:
-        return self.job_directory.commits.store
+        return self.job_directory.epoch_directory.store
 
     @property
     def prefix(self) -> str:
@@ -117,7 +117,7 @@ def open_directory(
     given = node is not None or (coordinator.processes > 1 and found != tuple(defaults))
     nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
     opened.open(answer["directory"], prefix, nodes, there)
-    refused = opened.commits.write_refusal() if coordinator.primary and not options.read_only else None
+    refused = opened.epoch_directory.write_refusal() if coordinator.primary and not options.read_only else None
     if refused is not None:
         logging.warning("%s", refused)
     return Opened(opened, nodes, there, refused)
@@ -157,16 +157,16 @@ def _decide(
     for item in item_names:
         paths.check_item_name(item, folders)
     options = directory.place.options
-    commits = directory.place.commits()
-    store = commits.store
+    epoch_directory = directory.place.epoch_directory()
+    store = epoch_directory.store
 
     def look() -> tuple[Survey, list[int]]:
-        directory.check(commits, told)
-        return directory.survey(commits, told, {}), commits.moving()
+        directory.check(epoch_directory, told)
+        return directory.survey(epoch_directory, told, {}), epoch_directory.moving()
 
     found, moving = looked_at(store, options, look)
     if not (found.epochs or found.damaged or found.foreign):
-        _look_beside(store, commits.names)
+        _look_beside(store, epoch_directory.names)
     for text in found.foreign.values():
         logging.error("%s. It is left alone: other epochs can be used, saving under its number is refused", text)
     if moving and not options.read_only:

@@ -27,7 +27,7 @@ from absl import logging
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Lane, Pool
-from epochckpt.directory.protocol import Staging
+from epochckpt.directory.epoch_directory import Staging
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.saving import retention
@@ -64,7 +64,7 @@ class Part(abc.ABC):
     def __init__(self, context: SaveContext, nodes: Nodes):
         self.nodes = nodes
         self._directory = context.directory
-        self._commits = context.directory.commits
+        self._epoch_directory = context.directory.epoch_directory
         self._coordinator = context.directory.coordinator
         self._prefix = context.prefix
         self._claim = context.claim
@@ -160,7 +160,7 @@ class Part(abc.ABC):
     def _note_undeleted(self, epoch: int, error: Exception, kind: type[errors.RemovalError]) -> None:
         self._claim.note(error)
         if epoch not in self._undeleted and not isinstance(error, errors.FencedError):
-            failure = kind(self._commits.store.root, epoch, errors.say(error))
+            failure = kind(self._epoch_directory.store.root, epoch, errors.say(error))
             failure.__cause__ = errors.kept(error)
             logging.error("%s", failure)
             self._in_flight.failures.append(failure)

@@ -101,7 +101,7 @@ class Primary(Part):
                 raise failure from caught
             raise
         try:
-            commit = retention.retire(self._commits, self._history, self._policies, commit)
+            commit = retention.retire(self._epoch_directory, self._history, self._policies, commit)
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("checkpoint %d is committed, but deciding what to delete failed", save.epoch)
         commit = self._delete_old(save, commit, errors.RetentionError)
@@ -170,24 +170,26 @@ class Primary(Part):
         if remove is not None:
             self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
         self._history.run.committed()
-        logging.info("checkpoint %d committed to %s: %s", save.epoch, self._commits.store.root, save.summary(record))
+        logging.info(
+            "checkpoint %d committed to %s: %s", save.epoch, self._epoch_directory.store.root, save.summary(record)
+        )
         return Committed(
             epoch=save.epoch,
             metrics=save.request.metrics,
             committed_ns=record.committed_ns,
-            attempt=record.attempt,
+            save_id=record.save_id,
             cost=SaveCost.of(save.epoch, record),
         )
 
     def _record(self, save: Save) -> EpochRecord:
         """The commit record, with the runs of the directory; writes the Orbax view that belongs to it."""
-        record = save.record(self.save_id(save), objects=not self._commits.store.renames)
+        record = save.record(self.save_id(save), objects=not self._epoch_directory.store.renames)
         runs = self._history.run.committing(
             save.epoch,
             self._directory.incarnation,
             save.spent,
             (record.started_ns, record.committed_ns),
-            self._commits.taken_over,
+            self._epoch_directory.taken_over,
         )
         record = dataclasses.replace(record, runs=runs)
         if self._options.orbax_view:

@@ -21,7 +21,7 @@ from absl import logging
 
 from epochckpt import _monitoring, _threads, _units, errors
 from epochckpt._threads import Deadline
-from epochckpt.directory import Commits
+from epochckpt.directory import EpochDirectory
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
@@ -59,7 +59,7 @@ class SaveQueue:
         listener: SaveListener,
     ):
         self._store = opened.store
-        self._commits: Commits = opened.commits
+        self._epoch_directory: EpochDirectory = opened.epoch_directory
         self._coordinator = opened.coordinator
         self._nodes = opened.nodes
         self._claim = claim
@@ -266,7 +266,7 @@ class SaveQueue:
         while self._resident:
             epoch = self._resident.popleft()
             for name in self._nodes.hosted_names:
-                self._commits.uncache(epoch, name)
+                self._epoch_directory.uncache(epoch, name)
         return write_nodes(
             staging=self._part.staging(save),
             nodes=self._nodes,

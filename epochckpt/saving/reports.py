@@ -84,7 +84,7 @@ class Committed:
     deleted: tuple[int, ...] = ()  # epochs that are gone now
     remote: tuple[int, ...] = ()  # epochs that only the mirror has from now on
     attached: Mapping[int, Mapping[str, Any]] | None = None  # metrics attached to other epochs; None: unknown
-    attempt: str = ""  # its attempt id, on the primary
+    save_id: str = ""  # its save id, on the primary
     cost: SaveCost | None = None
     hides: tuple[int, ...] = ()  # epochs that the primary takes out of sight in the directory itself
 

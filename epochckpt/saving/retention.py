@@ -22,9 +22,9 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _monitoring
 from epochckpt._metrics import flat
-from epochckpt.directory import Commits, attached_metrics
+from epochckpt.directory import EpochDirectory, attached_metrics
+from epochckpt.directory.epoch_directory import ReplaceCondition, Rollback, Writer
 from epochckpt.directory.head_record import HeadEpoch
-from epochckpt.directory.protocol import ReplaceCondition, Rollback, Writer
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -56,7 +56,7 @@ class EpochInfo:
     """An epoch as policies see it. Its metrics and time are read from storage when a policy asks for them."""
 
     def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochRecord | HeadEpoch]):
-        self.step, self._source = step, source  # (metrics, time_ns, attempt id), or what reads the record
+        self.step, self._source = step, source  # (metrics, time_ns, save id), or what reads the record
         self.attached: Mapping[str, Any] = {}  # metrics that were attached later, by name, as the primary sees them
         self.is_unknown = False  # its metrics were asked for, and only a newer epochckpt can read them
 
@@ -66,14 +66,14 @@ class EpochInfo:
         return cls(save.epoch, (save.request.metrics, save.request.started_ns, ""))
 
     def _read(self) -> tuple[Any, int, str]:
-        """(metrics, time_ns, attempt id), read once. A passing error is raised, and the next look tries again."""
+        """(metrics, time_ns, save id), read once. A passing error is raised, and the next look tries again."""
         source = self._source
         if not isinstance(source, tuple):
             try:
                 record = source(self.step)
                 for error in record.unread.values():
                     raise error
-                source = record.metrics, record.committed_ns, record.attempt
+                source = record.metrics, record.committed_ns, record.save_id
             except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
                 logging.warning("checkpoint %d has no readable record: it counts as one without metrics", self.step)
                 source = None, 0, ""
@@ -95,8 +95,8 @@ class EpochInfo:
         return datetime.datetime.fromtimestamp(self._read()[1] / 1e9, tz=datetime.UTC)
 
     @property
-    def attempt(self) -> str:
-        """Its attempt id, on the primary; empty without a readable record."""
+    def save_id(self) -> str:
+        """Its save id, on the primary; empty without a readable record."""
         return self._read()[2]
 
 
@@ -199,7 +199,7 @@ class History:
     def commit(self, commit: Committed) -> None:
         """An epoch was requested, and committed; older epochs may have been deleted for it."""
         epoch = commit.epoch
-        info = EpochInfo(epoch, (commit.metrics, commit.committed_ns, commit.attempt))
+        info = EpochInfo(epoch, (commit.metrics, commit.committed_ns, commit.save_id))
         self._committed[epoch] = self._requested[epoch] = info
         if commit.attached is not None:
             self.attach(commit.attached)
@@ -382,16 +382,18 @@ def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochIn
 
 
 @_monitoring.timed(events.CHOSE_OLD)
-def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed) -> Committed:
+def retire(
+    epoch_directory: EpochDirectory, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed
+) -> Committed:
     """Completes a fresh commit with the epochs that are to be deleted, and with the attached metrics of the rest.
 
     The caller takes them out of sight, and passes on `Committed.keeping` those that could not be.
     """
     infos = {i.step: i for i in history.committed() if i.step != fresh.epoch and i.step not in history.remote}
     if attached_metrics.are_needed(options):
-        attached = attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt)
+        attached = attached_metrics.of_epochs(epoch_directory, infos, lambda epoch: infos[epoch].save_id)
         history.attach({e: found for e, found in history.attached().items() if e in history.remote} | attached)
-    infos[fresh.epoch] = EpochInfo(fresh.epoch, (fresh.metrics, fresh.committed_ns, fresh.attempt))
+    infos[fresh.epoch] = EpochInfo(fresh.epoch, (fresh.metrics, fresh.committed_ns, fresh.save_id))
     _monitoring.number(len(infos), events.EXAMINED_OLD)
     gone = superfluous(options, sorted(infos.values(), key=_STEP))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
@@ -400,7 +402,7 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
         gone = [epoch for epoch in gone if epoch not in waiting]
     held = history.held()
     gone = [epoch for epoch in gone if epoch not in held]
-    hides = tuple(epoch for epoch in gone if _may_delete(commits, infos[epoch]))
+    hides = tuple(epoch for epoch in gone if _may_delete(epoch_directory, infos[epoch]))
     deleted, remote = hides, ()
     if mirror is not None:
         remote = tuple(epoch for epoch in hides if mirror.has(epoch))
@@ -439,10 +441,10 @@ def unlist(writer: Writer, epoch: int, into: str | None) -> Callable[[], None]:
     return remove_it
 
 
-def _is_listed(commits: Commits, epoch: int) -> bool:
+def _is_listed(epoch_directory: EpochDirectory, epoch: int) -> bool:
     """Whether a reader may see an epoch: storage lists it, or does not answer."""
     try:
-        return epoch in commits.list_epochs()
+        return epoch in epoch_directory.list_epochs()
     except (OSError, EpochCheckpointError):
         return True
 
@@ -451,47 +453,47 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _may_delete(commits: Commits, info: EpochInfo) -> bool:
+def _may_delete(epoch_directory: EpochDirectory, info: EpochInfo) -> bool:
     """Whether an epoch that no caller has named may be deleted: a step of stock Orbax must be one without doubt."""
     epoch = info.step
     if info.is_unknown:  # nobody can judge its worth
         return False
-    if not commits.store.renames:
-        if paths.attempt_in(info.attempt) is not None:
+    if not epoch_directory.store.renames:
+        if paths.save_id_in(info.save_id) is not None:
             return True
-        if (commits.store.root, info.attempt) in _unsure:
+        if (epoch_directory.store.root, info.save_id) in _unsure:
             return False
-    elif commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
+    elif epoch_directory.store.exists(paths.join(epoch_directory.folder(epoch), paths.EPOCH_RECORD)):
         return True
     try:
-        sure = commits.read_record(epoch).sure
+        sure = epoch_directory.read_record(epoch).sure
         if not sure:
-            _unsure.add((commits.store.root, info.attempt))
+            _unsure.add((epoch_directory.store.root, info.save_id))
     except EpochNotFoundError:  # as every other epoch
         return True
     except EpochCheckpointError:
         sure = False
-    if not sure and (commits.store.root, epoch) not in _left_alone:
-        _left_alone.add((commits.store.root, epoch))
+    if not sure and (epoch_directory.store.root, epoch) not in _left_alone:
+        _left_alone.add((epoch_directory.store.root, epoch))
         logging.warning(
             "%s: checkpoint %d of stock Orbax is not deleted although the options would have it: its record or its "
             "metrics cannot be used, or something else was saved in it. If nobody needs it, delete(%d) removes it",
-            commits.store.root,
+            epoch_directory.store.root,
             epoch,
             epoch,
         )
     return sure
 
 
-def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
+def replace_condition(epoch_directory: EpochDirectory, epoch: int) -> ReplaceCondition:
     """The condition that allows a save to replace an epoch as it is on storage now."""
-    record = commits.read_record(epoch)
-    if record.stock or commits.folder(epoch) != commits.names.build(epoch):
+    record = epoch_directory.read_record(epoch)
+    if record.stock or epoch_directory.folder(epoch) != epoch_directory.names.build(epoch):
         raise InvalidArgumentError(
-            f"checkpoint {epoch} ({commits.store.root}/{commits.folder(epoch)}) was written by stock Orbax, or under "
-            "another step name format, and cannot be replaced in one step; delete() makes room for it"
+            f"checkpoint {epoch} ({epoch_directory.store.root}/{epoch_directory.folder(epoch)}) was written by stock "
+            "Orbax, or under another step name format, and cannot be replaced in one step; delete() makes room for it"
         )
-    return ReplaceCondition(record.attempt)
+    return ReplaceCondition(record.save_id)
 
 
 def roll_back(writer: Writer, epoch: int, remote: bool = False) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from epochckpt import _collector, _progress, _threads, _units
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import Snapshot
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.errors import SaveError, StorageBehindError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.saving.auto_interval import SaveCost
@@ -270,7 +270,7 @@ class Save:
         request = self.request
         return EpochRecord(
             epoch=request.epoch,
-            attempt=save_id,
+            save_id=save_id,
             objects=objects,
             plan=self.plan,
             nodes=tuple(node.entry for node in nodes),

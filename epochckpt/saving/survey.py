@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _monitoring, errors
-from epochckpt.directory import Commits, attached_metrics
-from epochckpt.directory.protocol import ReplaceCondition
+from epochckpt.directory import EpochDirectory, attached_metrics
+from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.format import EpochRecord, RunEntry, checksums
 from epochckpt.format.records import RUN_ROWS
 from epochckpt.orbax import events
@@ -42,7 +42,7 @@ class Survey:
     def to_wire(self) -> dict[str, Any]:
         return {
             "epochs": self.epochs,
-            "damaged": [[epoch, found.attempt, found.damage] for epoch, found in self.damaged.items()],
+            "damaged": [[epoch, found.save_id, found.damage] for epoch, found in self.damaged.items()],
             "foreign": sorted(self.foreign.items()),
             "attached": checksums.pack_by_number(self.attached, "metrics"),
             "remote": list(self.remote),
@@ -55,7 +55,7 @@ class Survey:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
-        damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
+        damaged = {epoch: ReplaceCondition(save_id, damage) for epoch, save_id, damage in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
         runs = tuple(RUN_ROWS.parse("a survey", "runs", row) for row in wire["runs"])
         costs = tuple(SaveCost(*row) for row in wire["costs"])
@@ -79,7 +79,7 @@ class Completing(Protocol):
 
     url: str
 
-    def complete(self, local: Commits, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
+    def complete(self, local: EpochDirectory, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
         """The survey of the directory with the epochs that the mirror has.
 
         `texts`: with local disks, the records of the mirror that these have.
@@ -105,7 +105,7 @@ class Completing(Protocol):
 
 @_monitoring.timed(events.LOOKED)
 def survey(
-    commits: Commits,
+    epoch_directory: EpochDirectory,
     options: ocp.CheckpointManagerOptions,
     known: Mapping[int, ReplaceCondition] | None = None,
     mirror: Completing | None = None,
@@ -119,69 +119,73 @@ def survey(
     Where storage does not give the newest epoch, nothing is decided: that is an error. An epoch that only a newer
     epochckpt can read is listed unseen, and the next older one is looked at.
     """
-    commits.forget_records()
-    epochs, others = commits.scan()
-    foreign = {epoch: commits.obstacle(name) for epoch, name in others.items()}
+    epoch_directory.forget_records()
+    epochs, others = epoch_directory.scan()
+    foreign = {epoch: epoch_directory.obstacle(name) for epoch, name in others.items()}
     there = {epoch: found for epoch, found in (known or {}).items() if epoch in epochs}
-    damaged = {epoch: found for epoch, found in there.items() if _is_still(commits, epoch, found)}
+    damaged = {epoch: found for epoch, found in there.items() if _is_still(epoch_directory, epoch, found)}
     epochs, looks, runs = [e for e in epochs if e not in damaged], 0, ()
     unknown: list[int] = []
     while epochs:
         epoch = epochs[-1]
         try:
-            found = _look_at(commits, epoch, is_partial)
+            found = _look_at(epoch_directory, epoch, is_partial)
         except errors.EpochNotFoundError:  # deleted just now: others may be gone, too, and newer ones committed
             looks += 1
-            listed = epochs[:-1] if looks > _LOOKS else [e for e in commits.list_epochs() if e not in damaged]
+            listed = epochs[:-1] if looks > _LOOKS else [e for e in epoch_directory.list_epochs() if e not in damaged]
             epochs = [e for e in listed if e not in unknown]
             continue
         except errors.FormatVersionError as error:
-            logging.error("%s: checkpoint %d cannot be read here: %s", commits.store.root, epoch, error)
+            logging.error("%s: checkpoint %d cannot be read here: %s", epoch_directory.store.root, epoch, error)
             unknown.append(epochs.pop())
             continue
         if not isinstance(found, ReplaceCondition):
             runs = found.runs
             break
-        where = commits.store.root
+        where = epoch_directory.store.root
         logging.error("%s: checkpoint %d is damaged and will not be used: %s", where, epoch, found.damage)
         damaged[epoch] = found
         epochs.pop()
     epochs = sorted({*epochs, *unknown})
     needed = attached_metrics.are_needed(options)
     readable = [epoch for epoch in epochs if epoch not in unknown]
-    metrics = attached_metrics.of_epochs(commits, readable, partial(_attempt, commits)) if needed else {}
-    costs = auto_interval.recent(epochs, commits.read_brief) if auto_interval.is_asked(options) else ()
+    metrics = (
+        attached_metrics.of_epochs(epoch_directory, readable, partial(_save_id, epoch_directory)) if needed else {}
+    )
+    costs = auto_interval.recent(epochs, epoch_directory.read_brief) if auto_interval.is_asked(options) else ()
     found = Survey(epochs, damaged, foreign, metrics, runs=runs, costs=tuple(costs))
-    return found if mirror is None else mirror.complete(commits, found)
+    return found if mirror is None else mirror.complete(epoch_directory, found)
 
 
-def _attempt(commits: Commits, epoch: int) -> str | None:
+def _save_id(epoch_directory: EpochDirectory, epoch: int) -> str | None:
     """The attempt of an epoch; None if its record does not say, or not to this epochckpt."""
     with suppress(errors.FormatVersionError):
-        return commits.read_attempt(epoch)
+        return epoch_directory.read_save_id(epoch)
     return None
 
 
-def _is_still(commits: Commits, epoch: int, damaged: ReplaceCondition) -> bool:
+def _is_still(epoch_directory: EpochDirectory, epoch: int, damaged: ReplaceCondition) -> bool:
     """Whether an epoch is the one that was found damaged."""
     with suppress(errors.FormatVersionError):  # another one, which is not known to be damaged
-        return commits.read_attempt(epoch) == damaged.attempt
+        return epoch_directory.read_save_id(epoch) == damaged.save_id
     return False
 
 
-def _look_at(commits: Commits, epoch: int, is_partial: bool) -> ReplaceCondition | EpochRecord:
+def _look_at(epoch_directory: EpochDirectory, epoch: int, is_partial: bool) -> ReplaceCondition | EpochRecord:
     """The damage of an epoch, as far as its records and the sizes of its files tell; its record if it has none.
 
     Raises EpochNotFoundError, or FormatVersionError for one that only a newer epochckpt can read.
     """
     while True:  # one that is replaced meanwhile is looked at again
-        attempt = None
+        save_id = None
         try:
-            record = commits.read_record(epoch)
-            attempt = record.attempt
-            if commits.store.renames:  # elsewhere a request for each file; a restore finds it, and falls back, too
-                commits.check_shallow(record, is_partial=is_partial)
+            record = epoch_directory.read_record(epoch)
+            save_id = record.save_id
+            if (
+                epoch_directory.store.renames
+            ):  # elsewhere a request for each file; a restore finds it, and falls back, too
+                epoch_directory.check_shallow(record, is_partial=is_partial)
             return record
         except (errors.DamagedError, errors.FormatError) as error:
-            if attempt is None or commits.read_head(epoch).attempt == attempt:
-                return ReplaceCondition(attempt, errors.say(error))
+            if save_id is None or epoch_directory.read_head(epoch).save_id == save_id:
+                return ReplaceCondition(save_id, errors.say(error))

@@ -30,9 +30,9 @@ from epochckpt._threads import Deadline
 from epochckpt.agreement import Coordinator
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import EpochReader
-from epochckpt.directory import Commits, attached_metrics, attaching
+from epochckpt.directory import EpochDirectory, attached_metrics, attaching
+from epochckpt.directory.epoch_directory import ReplaceCondition, Rollback, Stager, Staging, Writer
 from epochckpt.directory.lineage import ClaimLineage
-from epochckpt.directory.protocol import ReplaceCondition, Rollback, Stager, Staging, Writer
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -269,18 +269,18 @@ class MirrorJob:
     """
 
     url: str
-    local: Commits
-    copies: Commits
+    local: EpochDirectory
+    copies: EpochDirectory
     coordinator: Coordinator
     prefix: str
     options: StorageOptions
     hosted: Callable[[], Sequence[str]]
 
-    def copy(self, epoch: int, attempt: str, stager: Stager) -> EpochCopy:
+    def copy(self, epoch: int, mirror_id: str, stager: Stager) -> EpochCopy:
         """The copy of an epoch under the id of an attempt of the mirror, by the run that has claimed the mirror."""
         record = self.local.read_record(epoch)
         reader = EpochReader(self.local.store, self.local.folder(epoch), record, _threads.Pool(1))
-        copy = EpochCopy(reader, self.copies, attempt)
+        copy = EpochCopy(reader, self.copies, mirror_id)
         copy.join(stager)
         return copy
 
@@ -552,7 +552,7 @@ class Worker:
             copy = None if epoch is None else copies.get(epoch)
             if epoch is None or copy is None or epoch not in self._epochs.readable:
                 continue
-            here = self._local.read_attempt(epoch) or ""
+            here = self._local.read_save_id(epoch) or ""
             for source, metrics in attached_metrics.read(self._local, files, epoch, here).items():
                 if self._attached.get((epoch, source)) != metrics:
                     try:
@@ -606,21 +606,21 @@ class Worker:
             if epoch in self._epochs.there:
                 replaces = ReplaceCondition(there or None, "" if there else "its record cannot be used")
             self._attempts += 1
-            attempt = f"{self._claimed.incarnation}-{epoch}-{self._attempts}"
-            copy = Copy(save_id=record.origin, mirror_id=attempt)
+            mirror_id = f"{self._claimed.incarnation}-{epoch}-{self._attempts}"
+            copy = Copy(save_id=record.origin, mirror_id=mirror_id)
             self._ledger.change(lambda now: now.begun(epoch, copy))
-            self._copy_as(attempt, epoch, replaces)
+            self._copy_as(mirror_id, epoch, replaces)
         ledger = self._ledger.change(lambda now: now.confirmed(epoch, copy))
         self._epochs.set(epoch, copy.mirror_id)
         self._epochs.disown(ledger.hidden)
 
-    def _copy_as(self, attempt: str, epoch: int, replaces: ReplaceCondition | None) -> None:
+    def _copy_as(self, mirror_id: str, epoch: int, replaces: ReplaceCondition | None) -> None:
         """Copies an epoch under the id of an attempt of the mirror."""
-        copy = self._job.copy(epoch, attempt, self._claimed)
+        copy = self._job.copy(epoch, mirror_id, self._claimed)
         copy.make_room(replaces)
         try:
             with _local_errors():
-                entries = self._copy_together(copy, epoch, attempt)
+                entries = self._copy_together(copy, epoch, mirror_id)
             copy.publish(entries)
         except UncertainError:  # it may be there
             self._compared = False
@@ -628,16 +628,16 @@ class Worker:
         except LateNodesError:  # a node may still write
             raise
         except BaseException:
-            self._dead.append(self._claimed.staging(epoch, attempt))
+            self._dead.append(self._claimed.staging(epoch, mirror_id))
             raise
 
-    def _copy_together(self, copy: EpochCopy, epoch: int, attempt: str) -> list[NodeEntry]:
+    def _copy_together(self, copy: EpochCopy, epoch: int, mirror_id: str) -> list[NodeEntry]:
         """Has every process copy its nodes; returns the entries of the copies."""
         job = self._job
         coordinator = job.coordinator
         if coordinator.processes == 1:
             return copy.copy_nodes(job.hosted())
-        number = self._publish({"epoch": epoch, "attempt": attempt, "incarnation": self._claimed.incarnation})
+        number = self._publish({"epoch": epoch, "attempt": mirror_id, "incarnation": self._claimed.incarnation})
         deadline = Deadline(job.options.save_timeout_secs)
         others = set(range(1, coordinator.processes))
         error: Exception | None = None
@@ -681,10 +681,10 @@ def _local_errors() -> Generator[None]:
         raise _UnfitError(say(error)) from error
 
 
-def seen_id(commits: Commits, epoch: int, *, anew: bool = False) -> str:
+def seen_id(epoch_directory: EpochDirectory, epoch: int, *, anew: bool = False) -> str:
     """The id of an epoch of the mirror as of the last look, or `anew`; empty if its record cannot be used."""
     try:
-        return (commits.read_attempt(epoch) if anew else commits.seen_attempt(epoch)) or ""
+        return (epoch_directory.read_save_id(epoch) if anew else epoch_directory.seen_save_id(epoch)) or ""
     except FormatVersionError:
         return NEWER_ID
 

@@ -26,9 +26,9 @@ from epochckpt import errors
 from epochckpt.agreement import CollectiveCalls, Coordinator, collective
 from epochckpt.agreement.collective import Timeouts
 from epochckpt.agreement.coordination import RecentKeys
-from epochckpt.directory import Commits
-from epochckpt.directory.protocol import ReplaceCondition, Staging, Writer
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory import EpochDirectory
+from epochckpt.directory.epoch_directory import ReplaceCondition, Staging, Writer
+from epochckpt.directory.posix import PosixDirectory
 from epochckpt.format import paths
 from epochckpt.saving import Save, opening
 from epochckpt.saving.job_directory import JobDirectory, Place
@@ -61,27 +61,33 @@ class DirectoryPerHost(JobDirectory):
     # -- which epochs there are ----------------------------------------------------------------------------------
 
     def introduce(self, node: str) -> dict[str, Any]:
-        commits = self.place.commits()
-        if not commits.store.renames:
-            raise errors.UnsupportedError(f"local_disks: {commits.store.root} is on no disk; leave it out")
+        epoch_directory = self.place.epoch_directory()
+        if not epoch_directory.store.renames:
+            raise errors.UnsupportedError(f"local_disks: {epoch_directory.store.root} is on no disk; leave it out")
         url = self._mirror.url
-        made = opening.looked_at(commits.store, self.place.options, lambda: host_record.introduce(commits, node, url))
+        made = opening.looked_at(
+            epoch_directory.store, self.place.options, lambda: host_record.introduce(epoch_directory, node, url)
+        )
         self._record = made
-        return self._look_at_disk(commits)
+        return self._look_at_disk(epoch_directory)
 
-    def _look_at_disk(self, commits: Commits) -> dict[str, Any]:
+    def _look_at_disk(self, epoch_directory: EpochDirectory) -> dict[str, Any]:
         """This process's look at its disk, as JSON."""
         me = self.coordinator.process
-        return disks.look(commits.store, commits.names, self._record, me, self.coordinator.processes).to_wire()
+        return disks.look(
+            epoch_directory.store, epoch_directory.names, self._record, me, self.coordinator.processes
+        ).to_wire()
 
-    def check(self, commits: Commits, told: Sequence[Any]) -> None:
+    def check(self, epoch_directory: EpochDirectory, told: Sequence[Any]) -> None:
         if any(one is None for one in told):
-            root = commits.store.root
+            root = epoch_directory.store.root
             raise errors.InvalidArgumentError(f"{root}: StorageOptions.local_disks differs between the processes")
 
-    def survey(self, commits: Commits, told: Sequence[Any], known: Mapping[int, ReplaceCondition]) -> Survey:
+    def survey(
+        self, epoch_directory: EpochDirectory, told: Sequence[Any], known: Mapping[int, ReplaceCondition]
+    ) -> Survey:
         return disks.survey_of_disks(
-            commits=commits,
+            epoch_directory=epoch_directory,
             told=told,
             options=self.place.options,
             known=known,
@@ -94,10 +100,10 @@ class DirectoryPerHost(JobDirectory):
 
     def look(self, calls: CollectiveCalls, known: Mapping[int, ReplaceCondition]) -> Survey:
         def act() -> dict[str, Any]:
-            return self._look_at_disk(self.commits)
+            return self._look_at_disk(self.epoch_directory)
 
         def decide(told: list[Any]) -> dict[str, Any]:
-            return self.survey(self.commits, told, known).to_wire()
+            return self.survey(self.epoch_directory, told, known).to_wire()
 
         found = Survey.from_wire(calls.collective("reload()", act, decide, 2 * self._wait_secs))
         self._ignore(found)
@@ -106,7 +112,7 @@ class DirectoryPerHost(JobDirectory):
     def _ignore(self, survey: Survey) -> Sequence[int]:
         """Ignores what this disk has of epochs that the job does not have, until a claim moves it aside."""
         aside = survey.aside.get(self.coordinator.process, ())
-        self.commits.ignored = frozenset(aside)
+        self.epoch_directory.ignored = frozenset(aside)
         return aside
 
     # -- the claim -----------------------------------------------------------------------------------------------
@@ -121,20 +127,20 @@ class DirectoryPerHost(JobDirectory):
 
         What is left of interrupted commits is moved aside.
         """
-        assert isinstance(self.commits, RenameCommits), "only stores with rename have mirrors"
-        commits = self.commits
+        assert isinstance(self.epoch_directory, PosixDirectory), "only stores with rename have mirrors"
+        epoch_directory = self.epoch_directory
         incarnation = claim["incarnation"]
         key = f"{self.prefix}/host/claim/{incarnation}"
 
         def claimed() -> dict[str, Any]:
             if self.incarnation != incarnation:  # the primary has claimed its own
-                self._stager = commits.claim_as(incarnation)
-            return self._look_at_disk(commits)
+                self._stager = epoch_directory.claim_as(incarnation)
+            return self._look_at_disk(epoch_directory)
 
         def decide(told: list[dict[str, Any]]) -> dict[str, Any]:
             ids = [disk["directory"] for disk in told]
             mirror = self._mirror.newest([disk["mirror"] for disk in told])
-            return {"survey": self.survey(self.commits, told, {}).to_wire(), "disks": ids, "mirror": mirror}
+            return {"survey": self.survey(self.epoch_directory, told, {}).to_wire(), "disks": ids, "mirror": mirror}
 
         agreed = self._meet(f"{key}/disk", claimed, decide, wait_secs)
         survey = Survey.from_wire(agreed["survey"])
@@ -154,13 +160,13 @@ class DirectoryPerHost(JobDirectory):
         return survey.epochs
 
     def _move_aside(self, epochs: Iterable[int]) -> None:
-        store = self.commits.store
+        store = self.epoch_directory.store
         folder = f"partial-{paths.new_id()}"
         for epoch in sorted(epochs):
-            if store.exists(self.commits.folder(epoch)):
+            if store.exists(self.epoch_directory.folder(epoch)):
                 self.writer.unlist(epoch, folder)
                 logging.warning("%s/%s: what this disk has of checkpoint %d was moved there", store.root, folder, epoch)
-        self.commits.ignored = frozenset()
+        self.epoch_directory.ignored = frozenset()
 
     def _meet(self, key: str, act: Callable[[], Any], decide: Callable[[list[Any]], T], wait_secs: float) -> T:
         """A collective call of the hosts; the primary waits for the others for `wait_secs`."""
@@ -213,7 +219,7 @@ class DirectoryPerHost(JobDirectory):
             record = zlib.decompress(base64.b64decode(offered))
             here = save.request.replaces
             if here is not None:  # it was found damaged together, and here it may be another save
-                here = ReplaceCondition(self.commits.read_attempt(save.epoch), here.damage)
+                here = ReplaceCondition(self.epoch_directory.read_save_id(save.epoch), here.damage)
             self.writer.publish(self.stager.staging(save.epoch, save_id), record, lambda: None, here)
 
         failure = collective.tell(self.coordinator, key, placed)
@@ -225,7 +231,7 @@ class DirectoryPerHost(JobDirectory):
         if self.coordinator.primary and not save.offered:
             return failure
         try:
-            if self.incarnation and self.commits.read_attempt(save.epoch) == save_id:
+            if self.incarnation and self.epoch_directory.read_save_id(save.epoch) == save_id:
                 self.writer.unlist(save.epoch)()
         except Exception as problem:
             reason = f"{errors.say(failure)}; and it could not be taken out of sight here ({errors.say(problem)})"
@@ -233,7 +239,7 @@ class DirectoryPerHost(JobDirectory):
         return failure
 
     def here(self, epochs: Sequence[int]) -> Sequence[int]:
-        found = set(self.commits.list_epochs()) if epochs else set()
+        found = set(self.epoch_directory.list_epochs()) if epochs else set()
         return [epoch for epoch in epochs if epoch in found]
 
     def unlisted_elsewhere(self, epochs: Sequence[int]) -> Sequence[int]:

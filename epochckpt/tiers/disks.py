@@ -16,9 +16,9 @@ from absl import logging
 
 from epochckpt import errors
 from epochckpt.agreement import Coordinator
-from epochckpt.directory import Commits, attached_metrics
-from epochckpt.directory.protocol import ReplaceCondition
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory import EpochDirectory, attached_metrics
+from epochckpt.directory.epoch_directory import ReplaceCondition
+from epochckpt.directory.posix import PosixDirectory
 from epochckpt.format import RunEntry, paths
 from epochckpt.orbax import StepNames
 from epochckpt.saving import auto_interval
@@ -33,7 +33,7 @@ _MAX_MIRROR_BYTES = 2**26
 class DiskPart:
     """The part of an epoch on one disk: its attempt (empty if that cannot be read), and its fault, if it has any."""
 
-    attempt: str
+    save_id: str
     fault: str = ""
 
 
@@ -49,47 +49,49 @@ class DiskReport:
     mirror: str  # the text of its record of the mirror; empty without one
 
     def to_wire(self) -> dict[str, Any]:
-        parts = [[epoch, part.attempt, part.fault] for epoch, part in self.parts.items()]
+        parts = [[epoch, part.save_id, part.fault] for epoch, part in self.parts.items()]
         return {**vars(self), "parts": parts, "foreign": sorted(self.foreign.items())}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> DiskReport:
-        parts = {epoch: DiskPart(attempt, fault) for epoch, attempt, fault in wire["parts"]}
+        parts = {epoch: DiskPart(save_id, fault) for epoch, save_id, fault in wire["parts"]}
         return cls(**{**wire, "parts": parts, "foreign": dict(map(tuple, wire["foreign"]))})
 
 
 def look(store: Store, names: StepNames, record: HostRecord, process: int, processes: int) -> DiskReport:
     """Looks at the own directory, whose `record` is given; no data is read."""
-    commits = RenameCommits(store, names)  # one that ignores nothing
-    epochs, others = commits.scan()
-    foreign, parts = {epoch: commits.obstacle(name) for epoch, name in others.items()}, dict[int, DiskPart]()
+    epoch_directory = PosixDirectory(store, names)  # one that ignores nothing
+    epochs, others = epoch_directory.scan()
+    foreign, parts = {epoch: epoch_directory.obstacle(name) for epoch, name in others.items()}, dict[int, DiskPart]()
     for epoch in epochs:
-        attempt = ""
+        save_id = ""
         try:
-            head = commits.read_head(epoch)
+            head = epoch_directory.read_head(epoch)
             if head.stock:
-                where = f"{store.root}/{commits.folder(epoch)}"
+                where = f"{store.root}/{epoch_directory.folder(epoch)}"
                 foreign[epoch] = f"{where} is a step of stock Orbax, which is not read from local disks"
                 continue
-            attempt, count = head.attempt, len(head.nodes)
+            save_id, count = head.save_id, len(head.nodes)
             if processes not in (1, count):
                 raise errors.DamagedError(
-                    commits.folder(epoch), f"was saved by {count} processes, here are {processes}"
+                    epoch_directory.folder(epoch), f"was saved by {count} processes, here are {processes}"
                 )
             for number in range(count) if processes == 1 else [process]:
-                commits.check_node(commits.folder(epoch), head, number)
-            parts[epoch] = DiskPart(attempt)
+                epoch_directory.check_node(epoch_directory.folder(epoch), head, number)
+            parts[epoch] = DiskPart(save_id)
         except errors.FormatVersionError as error:  # all hosts have the same record, which this epochckpt cannot read
             logging.error("%s: checkpoint %d cannot be read here: %s", store.root, epoch, error)
             parts[epoch] = DiskPart("")
         except (errors.DamagedError, errors.FormatError) as error:
-            parts[epoch] = DiskPart(attempt, errors.say(error))
+            parts[epoch] = DiskPart(save_id, errors.say(error))
         except errors.EpochNotFoundError:  # deleted just now
             continue
     mirror = ""
     with suppress(FileNotFoundError, NotADirectoryError, ValueError):
         mirror = store.read(paths.MIRROR_RECORD, limit_bytes=_MAX_MIRROR_BYTES).decode()
-    return DiskReport(record.directory, [*record.disks, record.claim], parts, sorted(commits.hidden()), foreign, mirror)
+    return DiskReport(
+        record.directory, [*record.disks, record.claim], parts, sorted(epoch_directory.hidden()), foreign, mirror
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,7 @@ class JobDisks:
         same = all(list(disk.known[:-1]) == ids and disk.known == disks[0].known for disk in disks)
         for epoch in sorted({epoch for disk in disks for epoch in disk.parts} - hidden):
             found = {number: disk.parts[epoch] for number, disk in enumerate(disks) if epoch in disk.parts}
-            missing, attempts = set(range(len(disks))) - found.keys(), {part.attempt for part in found.values()}
+            missing, attempts = set(range(len(disks))) - found.keys(), {part.save_id for part in found.values()}
             reasons = [f"{named([number])}: {part.fault}" for number, part in found.items() if part.fault]
             if missing:
                 reasons.append(f"{named(missing)} {'has' if len(missing) == 1 else 'have'} nothing of it")
@@ -136,22 +138,22 @@ class JobDisks:
                     f"copy of the other, remove {paths.HOST_RECORD} from the copy"
                 )
 
-    def not_of(self, epoch: int, attempt: str | None) -> list[int]:
+    def not_of(self, epoch: int, save_id: str | None) -> list[int]:
         """The processes whose part of an epoch is of another attempt than this one."""
         parts = [(number, disk.parts.get(epoch)) for number, disk in enumerate(self.disks)]
-        return [number for number, part in parts if part is not None and part.attempt != attempt]
+        return [number for number, part in parts if part is not None and part.save_id != save_id]
 
 
-def _runs(commits: Commits, epochs: Sequence[int]) -> tuple[RunEntry, ...]:
+def _runs(epoch_directory: EpochDirectory, epochs: Sequence[int]) -> tuple[RunEntry, ...]:
     """The runs of a directory until the newest epoch that this epochckpt can read."""
     for epoch in reversed(epochs):
         with suppress(errors.FormatVersionError):
-            return commits.read_head(epoch).runs
+            return epoch_directory.read_head(epoch).runs
     return ()
 
 
 def survey_of_disks(
-    commits: Commits,
+    epoch_directory: EpochDirectory,
     told: Sequence[Mapping[str, Any]],
     options: ocp.CheckpointManagerOptions,
     known: Mapping[int, ReplaceCondition],
@@ -164,17 +166,17 @@ def survey_of_disks(
     what its disk lacks.
     """
     found = JobDisks.of([*map(DiskReport.from_wire, told)], coordinator.named)
-    found.check_apart(coordinator.named, commits.store.root)
+    found.check_apart(coordinator.named, epoch_directory.store.root)
     foreign = {epoch: text for disk in reversed(found.disks) for epoch, text in disk.foreign.items()}
     there = {epoch: condition for epoch, condition in known.items() if epoch in found.whole}
-    damaged = {e: condition for e, condition in there.items() if condition.attempt in (None, found.whole[e])}
+    damaged = {e: condition for e, condition in there.items() if condition.save_id in (None, found.whole[e])}
     epochs = [epoch for epoch in found.whole if epoch not in damaged]
     needed = attached_metrics.are_needed(options)
-    metrics = attached_metrics.of_epochs(commits, epochs, found.whole.get) if needed else {}
-    runs = _runs(commits, epochs)
-    costs = tuple(auto_interval.recent(epochs, commits.read_brief)) if auto_interval.is_asked(options) else ()
+    metrics = attached_metrics.of_epochs(epoch_directory, epochs, found.whole.get) if needed else {}
+    runs = _runs(epoch_directory, epochs)
+    costs = tuple(auto_interval.recent(epochs, epoch_directory.read_brief)) if auto_interval.is_asked(options) else ()
     local, texts = Survey(epochs, damaged, foreign, metrics, (), runs, costs), [each.mirror for each in found.disks]
-    survey = mirror.complete(commits, local, texts)
+    survey = mirror.complete(epoch_directory, local, texts)
     damaged, remote, aside = dict(survey.damaged), set(survey.remote), dict[int, list[int]]()
     for epoch in sorted({epoch for disk in found.disks for epoch in disk.parts} - found.whole.keys()):
         others = found.not_of(epoch, mirror.origin_of(epoch) if epoch in remote else None)

@@ -1,6 +1,6 @@
 """One copy of an epoch in another directory, compared with its checksums on the way.
 
-A copy is a commit in the other directory (see `directory.protocol`): the primary makes room (`EpochCopy.begin`),
+A copy is a commit in the other directory (see `directory.epoch_directory`): the primary makes room (`EpochCopy.begin`),
 processes copy the folders of nodes, and the primary publishes. Only the bytes are not new. No reader sees a copy before
 it is published, and the next claim of that directory sweeps what a killed copy leaves.
 """
@@ -15,8 +15,8 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.arrays import EpochReader
-from epochckpt.directory import Commits
-from epochckpt.directory.protocol import ReplaceCondition, Stager, Staging, Writer
+from epochckpt.directory import EpochDirectory
+from epochckpt.directory.epoch_directory import ReplaceCondition, Stager, Staging, Writer
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
@@ -44,19 +44,23 @@ class EpochCopy:
     """
 
     def __init__(
-        self, reader: EpochReader, commits: Commits, attempt: str = "", progress: Callable[[int], None] | None = None
+        self,
+        reader: EpochReader,
+        epoch_directory: EpochDirectory,
+        save_id: str = "",
+        progress: Callable[[int], None] | None = None,
     ):
         self._reader, self._progress = reader.again(_threads.Pool(_THREADS)), progress
-        self.commits, self._epoch, self._given = commits, reader.record.epoch, attempt
+        self.epoch_directory, self._epoch, self._given = epoch_directory, reader.record.epoch, save_id
         self._stager: Stager | None = None  # of the run that copies
         self._writer: Writer | None = None  # the same, on the primary
         self._replaces: ReplaceCondition | None = None
         self._may_be_visible = False
 
     @property
-    def _attempt(self) -> str:
-        if self._given or self.commits.store.renames:
-            return self._given or self._reader.record.attempt
+    def _save_id(self) -> str:
+        if self._given or self.epoch_directory.store.renames:
+            return self._given or self._reader.record.save_id
         return f"{self._joined.incarnation}-{self._epoch}-0"
 
     @property
@@ -72,7 +76,7 @@ class EpochCopy:
 
     @property
     def _staging(self) -> Staging:
-        return self._joined.staging(self._epoch, self._attempt)
+        return self._joined.staging(self._epoch, self._save_id)
 
     def join(self, stager: Stager) -> None:
         """On every process: copies as a part of the run that has claimed the destination."""
@@ -88,7 +92,7 @@ class EpochCopy:
     def make_room(self, replaces: ReplaceCondition | None) -> None:
         """On the primary, which has claimed the destination: begins a copy, which may replace another epoch there."""
         self._replaces = replaces
-        self.writer.stage(self._epoch, self._attempt)
+        self.writer.stage(self._epoch, self._save_id)
 
     def begin(self, replace: bool) -> bool:
         """On the primary: claims the destination and makes room; False if the destination has this epoch, whole.
@@ -98,12 +102,12 @@ class EpochCopy:
         # A run that saves there is fenced off only for a copy that is to be made.
         if self.is_there(replace):
             return False
-        self.join(self.commits.claim(self._epoch))
+        self.join(self.epoch_directory.claim(self._epoch))
         with self.giving_up():
             if self.is_there(replace):  # since that look
                 self.writer.release()
                 return False
-            self.writer.stage(self._epoch, self._attempt)
+            self.writer.stage(self._epoch, self._save_id)
         return True
 
     def copy_once(self, writer: Writer) -> None:
@@ -114,7 +118,7 @@ class EpochCopy:
         self.join(writer)
         with self._discarding():
             if not self.is_there(False):
-                writer.stage(self._epoch, self._attempt)
+                writer.stage(self._epoch, self._save_id)
                 self.publish()
 
     def is_there(self, replace: bool) -> bool:
@@ -122,19 +126,19 @@ class EpochCopy:
 
         Raises EpochExistsError as `begin`.
         """
-        self._replaces, store, folder = None, self.commits.store, self.commits.folder(self._epoch)
-        if not (store.exists(folder) if store.renames else self._epoch in self.commits.list_epochs()):
+        self._replaces, store, folder = None, self.epoch_directory.store, self.epoch_directory.folder(self._epoch)
+        if not (store.exists(folder) if store.renames else self._epoch in self.epoch_directory.list_epochs()):
             return False
         try:
-            record = self.commits.read_in(folder, self._epoch)
+            record = self.epoch_directory.read_in(folder, self._epoch)
         except (DamagedError, FormatError, FormatVersionError) as error:
             raise self._in_the_way(f"not readable: {error}") from error
         if record is None:
             raise self._in_the_way("no epoch")
-        self._replaces = ReplaceCondition(record.attempt)
+        self._replaces = ReplaceCondition(record.save_id)
         if record.origin != self._reader.record.origin:
             if not replace:
-                raise self._in_the_way(f"another one (attempt {record.attempt})")
+                raise self._in_the_way(f"another one (attempt {record.save_id})")
             return False
         try:
             self._check(folder, record)
@@ -147,23 +151,24 @@ class EpochCopy:
 
     def _in_the_way(self, found: str) -> EpochExistsError:
         """The error for a copy whose place is taken; `found` says by what."""
+        folder = self.epoch_directory.folder(self._epoch)
         return EpochExistsError(
-            f"{self.commits.store.root} has {self.commits.folder(self._epoch)} already, which is {found}. Nothing "
-            f"there was changed: delete it or move it away, copy checkpoint {self._epoch} to another destination, or "
-            "replace epochs with CopyUpload(…, replace=True)"
+            f"{self.epoch_directory.store.root} has {folder} already, which is {found}. Nothing there was changed: "
+            f"delete it or move it away, copy checkpoint {self._epoch} to another destination, or replace epochs with "
+            "CopyUpload(…, replace=True)"
         )
 
     def _check(self, folder: str, record: EpochRecord) -> None:
         """Raises DamagedError unless all files are there: every one in its length, nodes' records byte for byte."""
         for number, entry in enumerate(record.nodes):
-            self.commits.check_node(folder, record, number)
+            self.epoch_directory.check_node(folder, record, number)
             path = paths.join(folder, record.path(number))
-            self.commits.store.confirming_damage(functools.partial(self._check_record, path, entry))
+            self.epoch_directory.store.confirming_damage(functools.partial(self._check_record, path, entry))
 
     def _check_record(self, path: str, entry: NodeEntry) -> None:
         """Raises DamagedError unless a node's record is the one that the epoch was committed with."""
         try:
-            data = self.commits.store.read(path, limit_bytes=entry.record_size)
+            data = self.epoch_directory.store.read(path, limit_bytes=entry.record_size)
         except OSError as error:
             raise unreadable(path, error) from error
         if checksums.digest(data) != entry.record_digest:
@@ -172,19 +177,19 @@ class EpochCopy:
     @functools.cached_property
     def _record(self) -> EpochRecord:
         """The commit record of the copy: on object stores the attempt is in the paths, and few have an Orbax view."""
-        record, store, unsupported = self._reader.record, self.commits.store, None
+        record, store, unsupported = self._reader.record, self.epoch_directory.store, None
         if store.renames or object_view.is_of_use(store):  # where it was saved perhaps none could be made
             unsupported = {} if record.objects else record.orbax_unsupported
-        origin = record.origin if self._attempt != record.origin else ""
+        origin = record.origin if self._save_id != record.origin else ""
         changes = {"objects": not store.renames, "orbax_unsupported": unsupported, "orbax_view": None, "inlined": {}}
-        return dataclasses.replace(record, attempt=self._attempt, copied_from=origin, **changes)
+        return dataclasses.replace(record, save_id=self._save_id, copied_from=origin, **changes)
 
     def copy_nodes(self, names: Collection[str]) -> list[NodeEntry]:
         """Copies the folders of these nodes; returns the entries of their copies."""
         return [self._copy_node(number, entry) for number, entry in enumerate(self.nodes) if entry.name in names]
 
     def _copy_node(self, number: int, entry: NodeEntry) -> NodeEntry:
-        reader, target, staging = self._reader, self.commits.store, self._staging
+        reader, target, staging = self._reader, self.epoch_directory.store, self._staging
         base = staging.make_node_folder(entry.name)
         recorded = reader.node_record(number)
         of_handlers = [f for f in recorded.files if f.name]
@@ -208,9 +213,9 @@ class EpochCopy:
         """The copy of a node's record."""
         reader, path = self._reader, self._reader.path(number)
         recorded = reader.node_record(number)
-        if recorded.attempt == self._attempt and not recorded.replicas:
+        if recorded.save_id == self._save_id and not recorded.replicas:
             return reader.guard(path, lambda: reader.store.read(path, limit_bytes=self.nodes[number].record_size))
-        return dataclasses.replace(recorded, attempt=self._attempt, replicas=()).to_bytes()
+        return dataclasses.replace(recorded, save_id=self._save_id, replicas=()).to_bytes()
 
     def entry(self, number: int) -> NodeEntry:
         """The entry of a node in the record of the copy."""
@@ -219,13 +224,13 @@ class EpochCopy:
 
     def publish(self, copied: Collection[NodeEntry] = ()) -> None:
         """On the primary: copies the nodes that are not `copied` yet, and makes the copy visible."""
-        reader, commits, epoch = self._reader, self.commits, self._epoch
+        reader, epoch_directory, epoch = self._reader, self.epoch_directory, self._epoch
         there = {entry.name: entry for entry in copied}
         there |= {e.name: e for e in self.copy_nodes({entry.name for entry in self.nodes} - there.keys())}
         record = dataclasses.replace(self._record, nodes=tuple(there[entry.name] for entry in self.nodes))
         if record.orbax_unsupported is not None:
             record = self.writer.write_view(record, reader.pool.run)
-        root, still_there = commits.store.root, functools.partial(reader.check_present, "it was being copied")
+        root, still_there = epoch_directory.store.root, functools.partial(reader.check_present, "it was being copied")
         if not self._given:
             try:
                 self._check(self._staging.folder, record)
@@ -239,11 +244,11 @@ class EpochCopy:
         self._may_be_visible = True
         if remove is not None:
             _threads.logged(f"{root}: an epoch that was replaced", remove)
-        logging.info("checkpoint %d was copied to %s", epoch, paths.join(root, commits.folder(epoch)))
+        logging.info("checkpoint %d was copied to %s", epoch, paths.join(root, epoch_directory.folder(epoch)))
 
     def leave(self) -> None:
         """On the primary: gives up the claim to the destination."""
-        _threads.logged(f"{self.commits.store.root}: the staging of a copy", self.writer.release)
+        _threads.logged(f"{self.epoch_directory.store.root}: the staging of a copy", self.writer.release)
 
     @contextlib.contextmanager
     def giving_up(self) -> Generator[None]:
@@ -261,7 +266,7 @@ class EpochCopy:
         try:
             yield
         except BaseException as error:
-            what = f"{self.commits.store.root}: what a failed upload left"
+            what = f"{self.epoch_directory.store.root}: what a failed upload left"
             if not self._may_be_visible and not isinstance(error, EpochExistsError):
                 _threads.logged(what, lambda: self.writer.discard(self._staging))
             raise

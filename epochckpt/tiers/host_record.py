@@ -10,12 +10,12 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from epochckpt.directory.protocol import make_folder
+from epochckpt.directory.epoch_directory import make_folder
 from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import stored
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
+    from epochckpt.directory import EpochDirectory
     from epochckpt.storage import Store
 
 
@@ -51,10 +51,10 @@ def _parse(path: str, data: bytes) -> HostRecord:
     return codec.parse(HostRecord, parsing.open_record(path, data, "host"))
 
 
-def introduce(commits: Commits, node: str, mirror: str) -> HostRecord:
+def introduce(epoch_directory: EpochDirectory, node: str, mirror: str) -> HostRecord:
     """The record of this process's directory; writes the record first if it is missing."""
-    if (found := read_host_record(commits.store)) is None:
-        store, made = commits.store, HostRecord(directory=paths.new_id(), node=node, mirror=mirror)
+    if (found := read_host_record(epoch_directory.store)) is None:
+        store, made = epoch_directory.store, HostRecord(directory=paths.new_id(), node=node, mirror=mirror)
         make_folder(store, paths.HOST_RECORD.rpartition("/")[0])
         with contextlib.suppress(FileExistsError):  # another process sees this directory
             draft = f"{paths.HOST_RECORD}.{paths.new_id()}{paths.TMP_SUFFIX}"

@@ -24,8 +24,8 @@ from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import Codec, Fields, stored
 
 if TYPE_CHECKING:
-    from epochckpt.directory import Commits
-    from epochckpt.directory.protocol import Writer
+    from epochckpt.directory import EpochDirectory
+    from epochckpt.directory.epoch_directory import Writer
     from epochckpt.storage import Store
 
 _FIRST_FREE_INODE = 1024  # roots of file systems have small numbers, and the same ones
@@ -226,13 +226,13 @@ def newest(texts: Sequence[str], where: str) -> Ledger | None:
     return max(found, key=lambda ledger: ledger.serial, default=None)
 
 
-def save_id(commits: Commits, epoch: int) -> str | None:
+def save_id(epoch_directory: EpochDirectory, epoch: int) -> str | None:
     """The id of the save that an epoch is of, or a copy of; None if it is not there, or its record cannot be used.
 
     Raises AccessError or StorageError if storage does not say.
     """
     try:
-        return commits.read_head(epoch).origin
+        return epoch_directory.read_head(epoch).origin
     except (DamagedError, EpochNotFoundError, FormatError, FormatVersionError, NotADirectoryError):
         return None
 
@@ -253,7 +253,7 @@ def usable_ledger(store: Store) -> Ledger | None:
         return None
 
 
-def settled_withdrawals(ledger: Ledger, local: Commits) -> tuple[Withdrawal, ...]:
+def settled_withdrawals(ledger: Ledger, local: EpochDirectory) -> tuple[Withdrawal, ...]:
     """The withdrawals that hold: nothing of them is listed here. Storage is asked only if some may not."""
     if not any(each.here for each in ledger.withdrawals):
         return ledger.withdrawals
@@ -269,7 +269,7 @@ class LedgerFile:
     The lock is never taken on the caller's thread: a signal handler may call what it has interrupted.
     """
 
-    def __init__(self, local: Commits, serials: bool):
+    def __init__(self, local: EpochDirectory, serials: bool):
         """With `serials`, each change is numbered: several disks have copies of the ledger."""
         self._local = local
         self._serials = serials

@@ -25,9 +25,9 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.agreement import Coordinator
-from epochckpt.directory import Commits, attached_metrics, commits_of
+from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
+from epochckpt.directory.epoch_directory import Rollback, Stager, Writer
 from epochckpt.directory.lineage import Lineage
-from epochckpt.directory.protocol import Rollback, Stager, Writer
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -67,8 +67,8 @@ class Mirror:
         store = open_store(url, settings=options.store)
         names = names or StepNames.of(policies)
         self.url = store.root
-        self._there = commits_of(store, names)  # to read
-        self._copies = commits_of(store, names)  # to write, in the background
+        self._there = directory_of(store, names)  # to read
+        self._copies = directory_of(store, names)  # to write, in the background
         self._options = options
         self._policies = policies
         self._hosted: Sequence[str] = ()  # the names of this process's nodes
@@ -77,7 +77,7 @@ class Mirror:
         self._gone: Mapping[int, str | None] = {}  # the save ids of epochs that are no part of the mirror's history
         self._known: Mapping[int, Copy] = {}  # the copies in the ledger found here, even if it was copied along
         self._epochs = MirrorEpochs()
-        self._local: Commits | None = None  # once the directory is claimed
+        self._local: EpochDirectory | None = None  # once the directory is claimed
         self._ledger: LedgerFile | None = None  # the same
         self._writer: Writer | None = None  # of the directory, where this process has claimed it
         self._worker: Worker | None = None  # on the primary, where this run writes to the mirror
@@ -94,7 +94,7 @@ class Mirror:
 
     # -- looking -------------------------------------------------------------------------------------------------
 
-    def complete(self, local: Commits, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
+    def complete(self, local: EpochDirectory, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
         """On the primary: a survey of the directory, with what the mirror has; see `survey.Completing`.
 
         Raises:
@@ -121,7 +121,7 @@ class Mirror:
         remote = sorted(readable.keys() - {*here} - damaged.keys())
         attached = survey.attached
         if remote and attached_metrics.are_needed(self._policies):
-            attached = attached | attached_metrics.of_epochs(self._there, remote, self._there.read_attempt)
+            attached = attached | attached_metrics.of_epochs(self._there, remote, self._there.read_save_id)
         return dataclasses.replace(
             survey,
             epochs=sorted({*here, *remote}),
@@ -147,7 +147,7 @@ class Mirror:
         if same:
             raise InvalidArgumentError(f"mirror={self.url} is the directory itself ({local.root}); choose another")
 
-    def look(self, local: Commits) -> Mapping[int, str]:
+    def look(self, local: EpochDirectory) -> Mapping[int, str]:
         """Looks which epochs of the directory's history the mirror has, in any process; returns their ids.
 
         Raises:
@@ -164,15 +164,15 @@ class Mirror:
         return self._epochs.readable
 
     @property
-    def there(self) -> Commits:
+    def there(self) -> EpochDirectory:
         """The mirror, to read."""
         return self._there
 
-    def is_copy(self, local: Commits, epoch: int) -> bool:
+    def is_copy(self, local: EpochDirectory, epoch: int) -> bool:
         """Whether the mirror's epoch of a number was a copy of the one here at the last look."""
         return epoch in self._epochs.readable and self._is_of_save(local, epoch)
 
-    def _look(self, local: Commits, epochs: Sequence[int], texts: Sequence[str] | None) -> None:
+    def _look(self, local: EpochDirectory, epochs: Sequence[int], texts: Sequence[str] | None) -> None:
         """Asks the mirror which epochs it has, before this manager writes."""
         self._check_apart(local.store)
         root = local.store.root
@@ -224,7 +224,7 @@ class Mirror:
                 return lineage, found
             lineage = now  # it was claimed meanwhile, and may have other epochs
 
-    def _history(self, local: Commits, ledger: Ledger | None) -> dict[int, str]:
+    def _history(self, local: EpochDirectory, ledger: Ledger | None) -> dict[int, str]:
         """Those of the mirror's epochs that are part of this directory's history, with their ids."""
         there = self._epochs.there
         match self._standing:
@@ -245,7 +245,7 @@ class Mirror:
         copy = self._known.get(epoch)
         return copy is not None and copy.mirror_id == self._epochs.there.get(epoch)
 
-    def _withdrawn(self, ledger: Ledger, local: Commits) -> frozenset[int]:
+    def _withdrawn(self, ledger: Ledger, local: EpochDirectory) -> frozenset[int]:
         return dataclasses.replace(ledger, withdrawals=ledgers.settled_withdrawals(ledger, local)).hidden
 
     def _is_unchanged(self, ledger: Ledger) -> bool:
@@ -281,7 +281,7 @@ class Mirror:
             case _:
                 pass
 
-    def _is_of_save(self, local: Commits, epoch: int) -> bool:
+    def _is_of_save(self, local: EpochDirectory, epoch: int) -> bool:
         """Whether the mirror's epoch of a number is of the same save as the one here, as far as that can be read."""
         copied = self._known[epoch].save_id if self._is_known(epoch) else ""
         here = save_id(local, epoch)
@@ -296,18 +296,18 @@ class Mirror:
         if self._worker is None:
             self._epochs.readable = {**self._epochs.readable, **copies}
 
-    def copy_of(self, epoch: int, commits: Commits) -> Commits | None:
+    def copy_of(self, epoch: int, epoch_directory: EpochDirectory) -> EpochDirectory | None:
         """See `readers.MirrorCopies`. Any process may ask, at any time; storage is looked at."""
         try:
-            mirror_id = self._there.read_attempt(epoch)
+            mirror_id = self._there.read_save_id(epoch)
         except (FormatVersionError, OSError) as error:
-            if epoch in self._epochs.readable and epoch not in commits.list_epochs():
+            if epoch in self._epochs.readable and epoch not in epoch_directory.list_epochs():
                 raise  # nothing but the mirror has it
             logging.warning("%s: whether it has checkpoint %d cannot be seen: %s", self.url, epoch, say(error))
             return None
         if mirror_id is None:
             return None
-        here = save_id(commits, epoch) if epoch in commits.list_epochs() else None
+        here = save_id(epoch_directory, epoch) if epoch in epoch_directory.list_epochs() else None
         if here is not None:
             return self._there if save_id(self._there, epoch) == here else None
         known = self._epochs.readable.get(epoch) == mirror_id or self._was_copied(epoch, mirror_id)
@@ -350,7 +350,7 @@ class Mirror:
 
     def claimed(
         self,
-        local: Commits,
+        local: EpochDirectory,
         stager: Stager,
         ledger: LedgerFile,
         coordinator: Coordinator,
@@ -390,7 +390,7 @@ class Mirror:
         self._worker = Worker(job=job, ledger=ledger, epochs=self._epochs, backlog=backlog)
         self._begin(self._worker.run)
 
-    def _first_ledger(self, local: Commits, file: LedgerFile) -> Ledger:
+    def _first_ledger(self, local: EpochDirectory, file: LedgerFile) -> Ledger:
         """The ledger with which this run begins."""
         found = file.read()  # of a run that was alive until now, perhaps
         if found is not None and not self._options.local_disks and not found.identity.is_of(local.store):
@@ -421,7 +421,7 @@ class Mirror:
         seen = self._found
         return seen is not None and (ledger.claims, ledger.adopted) == (seen.claims, seen.adopted)
 
-    def _outdated(self, local: Commits, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
+    def _outdated(self, local: EpochDirectory, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
         """The epochs here that the mirror has, or may have, from another save, as far as the ledger tells.
 
         The mirror is not asked: no save waits for it. The worker compares the epochs when it has claimed the mirror.
@@ -432,7 +432,7 @@ class Mirror:
         same = {epoch for epoch in known if save_id(local, epoch) in (None, ledger.copies[epoch].save_id)}
         return {epoch for epoch in epochs if epoch in there and epoch not in same}
 
-    def _set_aside(self, local: Commits) -> None:
+    def _set_aside(self, local: EpochDirectory) -> None:
         """Moves the epochs that are no part of the mirror's history out of sight."""
         local.ignored = frozenset()
         if self._writer is None or not self._gone:
@@ -523,7 +523,7 @@ class Mirror:
             logging.warning(text, self.url, ", ".join(map(str, left)))
 
 
-def viewed(url: str, local: Commits) -> Mirror:
+def viewed(url: str, local: EpochDirectory) -> Mirror:
     """The mirror that a caller names for a directory, looked at and never written to; raises as `Mirror.look` does."""
     mirror = Mirror(url, StorageOptions(), ocp.CheckpointManagerOptions(), names=local.names)
     mirror.look(local)

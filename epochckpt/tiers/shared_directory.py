@@ -7,8 +7,8 @@ from typing import Any
 
 from epochckpt import errors
 from epochckpt.agreement import CollectiveCalls, Coordinator
-from epochckpt.directory import Commits
-from epochckpt.directory.protocol import ReplaceCondition, Staging, Writer
+from epochckpt.directory import EpochDirectory
+from epochckpt.directory.epoch_directory import ReplaceCondition, Staging, Writer
 from epochckpt.format import paths
 from epochckpt.saving import Save, survey
 from epochckpt.saving.job_directory import JobDirectory, Place
@@ -33,13 +33,13 @@ class SharedDirectory(JobDirectory):
     def introduce(self, node: str) -> None:
         del node
 
-    def check(self, commits: Commits, told: Sequence[Any]) -> None:
-        root = commits.store.root
+    def check(self, epoch_directory: EpochDirectory, told: Sequence[Any]) -> None:
+        root = epoch_directory.store.root
         if any(one is not None for one in told):
             raise errors.InvalidArgumentError(f"{root}: StorageOptions.local_disks differs between the processes")
-        if self.place.options.read_only or not commits.store.renames:
+        if self.place.options.read_only or not epoch_directory.store.renames:
             return
-        record = read_host_record(commits.store)
+        record = read_host_record(epoch_directory.store)
         if record is not None:
             raise errors.InvalidArgumentError(
                 f"{root} is on a disk of one host (of node {record.node}), and has only that host's parts of epochs. "
@@ -47,29 +47,31 @@ class SharedDirectory(JobDirectory):
                 f"{record.mirror}. options.read_only=True looks at what is here"
             )
 
-    def survey(self, commits: Commits, told: Sequence[Any], known: Mapping[int, ReplaceCondition]) -> Survey:
+    def survey(
+        self, epoch_directory: EpochDirectory, told: Sequence[Any], known: Mapping[int, ReplaceCondition]
+    ) -> Survey:
         del told
-        self.is_partial = commits.store.renames and commits.store.exists(paths.HOST_RECORD)
-        return survey.survey(commits, self.place.options, known, self._mirror, is_partial=self.is_partial)
+        self.is_partial = epoch_directory.store.renames and epoch_directory.store.exists(paths.HOST_RECORD)
+        return survey.survey(epoch_directory, self.place.options, known, self._mirror, is_partial=self.is_partial)
 
     def address(self, resolved: str) -> str:
         return resolved
 
     def look(self, calls: CollectiveCalls, known: Mapping[int, ReplaceCondition]) -> Survey:
         def act() -> dict[str, Any]:
-            return self.survey(self.commits, [], known).to_wire()
+            return self.survey(self.epoch_directory, [], known).to_wire()
 
         return Survey.from_wire(calls.broadcast("reload()", act, 2 * self._wait_secs))
 
     def claimed(self, writer: Writer, write: Callable[[Writer], None]) -> dict[str, Any]:
         write(writer)
         self._stager = writer
-        return {"incarnation": writer.incarnation, "epochs": self.commits.list_epochs()}
+        return {"incarnation": writer.incarnation, "epochs": self.epoch_directory.list_epochs()}
 
     def join(self, claim: Mapping[str, Any], write: Callable[[Writer], None], wait_secs: float) -> Sequence[int]:
         del write, wait_secs
         if not self.coordinator.primary:
-            self._stager = self.commits.join(claim["incarnation"])
+            self._stager = self.epoch_directory.join(claim["incarnation"])
         return claim["epochs"]
 
     def commit(

@@ -233,7 +233,7 @@ class Engine:
 
     def folder(self, epoch: int) -> str:
         """The folder of an epoch, relative to the directory."""
-        return self._directory.commits.folder(epoch)
+        return self._directory.epoch_directory.folder(epoch)
 
 
 class _ItemsByName(RestoreRequest[dict[str, Any]]):

@@ -18,7 +18,7 @@ import pytest
 import epochckpt as ec
 from epochckpt._threads import Deadline
 from epochckpt.agreement import coordination
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.posix import PosixDirectory
 from epochckpt.errors import (
     CoordinationTimeoutError,
     EpochNotFoundError,
@@ -397,20 +397,20 @@ def test_a_silent_primary_holds_no_other_nodes_saves(job: Job) -> None:
 
 def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim that fails, and one that a delete makes: the other node never waits for a word that does not come."""
-    claim, refused = RenameCommits.claim, threading.Event()
+    claim, refused = PosixDirectory.claim, threading.Event()
 
-    def failing(commits: Any, *args: Any) -> Any:
+    def failing(epoch_directory: Any, *args: Any) -> Any:
         if not refused.is_set():
             refused.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return claim(commits, *args)
+        return claim(epoch_directory, *args)
 
     def process(number: int) -> Any:
         with job.open() as manager:
             commit(manager, 1)
         job.meet()
         manager = job.open()
-        monkeypatch.setattr(RenameCommits, "claim", failing)
+        monkeypatch.setattr(PosixDirectory, "claim", failing)
         job.meet()
         assert save(manager, 2)
         with pytest.raises(SaveError, match="Input/output error"):

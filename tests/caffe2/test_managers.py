@@ -411,7 +411,7 @@ def test_the_folder_may_have_another_name_than_the_node(tmp_path: pathlib.Path) 
 
 def test_one_node_from_scratch_and_resumed(tmp_path: pathlib.Path) -> None:
     train(single(tmp_path), ec.LocalSession(), ["a"], 2)
-    assert NodeEpochs(tmp_path, "a").commits.list_epochs() == [0, 1, 2]
+    assert NodeEpochs(tmp_path, "a").epoch_directory.list_epochs() == [0, 1, 2]
     assert train(single(tmp_path), ec.LocalSession(), ["a"], 4, user_epoch=2)["resumed"] == 2
     assert [content(str(tmp_path), "a", epoch) for epoch in range(6)] == [*[(0, e) for e in range(5)], None]
 
@@ -709,7 +709,7 @@ def test_a_missing_directory_fails_saves_and_nothing_else(tmp_path: pathlib.Path
 
     out = train(multi(directory), ec.LocalSession(), ["a"], 3, soft=True, during=mounted)
     assert out["failed"] == {"0": "NotACheckpointDirectoryError", "1": "NotACheckpointDirectoryError"}
-    assert NodeEpochs(directory, "a").commits.list_epochs() == [2, 3]
+    assert NodeEpochs(directory, "a").epoch_directory.list_epochs() == [2, 3]
     session, manager = filled(), single(tmp_path / "gone")
     session.run(manager.init())
     with pytest.raises(OSError, match=r"gone does not exist; expected a directory, which is never created") as caught:
@@ -731,7 +731,7 @@ def test_a_directory_that_goes_away_meanwhile(tmp_path: pathlib.Path) -> None:
         session.run(manager.save(1))
     (tmp_path / "away").rename(tmp_path / "run")
     session.run(manager.save(1))
-    assert NodeEpochs(tmp_path / "run", "a").commits.list_epochs() == [0, 1]
+    assert NodeEpochs(tmp_path / "run", "a").epoch_directory.list_epochs() == [0, 1]
 
 
 @pytest.mark.parametrize("verb", ["create", "sync_folder", "rename"])
@@ -751,7 +751,7 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(
             session.run(manager.save(1))
     session.run(manager.save(0))
     session.run(manager.save(1))
-    assert NodeEpochs(tmp_path, "a").commits.list_epochs() == [0, 1]
+    assert NodeEpochs(tmp_path, "a").epoch_directory.list_epochs() == [0, 1]
     (home,) = staging(tmp_path)
     assert not list((tmp_path / home).iterdir())
 
@@ -805,7 +805,7 @@ def test_a_rename_of_which_nothing_can_be_seen_is_uncertain(
         patch.setattr(posix.PosixStore, "rename", fails)
         with pytest.raises(errors.UncertainError, match="cannot be seen"):
             session.run(manager.save(0))
-    assert NodeEpochs(tmp_path, "a").commits.list_epochs() == ([0] if happens else [])
+    assert NodeEpochs(tmp_path, "a").epoch_directory.list_epochs() == ([0] if happens else [])
 
 
 def test_damage_is_found_and_stays_with_its_blob(tmp_path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ from safetensors import numpy
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.manager import changes
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -260,9 +260,9 @@ def test_a_mirror_follows_and_a_disk_of_one_host_is_left_alone(said: Any, tmp_pa
         assert manager.all_steps() == [0, 2]
     local = tmp_path / "local"
     save(local)
-    commits = commits_of(open_store(local), StepNames.of(Options()))
-    host = host_record.introduce(commits, "process_0", mirror)
-    assert dataclasses.replace(host, disks=()) == host_record.read_host_record(commits.store)
+    epoch_directory = directory_of(open_store(local), StepNames.of(Options()))
+    host = host_record.introduce(epoch_directory, "process_0", mirror)
+    assert dataclasses.replace(host, disks=()) == host_record.read_host_record(epoch_directory.store)
     for line in (["rm", local, 1], ["rollback", local, 1], ["cp", local, tmp_path / "away"]):
         code, _, err = said(*line, "--yes")
         assert code == 2

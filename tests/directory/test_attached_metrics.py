@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.directory import attached_metrics, commits_of
+from epochckpt.directory import attached_metrics, directory_of
 from epochckpt.format import checksums, codec, paths
 from epochckpt.inspection import gc, scan
 from epochckpt.orbax import StepNames
@@ -34,8 +34,8 @@ def save(manager: ec.CheckpointManager, epoch: int, metrics: Any = None) -> None
     manager.wait_until_finished()
 
 
-def commits(directory: str) -> Any:
-    return commits_of(open_store(directory), StepNames.of(ocp.CheckpointManagerOptions()))
+def epoch_directory(directory: str) -> Any:
+    return directory_of(open_store(directory), StepNames.of(ocp.CheckpointManagerOptions()))
 
 
 def test_attached_metrics_are_read_with_those_of_the_save(directory: str) -> None:
@@ -212,7 +212,7 @@ def test_damaged_files_are_left_out_and_named(tmp_path: pathlib.Path, caplog: py
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
 def test_no_content_of_a_file_does_more_than_be_left_out(noise: bytes, place: int, byte: int) -> None:
     """Any bytes, and any one byte of a good file changed: our errors, or the metrics as they were."""
-    file = attached_metrics.MetricsFile(written_ns=1, epoch=1, attempt="a-1", source="evaluator", metrics={"x": 1.0})
+    file = attached_metrics.MetricsFile(written_ns=1, epoch=1, save_id="a-1", source="evaluator", metrics={"x": 1.0})
     good = codec.seal("metrics", file)
     changed = bytearray(good)
     changed[place % len(good)] = byte
@@ -331,9 +331,9 @@ def test_what_could_not_be_told_to_other_processes_is_left_out(tmp_path: pathlib
     """A file of somebody else's making, with a good checksum: no manager fails to open or to commit for it."""
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1)
-        attempt = manager.parts.directory.commits.read_attempt(1)
+        save_id = manager.parts.directory.epoch_directory.read_save_id(1)
     head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "metrics"}
-    data = checksums.seal({**head, "epoch": 1, "attempt": attempt, "source": "evil", "metrics": metrics})
+    data = checksums.seal({**head, "epoch": 1, "attempt": save_id, "source": "evil", "metrics": metrics})
     (tmp_path / "1" / "_metrics-evil.json").write_bytes(data)
     with ec.CheckpointManager(tmp_path, options=best_by_accuracy()) as manager:
         save(manager, 2, {"accuracy": 1.0})

@@ -46,7 +46,7 @@ STOCK = "stock-0123456789abcdef"
 NAMES = StepNames.of(ocp.CheckpointManagerOptions())
 
 
-def entry(attempt: str, **fields: Any) -> HeadEpoch:
+def entry(save_id: str, **fields: Any) -> HeadEpoch:
     values: dict[str, Any] = {
         "started_ns": 1,
         "committed_ns": 2,
@@ -56,7 +56,7 @@ def entry(attempt: str, **fields: Any) -> HeadEpoch:
         "blocked_secs": 0.1,
         "metrics": {"loss": 1.0},
     }
-    return HeadEpoch(attempt=attempt, **values | fields)
+    return HeadEpoch(save_id=save_id, **values | fields)
 
 
 def ours(epoch: int, number: int = 0, **fields: Any) -> HeadEpoch:
@@ -121,7 +121,7 @@ def test_a_claim_makes_what_older_runs_have_begun_dead() -> None:
     assert found.begun == {}
     assert found.dead == {f"{OLDER}-1-0": "1", f"{OURS}-4-0": "4"}
     assert found.epochs == now.epochs
-    refused(BeginSave(incarnation=RUN, epoch=5, folder="5", attempt=f"{OURS}-5-0"), found, errors.FencedError, "newer")
+    refused(BeginSave(incarnation=RUN, epoch=5, folder="5", save_id=f"{OURS}-5-0"), found, errors.FencedError, "newer")
 
 
 def test_a_claim_takes_in_what_lies_beside_the_epochs() -> None:
@@ -165,16 +165,16 @@ def test_a_release() -> None:
 
 
 def test_a_save_begins() -> None:
-    attempt = f"{OURS}-4-0"
-    change = BeginSave(incarnation=RUN, epoch=4, folder="4", attempt=attempt)
-    only(after(change, head()), head(), begun={attempt: "4"})
-    assert change.apply(head(begun={attempt: "4"})) is None
+    save_id = f"{OURS}-4-0"
+    change = BeginSave(incarnation=RUN, epoch=4, folder="4", save_id=save_id)
+    only(after(change, head()), head(), begun={save_id: "4"})
+    assert change.apply(head(begun={save_id: "4"})) is None
     fenced(change, head())
-    assert change.apply(taken_over(head(begun={attempt: "4"}))) is None  # its answer was lost, then another run came
+    assert change.apply(taken_over(head(begun={save_id: "4"}))) is None  # its answer was lost, then another run came
 
 
 def test_a_save_does_not_begin_where_a_step_of_stock_orbax_is_not_gone_yet() -> None:
-    change = BeginSave(incarnation=RUN, epoch=4, folder="4", attempt=f"{OURS}-4-0")
+    change = BeginSave(incarnation=RUN, epoch=4, folder="4", save_id=f"{OURS}-4-0")
     now = head(removed_steps={"4": RemovedStep(STOCK, "")})
     refused(change, now, errors.SaveError, "gs://bucket/run/4: a deleted step of stock Orbax is not gone yet")
     fenced(change, now)
@@ -186,7 +186,7 @@ def publish(new: HeadEpoch, **fields: Any) -> PublishEpoch:
 
 def test_an_epoch_is_published() -> None:
     new, other = ours(4), f"{OURS}-5-0"
-    now = head(begun={new.attempt: "4", other: "5"}, epochs={"3": ours(3)})
+    now = head(begun={new.save_id: "4", other: "5"}, epochs={"3": ours(3)})
     found = after(publish(new), now)
     only(found, now, begun={other: "5"}, epochs={"3": ours(3), "4": new})
     assert publish(new).apply(found) is None
@@ -197,23 +197,23 @@ def test_an_epoch_is_published() -> None:
 @pytest.mark.parametrize("may_replace", [frozenset[str](), frozenset({f"{OLDER}-4-0"}), None])
 def test_an_attempt_that_was_given_up_is_never_published(may_replace: frozenset[str] | None) -> None:
     new = ours(4)
-    now = head(dead={new.attempt: "4"})
+    now = head(dead={new.save_id: "4"})
     refused(publish(new, may_replace=may_replace), now, errors.SaveError, "given up or taken over meanwhile")
 
 
 def test_an_epoch_gives_way_only_to_who_may_replace_it() -> None:
     new, old = ours(4, 1), ours(4)
-    now = head(begun={new.attempt: "4"}, epochs={"4": old})
+    now = head(begun={new.save_id: "4"}, epochs={"4": old})
     for allowed in (frozenset[str](), frozenset({f"{OURS}-4-7"})):
         refused(publish(new, may_replace=allowed), now, errors.SaveError, "gs://bucket/run/4 exists already")
-    for allowed in (frozenset({old.attempt}), None):
-        only(after(publish(new, may_replace=allowed), now), now, begun={}, epochs={"4": new}, dead={old.attempt: "4"})
+    for allowed in (frozenset({old.save_id}), None):
+        only(after(publish(new, may_replace=allowed), now), now, begun={}, epochs={"4": new}, dead={old.save_id: "4"})
 
 
 def test_a_damaged_epoch_that_gives_way_is_kept() -> None:
     new, old = ours(4, 1), ours(4)
-    now = head(begun={new.attempt: "4"}, epochs={"4": old})
-    found = after(publish(new, may_replace=frozenset({old.attempt}), kept_in="damaged-1"), now)
+    now = head(begun={new.save_id: "4"}, epochs={"4": old})
+    found = after(publish(new, may_replace=frozenset({old.save_id}), kept_in="damaged-1"), now)
     only(found, now, begun={}, epochs={"4": new}, aside={"damaged-1/4": old})
 
 
@@ -221,7 +221,7 @@ def test_a_damaged_epoch_that_gives_way_is_kept() -> None:
 def test_a_step_of_stock_orbax_gives_way(kept_in: str | None) -> None:
     """Its objects carry no attempt's id: the head names its folder until they are gone."""
     new, old = ours(4), entry(STOCK)
-    now = head(begun={new.attempt: "4"}, stock={"4": old})
+    now = head(begun={new.save_id: "4"}, stock={"4": old})
     found = after(publish(new, may_replace=None, kept_in=kept_in), now)
     kept = {} if kept_in is None else {f"{kept_in}/4": old}
     steps = {"4": RemovedStep(STOCK, kept_in or "")}
@@ -231,7 +231,7 @@ def test_a_step_of_stock_orbax_gives_way(kept_in: str | None) -> None:
 def test_attempts_are_given_up() -> None:
     lost, other = f"{OURS}-4-0", f"{OURS}-5-0"
     now = head(begun={lost: "4", other: "5"}, dead={f"{OLDER}-1-0": "1"})
-    change = GiveUp(incarnation=RUN, attempts=frozenset({lost}))
+    change = GiveUp(incarnation=RUN, save_ids=frozenset({lost}))
     only(after(change, now), now, begun={other: "5"}, dead={f"{OLDER}-1-0": "1", lost: "4"})
     fenced(change, now)
     assert change.apply(head(epochs={"4": ours(4)})) is None  # it has been committed
@@ -240,7 +240,7 @@ def test_attempts_are_given_up() -> None:
 
 def test_any_process_may_give_up_attempts_that_are_silent() -> None:
     silent = {f"{OURS}-4-0": "4", f"{OURS}-5-0": "5"}
-    found = after(GiveUp(incarnation=None, attempts=frozenset(silent)), taken_over(head(begun=silent)))
+    found = after(GiveUp(incarnation=None, save_ids=frozenset(silent)), taken_over(head(begun=silent)))
     assert (found.begun, found.dead) == ({}, silent)
 
 
@@ -305,7 +305,7 @@ def test_the_log_gets_attached_metrics_and_those_of_a_record() -> None:
     attached = {"evaluator": {"accuracy": 0.5}}
     large = ours(3, metrics=None, large=True, attached=attached)
     now = head(epochs={"3": large, "4": ours(4, metrics=None, large=True), "5": ours(5)})
-    log = LogDeleted(NAMES, large={large.attempt: {"loss": 3.0}})
+    log = LogDeleted(NAMES, large={large.save_id: {"loss": 3.0}})
     (line,) = after(unlist("3", log=log), now).log
     assert line.metrics == {"loss": 3.0, "accuracy": 0.5}
     assert after(unlist("4", log=log), now).log == ()  # its record could not be read
@@ -341,7 +341,7 @@ def test_the_removal_of_a_step_is_finished() -> None:
 
 
 def attach(folder: str, epoch: HeadEpoch, source: str, metrics: Mapping[str, Any]) -> Attachment:
-    return Attachment(folder=folder, attempt=epoch.attempt, source=source, metrics=metrics)
+    return Attachment(folder=folder, save_id=epoch.save_id, source=source, metrics=metrics)
 
 
 def test_metrics_are_attached_by_whoever_has_them() -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.directory import commits_of, metrics_log, object_log
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory import directory_of, metrics_log, object_log
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.head_object import HeadObject
 from epochckpt.directory.metrics_log import Line
 from epochckpt.directory.object_log import ObjectLog
@@ -200,13 +200,13 @@ def test_lines_of_a_bucket_move_to_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     store, stale = open_store(directory), []
     with manager_of(directory) as manager:
         save(manager, range(1, 7))
-        commits = commits_of(store, StepNames.of(ocp.CheckpointManagerOptions()))
-        assert isinstance(commits, PutCommits)
-        stale.append(commits.head.read())
+        epoch_directory = directory_of(store, StepNames.of(ocp.CheckpointManagerOptions()))
+        assert isinstance(epoch_directory, BucketDirectory)
+        stale.append(epoch_directory.head.read())
         save(manager, range(7, 13))
         manager.rollback_to(11)
         save(manager, {12: 120.0, 13: 130.0, 14: 140.0})
-        head = commits.head.read()
+        head = epoch_directory.head.read()
         assert head is not None
         assert head.logged >= 8
         assert len(head.log) <= 4

@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_while_it_claims_is_not_taken_for_alive(
     with ec.CheckpointManager(run) as manager, monkeypatch.context() as patch:
         patch.setattr(PosixStore, call, killed)
         with pytest.raises(Killed):
-            manager.parts.directory.commits.claim()
+            manager.parts.directory.epoch_directory.claim()
     assert [path.name[:10] for path in run.glob("*tmp")] == ["unclaimed-"]
     assert may_be_claimed(run)
     assert not list(run.glob("*tmp"))

@@ -23,9 +23,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt.arrays.restore import TreeRequest, restore_tree
-from epochckpt.directory import commits_of, head_turns
-from epochckpt.directory.conditional_put import BucketStaging, BucketWriter
-from epochckpt.directory.rename import PosixStaging, PosixWriter
+from epochckpt.directory import directory_of, head_turns
+from epochckpt.directory.bucket import BucketStaging, BucketWriter
+from epochckpt.directory.posix import PosixStaging, PosixWriter
 from epochckpt.errors import (
     EpochDeletedError,
     FencedError,
@@ -70,20 +70,20 @@ def save_all(manager: ec.CheckpointManager, epochs: Any, **kwargs: Any) -> None:
 
 
 def fill(directory: str, *epochs: int, options: Options | None = None) -> None:
-    """Commits epochs and closes."""
+    """EpochDirectory epochs and closes."""
     with ec.CheckpointManager(directory, options=options) as manager:
         save_all(manager, epochs)
 
 
 def on_storage(directory: str, options: Options | None = None) -> list[int]:
     """What somebody who only reads sees now."""
-    commits = commits_of(open_store(directory), StepNames.of(options or Options()))
-    return commits.list_epochs()
+    epoch_directory = directory_of(open_store(directory), StepNames.of(options or Options()))
+    return epoch_directory.list_epochs()
 
 
 def data_path(manager: ec.CheckpointManager, epoch: int) -> str:
-    record = manager.parts.directory.commits.read_record(epoch)
-    return f"{manager.parts.directory.commits.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
+    record = manager.parts.directory.epoch_directory.read_record(epoch)
+    return f"{manager.parts.directory.epoch_directory.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
 
 
 def cut(manager: ec.CheckpointManager, epoch: int) -> None:

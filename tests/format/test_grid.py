@@ -269,7 +269,7 @@ def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
     file = ReplicaFile("default", 0, 5000, 4096, 3, 4096, checksums.BlockSums(checksums.WRITTEN, ("0" * 16, "1" * 16)))
     node = NodeRecord(
         epoch=7,
-        attempt="0123456789abcdef-7-0",
+        save_id="0123456789abcdef-7-0",
         node="a",
         process=0,
         processes=2,
@@ -485,7 +485,7 @@ def record_of(nodes: int, leaves: int) -> EpochRecord:
     record = ItemRecord("arrays", "", item, {})
     return EpochRecord(
         epoch=7,
-        attempt="0123456789abcdef-1",
+        save_id="0123456789abcdef-1",
         objects=False,
         plan="ab" * 16,
         nodes=files,

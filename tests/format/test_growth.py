@@ -17,8 +17,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.cli.main import main
-from epochckpt.directory import commits_of, head_record, rebuild
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory import directory_of, head_record, rebuild
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
@@ -49,7 +49,7 @@ def read(store: Store, path: str) -> bytes:
 def record_paths(store: Store, epoch: int) -> list[str]:
     """The records of an epoch of one attempt; on object stores `epoch.json` is a copy of the other."""
     found = [f"{epoch}/{entry.name}" for entry in store.list(str(epoch)) if entry.name.endswith(".json")]
-    return [path for path in found if path.endswith("epoch.json") or paths.attempt_in(path.rpartition("/")[2])]
+    return [path for path in found if path.endswith("epoch.json") or paths.save_id_in(path.rpartition("/")[2])]
 
 
 def change(store: Store, path: str, fields: Change) -> None:
@@ -192,13 +192,13 @@ def test_a_head_that_needs_a_newer_epochckpt_closes_the_directory(fields: Change
     store = open_store(url)
     change(store, paths.HEAD, fields)
     before = read(store, paths.HEAD)
-    commits = commits_of(open_store(url), StepNames.of(Options()))
-    assert isinstance(commits, PutCommits)
+    epoch_directory = directory_of(open_store(url), StepNames.of(Options()))
+    assert isinstance(epoch_directory, BucketDirectory)
     for call in (
         lambda: ec.CheckpointManager(url),
         lambda: ec.CheckpointManager(url, options=Options(read_only=True)),
         lambda: ec.inspect(url),
-        lambda: rebuild.look(commits),
+        lambda: rebuild.look(epoch_directory),
     ):
         with pytest.raises(errors.FormatVersionError, match=r"head\.json.*newer epochckpt") as caught:
             call()
@@ -214,10 +214,10 @@ def test_a_lost_head_is_not_made_anew_where_an_epoch_needs_a_newer_epochckpt() -
     save(url, 0, 1)
     change_epoch(url, 1, {"requires": ["parity"]})
     open_store(url).remove(paths.HEAD)
-    commits = commits_of(open_store(url), StepNames.of(Options()))
-    assert isinstance(commits, PutCommits)
+    epoch_directory = directory_of(open_store(url), StepNames.of(Options()))
+    assert isinstance(epoch_directory, BucketDirectory)
     with pytest.raises(errors.FormatVersionError, match="1/"):
-        rebuild.look(commits)
+        rebuild.look(epoch_directory)
 
 
 def test_fields_that_a_reader_does_not_know_do_not_disturb(directory: str) -> None:

@@ -27,7 +27,7 @@ from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow
 from tests.support import stock_states, topology_jobs
 from tests.support.files import unchanged
-from tests.support.leaves import SMALL, assert_reads, commits, flat, state
+from tests.support.leaves import SMALL, assert_reads, epoch_directory, flat, state
 from tests.support.leaves import ours as ours
 from tests.support.leaves import stock as stock
 from tests.support.processes import run_worker
@@ -35,7 +35,7 @@ from tests.support.stock_steps import LAYOUTS, full
 
 
 def describe(directory: Any, epoch: int = 3) -> EpochDetail:
-    return details.describe(commits(directory), EpochRow(epoch, COMMITTED))
+    return details.describe(epoch_directory(directory), EpochRow(epoch, COMMITTED))
 
 
 def item(detail: EpochDetail, name: str) -> ItemRow:
@@ -104,7 +104,7 @@ def test_items_of_nodes_and_of_handlers_are_told(ours: pathlib.Path) -> None:
     assert_rows(own.nodes["process_0"], {"name": "first", "seed": np.arange(5)}, set())
     (file,) = item(detail, "config").files
     assert (file.name, file.node, file.nbytes) == ("metadata", "process_0", item(detail, "config").nbytes)
-    assert file.nbytes == len(open_reader(commits(ours), 3).file("config", "metadata"))
+    assert file.nbytes == len(open_reader(epoch_directory(ours), 3).file("config", "metadata"))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def test_arrays_that_lie_over_nodes_are_put_together(job: pathlib.Path) -> None:
     """Cut in every direction, replicated, split among holders: the same bits, in pieces as well."""
-    leaves = open_reader(commits(job), 8)
+    leaves = open_reader(epoch_directory(job), 8)
     assert [n.name for n in leaves.record.nodes] == ["worker-0", "worker-1"]
     expected: dict[str, Any] = {f"arrays/{name}": data for name, data in topology_jobs.values().items()}
     for name, impl in (("sharded", "threefry2x32"), ("both", "rbg"), ("replicated", "threefry2x32")):
@@ -210,7 +210,7 @@ def test_long_values_are_shortened() -> None:
 
 
 def test_attempts_have_no_items_and_an_epoch_that_went_away_is_said(ours: pathlib.Path) -> None:
-    assert details.describe(commits(ours), EpochRow(9, ABANDONED)).items == ()
+    assert details.describe(epoch_directory(ours), EpochRow(9, ABANDONED)).items == ()
     with pytest.raises(EpochDeletedError):
         describe(ours, 9)
 
@@ -260,7 +260,7 @@ def test_a_sharding_that_makes_no_sense_is_left_out(tmp_path: pathlib.Path, row:
     """Nobody checked these rows of the record before: the leaf is told without."""
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.save(3, args=ocp.args.StandardSave({"x": stock_states.place(np.arange(8), "x")}))
-    found = commits(tmp_path / "run").read_record(3)
+    found = epoch_directory(tmp_path / "run").read_record(3)
     arrays = found.items["default"].arrays
     assert arrays is not None
     broken = dataclasses.replace(found.items["default"], arrays=dataclasses.replace(arrays, shardings=(row,)))
@@ -292,7 +292,7 @@ def test_epochs_of_single_nodes_are_told_and_read_by_node(lone: pathlib.Path) ->
         ("state", "node", ["alpha", "beta"]),
     ]
     assert by_name(item(detail, "state").nodes["beta"])["x"].shape == (6,)
-    leaves = open_reader(commits(lone), 3)
+    leaves = open_reader(epoch_directory(lone), 3)
     assert leaves.value("state", "x", "beta").tolist() == [1, 2, 3, 4, 5, 6]
     assert json.loads(leaves.file("config", "metadata", "alpha")) == {"node": "alpha"}
     assert leaves.verify().ok
@@ -301,7 +301,7 @@ def test_epochs_of_single_nodes_are_told_and_read_by_node(lone: pathlib.Path) ->
     detail = describe(lone)
     assert "alpha" in item(detail, "state").problem
     assert list(item(detail, "state").nodes) == ["beta"]
-    leaves = open_reader(commits(lone), 3)
+    leaves = open_reader(epoch_directory(lone), 3)
     assert leaves.value("state", "x", "beta").tolist() == [1, 2, 3, 4, 5, 6]
     assert [str(error.path) for error in leaves.verify().damage] == ["3/alpha"]
 

@@ -101,9 +101,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def side(directory: pathlib.Path, epoch: int) -> diffing.Side:
-    commits = scan.open_commits(directory)
+    epoch_directory = scan.open_commits(directory)
     (row,) = [row for row in scan.look(directory).epochs if row.epoch == epoch]
-    return describe.describe(commits, row), open_reader(commits, epoch)
+    return describe.describe(epoch_directory, row), open_reader(epoch_directory, epoch)
 
 
 def diff(directory: pathlib.Path, before: int, after: int, patterns: str | list[str] = "*", *args: Any) -> Diff:

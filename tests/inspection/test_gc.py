@@ -17,9 +17,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory.conditional_put import BucketSweep, BucketWriter
-from epochckpt.directory.protocol import Rollback
-from epochckpt.directory.rename import PosixStaging, PosixWriter
+from epochckpt.directory.bucket import BucketSweep, BucketWriter
+from epochckpt.directory.epoch_directory import Rollback
+from epochckpt.directory.posix import PosixStaging, PosixWriter
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.inspection import gc, leftovers, scan
 from epochckpt.inspection.rows import LeftoverRow
@@ -189,17 +189,17 @@ def test_links_are_not_followed(run: pathlib.Path, tmp_path: pathlib.Path) -> No
     (precious / "9-1" / "file").write_text("mine")
     (run / f"incarnation-{'12' * 8}{TMP}").symlink_to(precious)
     (run / f"8{TMP}-1").symlink_to(precious)
-    attempt = run / f"incarnation-{'ab' * 8}{TMP}" / "9-2"
-    attempt.mkdir(parents=True)
-    (attempt / "link").symlink_to(precious)
-    (attempt.parent / "my-notes").mkdir()
+    save_id = run / f"incarnation-{'ab' * 8}{TMP}" / "9-2"
+    save_id.mkdir(parents=True)
+    (save_id / "link").symlink_to(precious)
+    (save_id.parent / "my-notes").mkdir()
     (run / "17").mkdir()
     (run / "17" / "file").write_text("mine")
     removed = gc.collect(run, delete=True, epochs_too=True, clock=next_week)
-    assert attempt.relative_to(run).as_posix() in paths(removed.rows)
-    assert not attempt.exists()
+    assert save_id.relative_to(run).as_posix() in paths(removed.rows)
+    assert not save_id.exists()
     assert (precious / "9-1" / "file").read_text() == "mine"
-    assert (attempt.parent / "my-notes").exists()
+    assert (save_id.parent / "my-notes").exists()
     assert (run / "17" / "file").read_text() == "mine"
 
 
@@ -463,8 +463,8 @@ def test_epochs_in_a_todelete_folder_of_an_object_store_keep_their_data() -> Non
     gc.collect(directory, delete=True)
     store = open_store(directory)
     assert store.exists("trash/1/epoch.json")
-    (attempt,) = [entry.name for entry in store.list("1/process_0")]
-    assert store.exists(f"1/default/process_0/{attempt}/default.safetensors")
+    (save_id,) = [entry.name for entry in store.list("1/process_0")]
+    assert store.exists(f"1/default/process_0/{save_id}/default.safetensors")
     removed = gc.collect(directory, delete=True, options=options, epochs_too=True, clock=next_week)
     assert paths(removed.rows) == ["trash"]
     assert not store.exists("1")

@@ -24,7 +24,7 @@ from epochckpt.format.tree import DTYPES
 from epochckpt.inspection.leaf_reader import open_reader
 from tests.support import stock_states
 from tests.support.files import unchanged
-from tests.support.leaves import SMALL, assert_pieces, assert_reads, bits, commits, flat, same, state
+from tests.support.leaves import SMALL, assert_pieces, assert_reads, bits, epoch_directory, flat, same, state
 from tests.support.leaves import ours as ours
 from tests.support.leaves import stock as stock
 from tests.support.stock_steps import CONFIG, LAYOUTS, full
@@ -35,12 +35,12 @@ def test_every_kind_of_leaf_comes_back_as_it_was_saved(ours: pathlib.Path) -> No
     with unchanged(ours):
         expected = flat(state())
         assert len(expected) > 60
-        assert_reads(open_reader(commits(ours), 3), "state", expected)
+        assert_reads(open_reader(epoch_directory(ours), 3), "state", expected)
 
 
 def test_a_node_s_own_leaves_and_files_are_read(ours: pathlib.Path) -> None:
     """Of `NodeSave` by node, and what a handler wrote as it is."""
-    leaves = open_reader(commits(ours), 3)
+    leaves = open_reader(epoch_directory(ours), 3)
     assert leaves.value("own", "seed", "process_0").tolist() == [0, 1, 2, 3, 4]
     assert leaves.value("own", "name", "process_0") == "first"
     assert_pieces(leaves, "own", "seed", np.arange(5), "process_0")
@@ -49,7 +49,7 @@ def test_a_node_s_own_leaves_and_files_are_read(ours: pathlib.Path) -> None:
 
 def test_what_is_not_there_is_said(ours: pathlib.Path, stock: dict[str, pathlib.Path]) -> None:
     """Items, leaves, nodes and files that do not exist, and pieces of what is no array."""
-    leaves, theirs = open_reader(commits(ours), 3), open_reader(commits(stock["ocdbt-zarr2-multi"]), 3)
+    leaves, theirs = open_reader(epoch_directory(ours), 3), open_reader(epoch_directory(stock["ocdbt-zarr2-multi"]), 3)
     for call in (
         lambda: leaves.value("other", "x"),
         lambda: leaves.value("state", "x"),
@@ -81,7 +81,7 @@ def test_leaves_of_stock_orbax_are_what_orbax_itself_restores(stock: dict[str, p
     with unchanged(directory):
         expected = flat(ocp.PyTreeCheckpointHandler().restore(directory / "3" / item, args=_as_saved(full())))
         assert expected.keys() == flat(full()).keys()
-        leaves = open_reader(commits(directory), 3)
+        leaves = open_reader(epoch_directory(directory), 3)
         assert_reads(leaves, item, expected)
         told: list[int] = []
         found = leaves.verify(told.append)
@@ -111,7 +111,7 @@ def test_types_and_names_of_stock_orbax(tmp_path: pathlib.Path) -> None:
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         args = ocp.args.Composite(tree=ocp.args.PyTreeSave(tree), one=ocp.args.ArraySave(np.arange(4.0)))
         manager.save(1, args=args)
-    leaves = open_reader(commits(tmp_path / "run"), 1)
+    leaves = open_reader(epoch_directory(tmp_path / "run"), 1)
     names = {"a/b": "a%2Fb/c.d%20~e", "t/ext": "t%2Fext/%2F"}
     for key, value in tree.items():
         inner = next(iter(value.values())) if isinstance(value, dict) else value
@@ -132,7 +132,7 @@ def test_a_step_that_is_older_than_orbax_metadata_is_read(tmp_path: pathlib.Path
     ts.open(spec, shape=[2, 2], create=True).result().write(np.int32([[1, 2], [3, 4]])).result()
     record = {"item_handlers": {"default": ocp.PyTreeCheckpointHandler.typestr()}}
     (tmp_path / "run" / "4" / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
-    leaves = open_reader(commits(tmp_path / "run"), 4)
+    leaves = open_reader(epoch_directory(tmp_path / "run"), 4)
     expected = {"params/w": params["w"], "params/b": params["b"], "away": np.int32([[1, 2], [3, 4]])}
     assert_reads(leaves, "default", {**expected, "step": 4, "raw": b"ab"})
     assert leaves.verify().ok
@@ -147,7 +147,7 @@ def test_a_leaf_of_a_type_that_nobody_knows_is_read_as_the_array_that_it_is(
     tree = json.loads(record.read_text())
     tree["tree_metadata"]["('step',)"]["value_metadata"]["value_type"] = "mine.Own"
     record.write_text(json.dumps(tree))
-    leaves = open_reader(commits(path), 3)
+    leaves = open_reader(epoch_directory(path), 3)
     np.testing.assert_array_equal(np.asarray(leaves.value("default", "step")), full()["step"])
     assert leaves.value("default", "rate") == -0.25
     assert leaves.verify().ok
@@ -171,7 +171,7 @@ def test_a_flipped_byte_names_its_leaf_and_hides_no_other(tmp_path: pathlib.Path
         files = sorted(manager.node_path("process_0", 1).glob("default*.safetensors"))
     (path,) = [pathlib.Path(f) for f in files if b'"hurt"' in pathlib.Path(f).read_bytes()[:4096]]
     flip(path, path.stat().st_size - 8)
-    leaves = open_reader(commits(tmp_path / "run"), 1)
+    leaves = open_reader(epoch_directory(tmp_path / "run"), 1)
     with pytest.raises(DamagedError, match="leaf 'hurt'") as caught:
         leaves.value("default", "hurt")
     assert caught.value.leaf == "hurt"
@@ -196,7 +196,7 @@ def test_a_damaged_step_of_stock_orbax_is_said(
         for data in (*item.glob("d/*"), *item.glob("ocdbt.process_0/d/*")):
             with open(data, "r+b") as file:
                 file.truncate(data.stat().st_size // 2)
-    leaves = open_reader(commits(path), 3)
+    leaves = open_reader(epoch_directory(path), 3)
     with pytest.raises(DamagedError, match="default"):
         leaves.value("default", "params/both")
     found = leaves.verify()
@@ -217,7 +217,7 @@ def test_a_pipe_in_a_step_of_stock_orbax_is_not_waited_for(
     pipe.unlink()
     os.mkfifo(pipe)
     with pytest.raises(DamagedError, match="a pipe or a device"):
-        open_reader(commits(path), 3).value("default", "params/both")
+        open_reader(epoch_directory(path), 3).value("default", "params/both")
     with ec.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         with pytest.raises(DamagedError, match=r"a pipe or a device|not a regular file"):
             manager.restore(3)
@@ -235,7 +235,7 @@ def test_an_epoch_that_goes_away_is_no_damage(
     """Deleted before a leaf, or in the midst of one: EpochDeletedError, whatever was to be read."""
     source, item = (ours, "state") if writer == "epochckpt" else (stock["folders-zarr2-multi"], "state")
     path = shutil.copytree(source, tmp_path / "run", symlinks=True)
-    leaves, fresh = open_reader(commits(path), 3), open_reader(commits(path), 3)
+    leaves, fresh = open_reader(epoch_directory(path), 3), open_reader(epoch_directory(path), 3)
     pieces = leaves.pieces(item, "params/both", max_elements=24)
     next(pieces)
     delete(path, 3)
@@ -258,7 +258,7 @@ def test_pieces_of_a_large_array_are_bounded_in_memory(tmp_path: pathlib.Path) -
     data = np.arange(2**24, dtype=np.float32).reshape(64, -1)
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": data}))
-    leaves = open_reader(commits(tmp_path / "run"), 1)
+    leaves = open_reader(epoch_directory(tmp_path / "run"), 1)
     tracemalloc.start()
     try:
         total = sum(_sums(leaves.pieces("default", "w", max_elements=2**18)))
@@ -274,7 +274,7 @@ def test_a_chunk_of_stock_orbax_is_decoded_once(tmp_path: pathlib.Path) -> None:
     data = np.random.default_rng(5).normal(size=(64, 8192)).astype(np.float32)
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": data}))
-    leaves = open_reader(commits(tmp_path / "run"), 1)
+    leaves = open_reader(epoch_directory(tmp_path / "run"), 1)
     before = _bytes_read()
     assert sum(_sums(leaves.pieces("default", "w", max_elements=8192))) == pytest.approx(data.sum(dtype=np.float64))
     stored = sum(path.stat().st_size for path in (tmp_path / "run" / "1").rglob("*") if path.is_file())
@@ -304,6 +304,6 @@ def test_where_blocks_lie_is_worked_out_once_per_file(tmp_path: pathlib.Path, mo
         return cut(*args)
 
     monkeypatch.setattr(grid, "blocks", counted)
-    leaves = open_reader(commits(tmp_path / "run"), 0)
+    leaves = open_reader(epoch_directory(tmp_path / "run"), 0)
     assert [leaves.value("default", name).tolist() for name in tree] == [value.tolist() for value in tree.values()]
     assert len(calls) == 1

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import epochckpt as ec
 from epochckpt.arrays import planner
 from epochckpt.caffe2.epochs import NodeEpochs
-from epochckpt.directory.protocol import Rollback
+from epochckpt.directory.epoch_directory import Rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
 from epochckpt.format import checksums, parsing
 from epochckpt.inspection import leftovers, rows, scan
@@ -87,7 +87,7 @@ def test_committed_epochs_are_rows(saved: pathlib.Path) -> None:
     for row in found.epochs:
         record = parsing.parse_epoch("", (saved / row.folder / "epoch.json").read_bytes())
         assert (row.state, row.writer, row.detail, row.checked) == ("committed", "epochckpt", "", True)
-        assert (row.attempt, row.nbytes) == (record.attempt, record.nbytes)
+        assert (row.save_id, row.nbytes) == (record.save_id, record.nbytes)
         assert (row.started_ns, row.committed_ns) == (record.started_ns, record.committed_ns)
         assert row.secs == (record.committed_ns - record.started_ns) / 1e9
         assert row.blocked_secs == record.timings["blocked_secs"]
@@ -422,7 +422,7 @@ def test_a_save_under_way_is_seen(
         held[1].set()
         manager.wait_until_finished()
         after = by_epoch(scan.look(run))
-        assert (after[7].state, after[7].attempt) == ("committed", row.attempt)
+        assert (after[7].state, after[7].save_id) == ("committed", row.save_id)
 
 
 def test_a_node_that_has_not_written_yet_is_seen(run: pathlib.Path) -> None:
@@ -432,7 +432,7 @@ def test_a_node_that_has_not_written_yet_is_seen(run: pathlib.Path) -> None:
     os.unlink(staging / "epoch.json")
     os.unlink(staging / "b" / "node.json")
     (row,) = [r for r in scan.look(run).epochs if r.epoch == 9]
-    assert (row.attempt, row.state) == (f"{'ab' * 8}-9-2", "in progress")
+    assert (row.save_id, row.state) == (f"{'ab' * 8}-9-2", "in progress")
     assert [(n.name, n.state) for n in row.nodes] == [("a", "written"), ("b", "writing")]
     assert "1 of the 2 nodes" in row.detail
 
@@ -525,9 +525,9 @@ def test_folders_that_lie_very_deep_are_looked_at(tmp_path: pathlib.Path) -> Non
     """In a step of stock Orbax, and in an attempt; removing such a thing ends with an OSError."""
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=Save({"w": np.zeros(3)}))
-    attempt = tmp_path / f"incarnation-{'ab' * 8}.orbax-checkpoint-tmp" / "3-1"
-    attempt.mkdir(parents=True)
-    for place in (tmp_path / "1" / "default", attempt):
+    save_id = tmp_path / f"incarnation-{'ab' * 8}.orbax-checkpoint-tmp" / "3-1"
+    save_id.mkdir(parents=True)
+    for place in (tmp_path / "1" / "default", save_id):
         here = os.open(place, os.O_RDONLY)
         for _ in range(1200):
             os.mkdir("a", dir_fd=here)
@@ -538,8 +538,8 @@ def test_folders_that_lie_very_deep_are_looked_at(tmp_path: pathlib.Path) -> Non
     found = scan.look(tmp_path)
     assert [(row.epoch, row.state) for row in found.epochs] == [(1, "committed"), (3, "in progress")]
     with pytest.raises(OSError, match=r"too deep|Too many open files"):
-        open_store(tmp_path).remove_tree(attempt.relative_to(tmp_path).as_posix())
-    subprocess.run(["rm", "-rf", str(tmp_path / "1"), str(attempt)], check=True)  # pytest could not
+        open_store(tmp_path).remove_tree(save_id.relative_to(tmp_path).as_posix())
+    subprocess.run(["rm", "-rf", str(tmp_path / "1"), str(save_id)], check=True)  # pytest could not
 
 
 def test_steps_of_stock_orbax_are_rows(tmp_path: pathlib.Path) -> None:
@@ -629,7 +629,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "create", fail)
-        patch.setattr("epochckpt.directory.conditional_put.BucketWriter.discard", lambda *_: None)
+        patch.setattr("epochckpt.directory.bucket.BucketWriter.discard", lambda *_: None)
         manager.save(9, args=Save({"w": np.zeros(3)}))
         with pytest.raises(SaveError):
             manager.wait_until_finished()
@@ -637,7 +637,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]
     assert row.state == "in progress"
     assert [(n.name, n.state) for n in row.nodes] == [("a", "written"), ("b", "written")]
-    monkeypatch.setattr("epochckpt.directory.conditional_put.BucketSweep.remove_dead", lambda *_: None)
+    monkeypatch.setattr("epochckpt.directory.bucket.BucketSweep.remove_dead", lambda *_: None)
     with ec.CheckpointManager(directory) as newer:
         newer.claim()
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]

@@ -315,7 +315,7 @@ def test_runs_in_a_bucket_are_reached_by_its_settings() -> None:
         manager.save(3, args=ocp.args.StandardSave({"w": np.zeros(3)}), metrics={"loss": 1.0})
     runs = ec.inspect_runs(f"{root}/runs?concurrency=3", metric="loss")
     assert [(row.name, row.latest, row.best_value) for row in runs.rows()] == [("a", 3, 1.0)]
-    assert runs["a"].commits.store.settings.concurrency == 3
+    assert runs["a"].epoch_directory.store.settings.concurrency == 3
 
 
 def test_a_run_is_stale_when_its_next_epoch_is_long_overdue() -> None:

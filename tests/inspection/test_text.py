@@ -59,7 +59,7 @@ def epoch_row(epoch: int, nodes: int = 1, slow: int = 0, **given: Any) -> EpochR
         "blocked_secs": 0.012,
         "metrics": {"loss": 1 / (epoch + 1), "eval/accuracy": 0.5},
         "folder": str(epoch),
-        "attempt": f"ab-{epoch}",
+        "save_id": f"ab-{epoch}",
     }
     return EpochRow(epoch, **(facts | given))
 

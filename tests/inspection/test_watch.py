@@ -17,7 +17,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import watch as cli_watch
-from epochckpt.directory import Commits, commits_of, rename
+from epochckpt.directory import EpochDirectory, directory_of, posix
 from epochckpt.errors import InvalidArgumentError, SaveError
 from epochckpt.inspection import leftovers, text
 from epochckpt.inspection import watch as watching
@@ -29,8 +29,8 @@ from epochckpt.storage import open_store
 Save = ocp.args.StandardSave
 
 
-def commits(directory: Any) -> Commits:
-    return commits_of(open_store(directory), StepNames.of(ocp.CheckpointManagerOptions()))
+def epoch_directory(directory: Any) -> EpochDirectory:
+    return directory_of(open_store(directory), StepNames.of(ocp.CheckpointManagerOptions()))
 
 
 def manager_of(directory: Any, **options: Any) -> ec.CheckpointManager:
@@ -49,7 +49,7 @@ def seen(events: list[Event]) -> list[tuple[str, int]]:
 def test_epochs_are_seen_as_they_are_committed_and_deleted(directory: str) -> None:
     """On POSIX and on object stores: once each, with all that their records say; those before a look come together."""
     with manager_of(directory) as manager:
-        watcher = Watcher(commits(directory))
+        watcher = Watcher(epoch_directory(directory))
         assert watcher.look() == []
         save(manager, 1)
         save(manager, 2)
@@ -72,7 +72,7 @@ def test_a_save_under_way_is_measured_against_the_epoch_before(
     """It is told of when it has written something since the last look, and becomes the epoch, not a failure."""
     reached, go_on = held
     with manager_of(tmp_path) as manager:
-        watcher = Watcher(commits(tmp_path))
+        watcher = Watcher(epoch_directory(tmp_path))
         go_on.set()
         save(manager, 1)
         assert seen(watcher.look()) == [(SAVED, 1)]
@@ -105,14 +105,14 @@ def test_a_save_that_fails_is_seen_to_fail(tmp_path: pathlib.Path, monkeypatch: 
     """Its attempt is there, then gone, and no epoch has come."""
     reached, go_on = threading.Event(), threading.Event()
 
-    def refuse(self: Any, staging: rename.PosixStaging, *args: Any) -> Any:
+    def refuse(self: Any, staging: posix.PosixStaging, *args: Any) -> Any:
         reached.set()
         assert go_on.wait(60)
         raise SaveError(staging.epoch, "the disk is full")
 
-    monkeypatch.setattr(rename.PosixWriter, "publish", refuse)
+    monkeypatch.setattr(posix.PosixWriter, "publish", refuse)
     with manager_of(tmp_path) as manager:
-        watcher = Watcher(commits(tmp_path))
+        watcher = Watcher(epoch_directory(tmp_path))
         manager.save(4, args=Save({"w": np.arange(10.0)}), force=True)
         assert reached.wait(60)
         assert seen(watcher.look()) == [(SAVING, 4)]
@@ -133,7 +133,7 @@ def test_an_attempt_that_falls_silent_has_failed_once(
     with manager_of(tmp_path) as manager:
         manager.save(4, args=Save({"w": np.arange(10.0)}), force=True)
         assert reached.wait(60)
-        watcher = Watcher(commits(tmp_path))
+        watcher = Watcher(epoch_directory(tmp_path))
         now = watching.time.time_ns() + int((leftovers.LIVE_SECS + 60) * 1e9)
         monkeypatch.setattr(watching, "time", types.SimpleNamespace(time_ns=lambda: now))
         (event,) = watcher.look()
@@ -147,7 +147,7 @@ def test_an_attempt_that_falls_silent_has_failed_once(
 def test_an_epoch_that_is_saved_anew_is_seen_again(tmp_path: pathlib.Path) -> None:
     """Deleted and saved again between two looks: another attempt under the same number."""
     with manager_of(tmp_path) as manager:
-        watcher = Watcher(commits(tmp_path))
+        watcher = Watcher(epoch_directory(tmp_path))
         save(manager, 1)
         assert seen(watcher.look()) == [(SAVED, 1)]
         manager.delete(1)
@@ -161,7 +161,7 @@ def test_a_live_run_is_followed_to_its_end(directory: str) -> None:
     """Every epoch in order while another thread saves; it ends with the epoch that was asked for."""
     with manager_of(directory) as manager:
         save(manager, 0)
-        events = watch(commits(directory), until=5, interval_secs=0.01, history=3, timeout_secs=60)
+        events = watch(epoch_directory(directory), until=5, interval_secs=0.01, history=3, timeout_secs=60)
         first = next(events)
         assert (first.kind, first.row.epoch) == (PRESENT, 0)
         run = threading.Thread(target=lambda: [save(manager, epoch) for epoch in range(1, 6)])
@@ -183,10 +183,10 @@ def test_it_ends_where_nothing_comes(tmp_path: pathlib.Path) -> None:
     with manager_of(tmp_path) as manager:
         save(manager, 3)
     with pytest.raises(StopIteration) as end:
-        next(watch(commits(tmp_path), timeout_secs=0.01, interval_secs=0.01))
+        next(watch(epoch_directory(tmp_path), timeout_secs=0.01, interval_secs=0.01))
     assert end.value.value is False
     with pytest.raises(StopIteration) as end:
-        next(watch(commits(tmp_path), until=2))
+        next(watch(epoch_directory(tmp_path), until=2))
     assert end.value.value is True
 
 
@@ -195,13 +195,13 @@ def test_only_the_newest_that_are_there_are_told(tmp_path: pathlib.Path) -> None
     with manager_of(tmp_path) as manager:
         for epoch in range(4):
             save(manager, epoch)
-    events = list(watch(commits(tmp_path), until=3, history=2))
+    events = list(watch(epoch_directory(tmp_path), until=3, history=2))
     assert seen(events) == [(PRESENT, 2), (PRESENT, 3)]
 
 
 def test_a_directory_that_does_not_exist_yet_is_waited_for(tmp_path: pathlib.Path) -> None:
     """The first epoch is seen as one that was committed."""
-    watcher = Watcher(commits(tmp_path / "run"))
+    watcher = Watcher(epoch_directory(tmp_path / "run"))
     assert watcher.look() == []
     with manager_of(tmp_path / "run") as manager:
         assert watcher.look() == []
@@ -215,14 +215,14 @@ def test_a_damaged_epoch_is_told_among_the_others(tmp_path: pathlib.Path) -> Non
         save(manager, 1)
         save(manager, 2)
     (tmp_path / "2" / "epoch.json").write_bytes(b"{}")
-    watcher = Watcher(commits(tmp_path))
+    watcher = Watcher(epoch_directory(tmp_path))
     events = watcher.look()
     assert [(event.row.epoch, event.row.state) for event in events] == [(1, "committed"), (2, "damaged")]
     assert [watching.is_damaged(event) for event in events] == [False, True]
     assert watcher.newest is not None
     assert watcher.newest.epoch == 1
     assert "damaged" in text.to_text(cli_watch.line(events[1]), 200)
-    assert seen(list(watch(commits(tmp_path), until=2, history=1))) == [(PRESENT, 2)]
+    assert seen(list(watch(epoch_directory(tmp_path), until=2, history=1))) == [(PRESENT, 2)]
 
 
 @pytest.mark.parametrize("harm", ["its record", "its data"])
@@ -234,7 +234,7 @@ def test_the_good_epoch_that_replaced_a_damaged_one_is_told(tmp_path: pathlib.Pa
     files = {"its record": "epoch.json", "its data": "*/*.safetensors"}
     (path,) = (tmp_path / "2").glob(files[harm])
     os.truncate(path, 10)
-    watcher = Watcher(commits(tmp_path))
+    watcher = Watcher(epoch_directory(tmp_path))
     assert seen(watcher.look()) == [(SAVED, 1), (SAVED, 2)]
     assert watcher.look() == []
     with manager_of(tmp_path) as manager:
@@ -247,7 +247,7 @@ def test_the_good_epoch_that_replaced_a_damaged_one_is_told(tmp_path: pathlib.Pa
 def test_an_interval_must_be_positive() -> None:
     """Zero would never let go of the processor."""
     with pytest.raises(InvalidArgumentError, match="interval_secs"):
-        next(watch(commits(f"memory://{uuid.uuid4().hex}/"), interval_secs=0))
+        next(watch(epoch_directory(f"memory://{uuid.uuid4().hex}/"), interval_secs=0))
 
 
 def test_a_look_costs_no_record_that_was_read_before(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_a_look_costs_no_record_that_was_read_before(tmp_path: pathlib.Path, mon
     with manager_of(tmp_path) as manager:
         for epoch in range(3):
             save(manager, epoch)
-        watcher = Watcher(commits(tmp_path))
+        watcher = Watcher(epoch_directory(tmp_path))
         watcher.look()
         read: list[int] = []
         original = watching.scan.read
@@ -271,8 +271,8 @@ def test_a_narrow_terminal_leaves_out_whole_parts_of_a_line(width: int) -> None:
     """Words of a detail may be shortened; numbers are shown whole or not at all."""
     nodes = tuple(NodeRow(f"process_{i}", 10_000_000, 9.0 if i == 3 else 1.0) for i in range(4))
     row = EpochRow(2, COMMITTED, nodes=nodes, nbytes=536_000_000, started_ns=0, committed_ns=364_000_000)
-    row = dataclasses.replace(row, blocked_secs=0.223, metrics={"loss": 0.5}, attempt="a")
-    begun = EpochRow(3, IN_PROGRESS, nodes=nodes[:3], nbytes=305_200_000, attempt="b")
+    row = dataclasses.replace(row, blocked_secs=0.223, metrics={"loss": 0.5}, save_id="a")
+    begun = EpochRow(3, IN_PROGRESS, nodes=nodes[:3], nbytes=305_200_000, save_id="b")
     saved = text.to_text(cli_watch.line(Event(SAVED, 0, row), best=True), width)
     parts = ["committed", "536.0 MB in 364 ms", "★ best", "loss 0.5", "blocked 223 ms", "slow node process_3"]
     shown = [part in saved for part in parts]

@@ -17,7 +17,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.directory.conditional_put import BucketWriter
+from epochckpt.directory.bucket import BucketWriter
 from epochckpt.storage import open_store
 from tests.support.job_runs import reading_job
 from tests.support.processes import run_worker, start_processes

@@ -740,12 +740,12 @@ def test_a_node_record_that_does_not_fit_is_refused(run: pathlib.Path, field: st
         value = 5
     node["files"][0][field] = value if field != "xxh3" else [f"{value}"[:16].rjust(16, "0")]
     seal_node(run, node)
-    _, error = _attempt(lambda: before.restore(1))
+    _, error = _save_id(lambda: before.restore(1))
     assert isinstance(error, errors.FormatError | errors.DamagedError)
     assert "1/process_0/" in str(error)
 
 
-def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _save_id(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return call(), None
     except errors.EpochCheckpointError as error:

@@ -304,8 +304,8 @@ def test_a_damaged_newest_epoch_falls_back_only_if_none_was_named(m: ec.Checkpoi
 def damage(m: ec.CheckpointManager, epoch: int) -> str:
     """Flips a bit of an epoch's data; returns the file's path."""
     store = store_of(m)
-    record = m.parts.directory.commits.read_record(epoch)
-    path = f"{m.parts.directory.commits.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
+    record = m.parts.directory.epoch_directory.read_record(epoch)
+    path = f"{m.parts.directory.epoch_directory.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
     with store.open_reader(path) as reader:
         data = bytearray(reader.size)
         reader.read_into(0, memoryview(data))
@@ -743,7 +743,7 @@ def test_the_arrays_of_a_save_are_not_even_copied_while_storage_is_behind(direct
             for step in range(2, 6):
                 assert m.save(step, args=ocp.args.StandardSave({"a": value}))
             assert held() < 2**19
-        assert [attempt.epoch for attempt in m.parts.saves.queue.pending()] == [0, 1]
+        assert [save_id.epoch for save_id in m.parts.saves.queue.pending()] == [0, 1]
         tap.let_go()
         with pytest.raises(SaveErrorGroup) as caught:
             m.wait_until_finished()

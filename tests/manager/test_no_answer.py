@@ -15,7 +15,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.errors import StorageError
 from epochckpt.format import paths
 from epochckpt.inspection import watch
@@ -213,8 +213,8 @@ def test_a_step_of_stock_orbax_that_cannot_be_read_just_now_stays_the_newest(tmp
 
 def test_what_follows_a_run_says_that_storage_does_not_answer(run: pathlib.Path) -> None:
     """Neither `follow` nor `watch` takes silence for damage or for a deletion; a new one goes on."""
-    commits = commits_of(open_store(run), StepNames.of(Options()))
-    watcher = watch.Watcher(commits)
+    epoch_directory = directory_of(open_store(run), StepNames.of(Options()))
+    watcher = watch.Watcher(epoch_directory)
     with pytest.MonkeyPatch.context() as patch:
         Silence(patch, run, lambda n, path: errno.EIO if path == "2/epoch.json" else 0)
         with pytest.raises(StorageError):

@@ -14,8 +14,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import _threads, errors
 from epochckpt.cli import main
-from epochckpt.directory import commits_of
-from epochckpt.directory.conditional_put import BucketSweep, BucketWriter, PutCommits
+from epochckpt.directory import directory_of
+from epochckpt.directory.bucket import BucketDirectory, BucketSweep, BucketWriter
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
@@ -219,8 +219,8 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
         store = manager.parts.directory.store
         for path in (f"2/process_0/{dead}/node.json", f"2/default/process_0/{dead}/x", f"1/process_0/{again}/x"):
             store.create(path, b"x")
-    newer = commits_of(open_store(url), StepNames.of(Options()))
-    assert isinstance(newer, PutCommits)
+    newer = directory_of(open_store(url), StepNames.of(Options()))
+    assert isinstance(newer, BucketDirectory)
     writer = newer.claim()
     seen = set[str]()
     cloud.proxy.decide = lambda request: (
@@ -241,7 +241,7 @@ def test_what_comes_late_to_an_epoch_that_is_gone_is_in_nobodys_way(url: str) ->
     with ec.CheckpointManager(url) as manager:
         save(manager, 1, 2, 3, 4)
         ec.attach_metrics(url, 2, {"accuracy": 0.5}, "evaluator")
-        store, attempt = open_store(url), manager.save_id(3)
+        store, save_id = open_store(url), manager.save_id(3)
         written = tree_of(store)
         manager.delete(2)
         manager.delete(3)
@@ -252,7 +252,7 @@ def test_what_comes_late_to_an_epoch_that_is_gone_is_in_nobodys_way(url: str) ->
         assert manager.all_steps() == [1, 4]
         manager.claim()
         assert not manager.foreign_folders()
-        BucketSweep(manager.parts.directory.commits).remove_dead({attempt: "3"})  # type: ignore[arg-type]  # the claim does behind
+        BucketSweep(manager.parts.directory.epoch_directory).remove_dead({save_id: "3"})  # type: ignore[arg-type]  # the claim does behind
         assert not store.exists("2")
         assert not store.exists("3")
         save(manager, 2, 3)

@@ -17,8 +17,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.cli import main
-from epochckpt.directory import commits_of, head_turns, rebuild
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory import directory_of, head_turns, rebuild
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.head_changes import Refresh
 from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
@@ -40,9 +40,9 @@ def steps(url: str) -> list[int]:
         return list(manager.all_steps())
 
 
-def commits(url: str) -> PutCommits:
-    found = commits_of(open_store(url), StepNames.of(Options()))
-    assert isinstance(found, PutCommits)
+def epoch_directory(url: str) -> BucketDirectory:
+    found = directory_of(open_store(url), StepNames.of(Options()))
+    assert isinstance(found, BucketDirectory)
     return found
 
 
@@ -74,7 +74,7 @@ def test_a_repair_replaces_only_what_it_looked_at(url: str, loss: str) -> None:
     open_store(url).remove(paths.HEAD)
     if loss == "damaged":
         open_store(url).create(paths.HEAD, b"{")
-    late = commits(url)
+    late = epoch_directory(url)
     found = rebuild.look(late)
     ec.repair_head(url)
     with ec.CheckpointManager(url) as manager:
@@ -94,7 +94,7 @@ def test_a_repair_that_takes_in_copies_changes_only_what_it_looked_at(url: str) 
     for file in source.files(""):
         if file.path.startswith("7/"):
             open_store(url).create(file.path, source.read(file.path, limit_bytes=file.size))
-    late = commits(url)
+    late = epoch_directory(url)
     found = rebuild.look(late)
     assert list(found.epochs) == ["7"]
     with ec.CheckpointManager(url) as manager:
@@ -145,10 +145,10 @@ def test_a_lost_head_is_not_made_anew_where_a_newer_version_has_saved(url: str) 
     """What this epochckpt would write could not name those epochs."""
     with ec.CheckpointManager(url) as manager:
         save(manager, 1, 2)
-        attempt = manager.save_id(2)
+        save_id = manager.save_id(2)
     bucket = open_store(url)
     bucket.remove(paths.HEAD)
-    for path in ("2/epoch.json", f"2/{attempt}.json"):
+    for path in ("2/epoch.json", f"2/{save_id}.json"):
         newer = json.loads(bucket.read(path, limit_bytes=2**20)) | {"version": 99}
         del newer["checksum"]
         bucket.put(path, checksums.seal(newer), draft="", replace=True)
@@ -169,7 +169,7 @@ def writers(url: str) -> dict[str, Callable[[], object]]:
 
     return {
         "claim": claim,
-        "change": lambda: commits(url).head.write(Refresh()),
+        "change": lambda: epoch_directory(url).head.write(Refresh()),
         "put": lambda: open_store(url).put(paths.HEAD, b"x", draft="", replace=True),
     }
 
@@ -188,7 +188,7 @@ def test_reads_that_are_out_of_date_end_in_an_error_that_says_so(cloud: Bucket, 
 
     cloud.proxy.decide = lambda request: Fault(rewrite=cached) if is_head(request) and request.kind == "GET" else None
     call = writers(url)[what]
-    commits(url).head.read()  # fills the cache
+    epoch_directory(url).head.read()  # fills the cache
     head = open_store(url).read(paths.HEAD, limit_bytes=2**20)
     elsewhere = object_store.ObjectStore(url)
     elsewhere._client.put(paths.HEAD, head + b" ", dict(_version(elsewhere)))

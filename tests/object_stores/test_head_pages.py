@@ -20,7 +20,7 @@ from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import paths
 from epochckpt.inspection import gc
 from epochckpt.storage import Store, open_store
-from tests.support.long_heads import NEWEST, commits, lengthen, older
+from tests.support.long_heads import NEWEST, epoch_directory, lengthen, older
 from tests.support.object_servers import Bucket
 
 Save = ocp.args.StandardSave
@@ -35,7 +35,7 @@ def save(manager: ec.CheckpointManager, *epochs: int) -> None:
 
 
 def head_of(url: str) -> Head:
-    found = commits(url).head.read()
+    found = epoch_directory(url).head.read()
     assert found is not None
     return found
 
@@ -55,7 +55,7 @@ def test_a_save_costs_the_same_whatever_the_number_of_epochs(cloud: Bucket, coun
     url = cloud.new_url()
     with ec.CheckpointManager(url) as manager:
         save(manager, NEWEST)
-    filled = commits(url)
+    filled = epoch_directory(url)
     lengthen(filled, range(1, count - 5))
     if count > 100:  # until the head is nearly full
         loose = sum(_size(entries) for entries in (filled.head.seen() or Head()).loose().values())
@@ -158,7 +158,7 @@ def test_a_reader_that_meets_a_page_that_was_just_removed_looks_again(url: str, 
     """It has the old head; a run has filled that page up into another one meanwhile."""
     with ec.CheckpointManager(url) as manager:
         save(manager, *range(6))
-        reader, store = commits(url), open_store(url)
+        reader, store = epoch_directory(url), open_store(url)
         seen = reader.head.read_bytes()
         assert seen is not None
         named = pages_in(store)
@@ -208,7 +208,7 @@ def test_pages_of_a_run_that_was_killed_before_the_head_named_them_go_with_the_n
         with monkeypatch.context() as patch:
             patch.setattr(HeadObject, "_remove_pages", lambda self, pages: None)  # killed after the head was written
             save(manager, *range(6, 12))
-        killed = commits(url)
+        killed = epoch_directory(url)
         killed.head.read()
         with monkeypatch.context() as patch:
             die = lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731

@@ -20,8 +20,8 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.directory import commits_of
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory import directory_of
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.head_changes import BeginSave, Incarnation, TakeIn
 from epochckpt.directory.head_record import Head, HeadEpoch, parse
 from epochckpt.errors import AccessError, FormatError, NotACheckpointDirectoryError, StorageError
@@ -56,9 +56,9 @@ def new_memory() -> str:
     return f"memory://{uuid.uuid4().hex}/run"
 
 
-def commits(url: str) -> PutCommits:
-    found = commits_of(open_store(url), StepNames.of(Options()))
-    assert isinstance(found, PutCommits)
+def epoch_directory(url: str) -> BucketDirectory:
+    found = directory_of(open_store(url), StepNames.of(Options()))
+    assert isinstance(found, BucketDirectory)
     return found
 
 
@@ -69,7 +69,7 @@ def next_week() -> float:
 
 def lengthen(url: str, count: int) -> None:
     """Adds older epochs to the head, whose objects would be missed by whoever asks for them."""
-    found = commits(url)
+    found = epoch_directory(url)
     head = found.head.read()
     assert head is not None
     entries = list(head.epochs.values())
@@ -77,7 +77,7 @@ def lengthen(url: str, count: int) -> None:
     def older(epoch: int) -> HeadEpoch:
         like = entries[epoch % len(entries)]
         metrics = {"loss": 2.0 + epoch / 1000, "accuracy": epoch / 1234.5}
-        return dataclasses.replace(like, attempt=f"{head.incarnation}-{epoch}-0", metrics=metrics)
+        return dataclasses.replace(like, save_id=f"{head.incarnation}-{epoch}-0", metrics=metrics)
 
     epochs = {str(epoch): older(epoch) for epoch in range(count)}
     found.head.write(TakeIn(root=url, epochs=epochs, aside={}, expected=head.change))
@@ -137,7 +137,7 @@ def test_a_row_says_the_same_whether_its_record_was_read_or_not(long_run: str, m
     """What the views show of epochs in a list is in the head; an epoch that is opened has the rest."""
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now)  # ages
-    found = commits(long_run)
+    found = epoch_directory(long_run)
     entries = found.entries()
     briefly = [scan.brief(found, epoch, entries[epoch]) for epoch in range(492, 500)]
     full = [scan.read(found, str(epoch), epoch) for epoch in range(492, 500)]
@@ -160,7 +160,7 @@ def test_the_head_has_the_seconds_of_few_nodes_only() -> None:
         for epoch in range(7):
             manager.save(epoch, args=Save({"w": jnp.ones(3)}))
         manager.wait_until_finished()
-    head = commits(url).head.read()
+    head = epoch_directory(url).head.read()
     assert head is not None
     assert [(entry.nodes, dict(entry.node_secs)) for entry in head.epochs.values()] == [(17, {})] * 7
     rows = scan.look(url).epochs
@@ -224,7 +224,7 @@ def test_what_a_store_refuses_is_no_damage(cloud: Bucket) -> None:
 
 def test_a_look_at_a_run_that_does_nothing_is_one_request(long_run: str, cloud: Bucket) -> None:
     """Of `watch`, and of `follow`, which reads no record at all."""
-    watcher = Watcher(commits(long_run))
+    watcher = Watcher(epoch_directory(long_run))
     with within(cloud, 7 + PAGES):
         assert len(watcher.look()) == 500
     with cloud.proxy.counted() as counts:
@@ -253,7 +253,7 @@ def test_a_save_under_way_is_watched_by_one_listing(cloud: Bucket) -> None:
     url = cloud.new_url()
     with opened(url) as manager:
         save(manager, 1)
-        watcher = Watcher(commits(url))
+        watcher = Watcher(epoch_directory(url))
         assert [(event.kind, event.row.epoch) for event in watcher.look()] == [(SAVED, 1)]
         reached, go_on = stopped_at(cloud, "process_3/" + str(manager.save_id(1)).replace("-1-", "-2-") + "/node.json")
         try:
@@ -307,9 +307,9 @@ def test_what_lies_beside_the_epochs_is_told_apart(cloud: Bucket, capsys: pytest
     with opened(url) as manager:
         save(manager, 1, 2, 3, 4)
         manager.rollback_to(3)
-        attempt = str(manager.save_id(2))
+        save_id = str(manager.save_id(2))
     store = open_store(url)
-    incarnation = attempt.partition("-")[0]
+    incarnation = save_id.partition("-")[0]
     for file in store.files("2"):
         store.copy(f"2/{file.path}", f"77/{file.path}")
     store.create("88/saved_model.pb", b"x" * 100)
@@ -392,9 +392,9 @@ def test_a_late_object_of_an_upload_is_no_obstacle_to_the_next_one(tmp_path: pat
         open_store(url).create(f"2/process_0/{manager.save_id(2)}-late/node.json", b"late")
     with ec.CheckpointManager(url) as manager:
         manager.claim()
-    assert commits(url).scan() == ([1], {2: "2"})
+    assert epoch_directory(url).scan() == ([1], {2: "2"})
     bucket_jobs.upload(source, url, 2)
-    assert commits(url).scan() == ([1, 2], {})
+    assert epoch_directory(url).scan() == ([1, 2], {})
 
 
 def test_many_dead_saves_do_not_cost_many_requests(cloud: Bucket) -> None:
@@ -402,21 +402,21 @@ def test_many_dead_saves_do_not_cost_many_requests(cloud: Bucket) -> None:
     url = cloud.new_url()
     with opened(url) as manager:
         save(manager, 1)
-        found = commits(url)
+        found = epoch_directory(url)
         head = found.head.read()
         assert head is not None
     begun = {f"{head.incarnation}-{epoch}-0": str(epoch) for epoch in range(10, 30)}
     run = Incarnation(url, head.incarnation)
-    for attempt, folder in begun.items():
-        found.store.create(f"{folder}/process_0/{attempt}/node.json", b"half")
-        found.head.write(BeginSave(incarnation=run, epoch=int(folder), folder=folder, attempt=attempt))
+    for save_id, folder in begun.items():
+        found.store.create(f"{folder}/process_0/{save_id}/node.json", b"half")
+        found.head.write(BeginSave(incarnation=run, epoch=int(folder), folder=folder, save_id=save_id))
     with within(cloud, BUDGET):
         seen = scan.look(url)
     attempts = [row for row in seen.epochs if row.state != COMMITTED]
     assert len(attempts) == objects._LISTED
     (problem,) = seen.problems.values()
     assert "16 more folders hold" in problem
-    things = objects.all_things(commits(url))
+    things = objects.all_things(epoch_directory(url))
     assert sum(thing.kind == "attempt" for thing in things) == 20
 
 
@@ -425,13 +425,13 @@ def test_a_clock_that_is_ahead_of_the_store_makes_nothing_old(cloud: Bucket, mon
     url = cloud.new_url()
     with opened(url) as manager:
         save(manager, 1)
-        attempt = str(manager.save_id(1)).replace("-1-", "-5-")
-    open_store(url).create(f"5/process_0/{attempt}/node.json", b"half")
+        save_id = str(manager.save_id(1)).replace("-1-", "-5-")
+    open_store(url).create(f"5/process_0/{save_id}/node.json", b"half")
     now = time.time
     monkeypatch.setattr(gc.time, "time", lambda: now() + 7 * gc.DAY_SECS)
     found = gc.collect(url, delete=True, clock=gc.time.time)
     assert found.rows == ()
-    assert "was written to it" in found.kept[f"5/{attempt}"]
+    assert "was written to it" in found.kept[f"5/{save_id}"]
     assert open_store(url).files("5")
 
 
@@ -465,19 +465,19 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(what: str, cloud: 
         source = str(tmp_path / "source")
         bucket_jobs.save_some(source, [2])
         kill(cloud, "upload", {"source": source, "destination": url, "epoch": 2}, "/node.json")
-    head = commits(url).head.read()
+    head = epoch_directory(url).head.read()
     assert head is not None
-    ((attempt, folder),) = head.begun.items()
+    ((save_id, folder),) = head.begun.items()
     assert folder == "2"
     states = [(row.epoch, row.state, row.latest) for row in scan.look(url).epochs]
     assert states == [(1, COMMITTED, True), (2, "in progress", False)]
     found = gc.collect(url, delete=True)
-    assert (found.rows, list(found.kept)) == ((), [f"2/{attempt}"])
+    assert (found.rows, list(found.kept)) == ((), [f"2/{save_id}"])
     removed = gc.collect(url, delete=True, clock=next_week)
-    assert [row.path for row in removed.rows] == [f"2/{attempt}"]
+    assert [row.path for row in removed.rows] == [f"2/{save_id}"]
     assert removed.nbytes > bucket_jobs.VALUES.nbytes
     assert not open_store(url).files("2")
-    head = commits(url).head.read()
+    head = epoch_directory(url).head.read()
     assert head is not None
     assert not head.begun
     assert not head.dead

@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory import commits_of
-from epochckpt.directory.conditional_put import PutCommits
+from epochckpt.directory import directory_of
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.errors import InvalidArgumentError, StorageError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
@@ -71,13 +71,13 @@ def objects(store: Store, folder: str = "") -> Iterator[str]:
 
 def dead_objects(url: str) -> list[str]:
     """Objects of attempts that are no epoch, and were not set aside."""
-    commits = commits_of(open_store(url), StepNames.of(Options()))
-    assert isinstance(commits, PutCommits)
-    head = commits.head.read()
+    epoch_directory = directory_of(open_store(url), StepNames.of(Options()))
+    assert isinstance(epoch_directory, BucketDirectory)
+    head = epoch_directory.head.read()
     assert head is not None
     alive = head.named
-    found = {path: paths.attempt_in(path.partition("/")[2]) for path in objects(open_store(url))}
-    return [path for path, attempt in found.items() if attempt is not None and attempt not in alive]
+    found = {path: paths.save_id_in(path.partition("/")[2]) for path in objects(open_store(url))}
+    return [path for path, save_id in found.items() if save_id is not None and save_id not in alive]
 
 
 def wait_until_swept(url: str) -> None:

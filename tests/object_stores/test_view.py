@@ -71,7 +71,7 @@ def whole(url: str, epoch: int) -> None:
 
 def in_view(url: str, epoch: int) -> set[str]:
     """What there is of a view."""
-    found = {n for n in names(url) if n.startswith(f"{epoch}/") and not paths.attempt_in(n)}
+    found = {n for n in names(url) if n.startswith(f"{epoch}/") and not paths.save_id_in(n)}
     return {n for n in found if not n.endswith(paths.EPOCH_RECORD)}
 
 
@@ -110,7 +110,7 @@ def test_a_view_that_was_cut_off_is_completed_by_the_next_claim(cloud: Bucket, a
 
     def refuse(request: Request) -> Fault | None:
         name = name_of(request)
-        if request.kind != "PUT" or name.startswith("_epochckpt/") or paths.attempt_in(name) or "epoch.json" in name:
+        if request.kind != "PUT" or name.startswith("_epochckpt/") or paths.save_id_in(name) or "epoch.json" in name:
             return None
         done.add(name)
         return Fault(status=403) if len(done) > after else None
@@ -181,7 +181,7 @@ def test_the_view_of_a_replaced_epoch_gives_way_when_the_run_was_killed_after_th
 
     def refuse(request: Request) -> Fault | None:
         name = name_of(request)
-        if name.startswith("_epochckpt/") or (request.kind == "PUT" and paths.attempt_in(name)):
+        if name.startswith("_epochckpt/") or (request.kind == "PUT" and paths.save_id_in(name)):
             return None
         return Fault(status=403) if request.kind in ("PUT", "DELETE", "POST") else None
 
@@ -208,7 +208,7 @@ def test_a_view_that_another_version_made_anew_is_not_written_at_each_claim(
     url = cloud.new_url()
 
     def keep_old(request: Request) -> Fault | None:
-        is_removal = request.kind in ("DELETE", "POST") and paths.attempt_in(name_of(request))
+        is_removal = request.kind in ("DELETE", "POST") and paths.save_id_in(name_of(request))
         return Fault(status=403) if is_removal else None
 
     with ec.CheckpointManager(url) as manager:
@@ -263,7 +263,7 @@ def test_a_run_that_was_paused_writes_over_no_newer_view(cloud: Bucket) -> None:
 
     def hold(request: Request) -> Fault | None:
         name = name_of(request)
-        if request.kind != "PUT" or not name.startswith("2/default/") or paths.attempt_in(name) or reached.is_set():
+        if request.kind != "PUT" or not name.startswith("2/default/") or paths.save_id_in(name) or reached.is_set():
             return None
         reached.set()
         return Fault(held=go)

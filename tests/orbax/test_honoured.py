@@ -16,7 +16,7 @@ from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN, p
 
 import epochckpt as ec
 from epochckpt.agreement import CollectiveCalls, coordination
-from epochckpt.directory.rename import PosixWriter
+from epochckpt.directory.posix import PosixWriter
 from epochckpt.manager.readers import shared_reads
 from epochckpt.orbax import options as checks
 from epochckpt.saving import opening

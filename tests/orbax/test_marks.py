@@ -18,7 +18,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import open_store
 from epochckpt.storage import store as store_lib
@@ -210,8 +210,8 @@ def test_what_identifies_a_step_without_a_record_survives_a_touch_and_a_rename(r
     first = steps.read(store, "2", 2)
     os.utime(run / "2", ns=(1, 1))
     (run / "2").rename(run / "3")
-    assert steps.read(store, "3", 3).attempt == first.attempt
-    assert steps.read(store, "1", 1).attempt != first.attempt
+    assert steps.read(store, "3", 3).save_id == first.save_id
+    assert steps.read(store, "1", 1).save_id != first.save_id
 
 
 def test_folders_do_not_make_a_step_bare(run: pathlib.Path) -> None:
@@ -228,14 +228,14 @@ def test_folders_do_not_make_a_step_bare(run: pathlib.Path) -> None:
 @pytest.mark.parametrize("code", [errno.ENOTDIR, errno.ENOENT, errno.EACCES])
 def test_a_step_that_cannot_be_looked_at(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """Gone while it is read, or not permitted: errors of ours."""
-    commits = commits_of(open_store(run), StepNames.of(Options()))
+    epoch_directory = directory_of(open_store(run), StepNames.of(Options()))
 
     def fail(*_: Any) -> Any:
         raise OSError(code, os.strerror(code), "2")
 
     monkeypatch.setattr(steps, "read", fail)
     with pytest.raises(errors.AccessError if code == errno.EACCES else errors.EpochNotFoundError, match="2"):
-        commits.read_record(2)
+        epoch_directory.read_record(2)
 
 
 def test_a_record_that_the_device_cannot_read_does_not_block_the_directory(

@@ -15,7 +15,7 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy
 
 import epochckpt as ec
-from epochckpt.directory.rename import PosixWriter
+from epochckpt.directory.posix import PosixWriter
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.orbax import options as checks
 from tests.support.orbax_options import NESTED, fields_of, option

@@ -97,13 +97,13 @@ def test_each_package_says_what_it_promises_and_exports_what_it_has() -> None:
 
 
 SOUND = {
-    "__init__": "from epochckpt.commit import Commits",
+    "__init__": "from epochckpt.commit import EpochDirectory",
     "errors": "import os",
     "store": "from epochckpt.store.posix import Posix\n__all__ = ['Posix']",
     "store.posix": "from epochckpt.errors import E",
     "store.other": "from epochckpt.store.posix import Posix, _private",
     "commit": "from epochckpt.store import Posix, posix\nfrom epochckpt import errors as e",
-    "flags": "from epochckpt.commit import Commits",
+    "flags": "from epochckpt.commit import EpochDirectory",
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import _threads, errors
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.orbax import StepNames
 from epochckpt.storage import PosixStore, open_store
 from tests.support.claim_jobs import args, overtaken_job, take_over
@@ -394,7 +394,7 @@ def test_of_two_runs_that_claim_at_the_same_moment_the_later_one_wins(tmp_path: 
         for name in (f"{moving}-damaged-0123456789abcdef%2F4", f"{moving}-5", "3-1"):
             (left / name).mkdir(parents=True)
         names = StepNames.of(ocp.CheckpointManagerOptions())
-        older, newer = commits_of(open_store(run), names), commits_of(open_store(run), names)
+        older, newer = directory_of(open_store(run), names), directory_of(open_store(run), names)
         calls = 0
 
         def spy(name: str) -> Any:

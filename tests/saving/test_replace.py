@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory import head_turns, placing
+from epochckpt.directory import head_turns, staging_folder
 from epochckpt.errors import (
     EpochDeletedError,
     EpochExistsError,
@@ -72,7 +72,7 @@ def test_the_next_save_takes_the_epochs_place(directory: str, exchange: bool, mo
         assert manager.should_save(2)
         assert not manager.should_save(1)
         assert value_of(manager, 2) == 2
-        old = manager.parts.directory.commits.read_attempt(2)
+        old = manager.parts.directory.epoch_directory.read_save_id(2)
         save(manager, 2, 20, metrics={"loss": 1.0})
         assert manager.all_steps() == [1, 2, 3]
         assert [value_of(manager, epoch) for epoch in (1, 2, 3)] == [1, 20, 3]
@@ -283,7 +283,7 @@ def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, mo
 
 def test_without_putting_back_the_kill_is_found_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kill between the two renames is a real one: without its cure the epoch is gone."""
-    monkeypatch.setattr(placing, "rescue", lambda *_: None)
+    monkeypatch.setattr(staging_folder, "rescue", lambda *_: None)
     kill(tmp_path / "run", "after rename 1")
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.claim()

@@ -17,8 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory.protocol import Rollback
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory.epoch_directory import Rollback
+from epochckpt.directory.posix import PosixDirectory
 from epochckpt.errors import SaveError, UnfinishedError
 from epochckpt.orbax import StepNames, linked_view
 from epochckpt.storage import PosixStore, posix
@@ -233,8 +233,8 @@ def test_a_kill_anywhere_in_it_loses_nothing(
             run = tmp_path / f"{kind}-{moment}"
             shutil.copytree(tmp_path / "epochs", run, symlinks=True)
             with immovable(run):
-                commits = RenameCommits(PosixStore(run), names)
-                writer = commits.claim()
+                epoch_directory = PosixDirectory(PosixStore(run), names)
+                writer = epoch_directory.claim()
                 calls = 0
 
                 def count(real: Callable[..., None], moment: int = moment) -> Callable[..., None]:

@@ -117,9 +117,9 @@ def end_of_loop(directory: str) -> dict[str, Any]:
         if me:
             await_verdict = m.parts.saves.queue._part._await_verdict
 
-            def await_both(attempt: Any, error: Exception | None) -> Any:
+            def await_both(save_id: Any, error: Exception | None) -> Any:
                 assert heard.wait(WAIT_MILLIS / 1000)
-                return await_verdict(attempt, error)
+                return await_verdict(save_id, error)
 
             m.parts.saves.queue._part._await_verdict = await_both
         m.save(0, args=args)

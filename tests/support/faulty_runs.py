@@ -184,7 +184,7 @@ class FaultyRun:
             self._say(f"epoch {epoch} is a mixture")
         return int(tree["tag"])
 
-    def _attempt(self, call: Callable[[], object], after: Found, new: Found | None = None) -> None:
+    def _save_id(self, call: Callable[[], object], after: Found, new: Found | None = None) -> None:
         """Calls what makes the directory `after`; `new`: the epoch that it saves, which retention may delete."""
         before, hard, began, error = self.model, self._hard, time.monotonic(), None
         try:
@@ -236,7 +236,7 @@ class FaultyRun:
             assert self._manager.save(epoch, args=tree, force=True)
             self._manager.wait_until_finished()
 
-        self._attempt(save, after, {epoch: tag})
+        self._save_id(save, after, {epoch: tag})
 
     def save_next(self) -> None:
         self._save(max(self.model, default=-1) + 1)
@@ -256,13 +256,13 @@ class FaultyRun:
         if len(self.model) > 1:
             epoch = self._any()
             after = {e: tag for e, tag in self.model.items() if e != epoch}
-            self._attempt(lambda: self._manager.delete(epoch), after)
+            self._save_id(lambda: self._manager.delete(epoch), after)
 
     def roll_back(self) -> None:
         if len(self.model) > 1:
             epoch = self._any()
             after = {e: tag for e, tag in self.model.items() if e <= epoch}
-            self._attempt(lambda: self._manager.rollback_to(epoch), after)
+            self._save_id(lambda: self._manager.rollback_to(epoch), after)
 
     def attach(self) -> None:
         if self.model:

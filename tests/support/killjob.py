@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt import _threads
-from epochckpt.directory import rename
+from epochckpt.directory import posix
 from tests.support.watching import Op, Watcher, watch
 
 KEEP = 3
@@ -255,8 +255,8 @@ class CommitLogger:
 def write_in_place() -> None:
     """Negative control: an epoch is written straight into its final folder."""
 
-    class InPlace(rename.PosixStaging):
-        def __init__(self, stager: rename.PosixStager, epoch: int, save_id: str):
+    class InPlace(posix.PosixStaging):
+        def __init__(self, stager: posix.PosixStager, epoch: int, save_id: str):
             super().__init__(stager, epoch, save_id)
             self.folder = str(epoch)
 
@@ -265,8 +265,8 @@ def write_in_place() -> None:
         self.store.create(f"{staging.epoch}/epoch.json", record)
         self.directory.note_folder(staging.epoch, str(staging.epoch))
 
-    rename.PosixStager.staging = lambda self, epoch, save_id: InPlace(self, epoch, save_id)  # type: ignore
-    rename.PosixWriter.publish = publish  # type: ignore
+    posix.PosixStager.staging = lambda self, epoch, save_id: InPlace(self, epoch, save_id)  # type: ignore
+    posix.PosixWriter.publish = publish  # type: ignore
 
 
 def delete_in_place() -> None:
@@ -275,7 +275,7 @@ def delete_in_place() -> None:
     def unlist(self: Any, epoch: int, kept_in: str | None = None, *, logged: bool = False) -> Callable[[], None]:
         return lambda: self.store.remove_tree(self.directory.folder(epoch))
 
-    rename.PosixWriter.unlist = unlist  # type: ignore
+    posix.PosixWriter.unlist = unlist  # type: ignore
 
 
 UNPROTECTED = {"write_in_place": write_in_place, "delete_in_place": delete_in_place}

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory import Commits, commits_of
+from epochckpt.directory import EpochDirectory, directory_of
 from epochckpt.format.tree import DTYPES
 from epochckpt.manager import CheckpointReader
 from epochckpt.orbax import StepNames
@@ -24,8 +24,8 @@ from tests.support.stock_steps import CONFIG, LAYOUTS, full, write
 SMALL = ec.StorageOptions(block_bytes=4096, part_bytes=16384)
 
 
-def commits(directory: Any) -> Commits:
-    return commits_of(open_store(directory), StepNames.of(ocp.CheckpointManagerOptions()))
+def epoch_directory(directory: Any) -> EpochDirectory:
+    return directory_of(open_store(directory), StepNames.of(ocp.CheckpointManagerOptions()))
 
 
 def bits(array: np.ndarray, dtype: Any) -> np.ndarray:

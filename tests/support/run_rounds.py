@@ -302,10 +302,10 @@ class World:
                 continue
             if folder.startswith("incarnation-") and self.url.startswith("/"):
                 continue  # of the last run
-            attempt = paths.attempt_in(rest)
+            save_id = paths.save_id_in(rest)
             stray = int(folder) not in saves if folder.isdigit() else True
-            if folder.isdigit() and attempt is not None:
-                stray |= attempt != saves.get(int(folder))
+            if folder.isdigit() and save_id is not None:
+                stray |= save_id != saves.get(int(folder))
             elif not self.url.startswith("/") and object_view.is_small(rest):
                 continue  # what comes late of a view has no mark, and stays
             if stray:

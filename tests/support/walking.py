@@ -320,7 +320,7 @@ class Newer:
             self.there = {epoch: self.there[epoch]}
 
     def replaces(self) -> None:
-        if paths.attempt_in(self.manager.save_id(self.last)) is None:  # of stock Orbax
+        if paths.save_id_in(self.manager.save_id(self.last)) is None:  # of stock Orbax
             self.deletes_and_saves_again()
             return
         self.manager.allow_overwrite(self.last)
@@ -627,8 +627,8 @@ class _Meeting:
             folder, _, rest = key.partition("/")
             if not folder.isdigit() or not rest:
                 continue
-            attempt = paths.attempt_in(rest)
-            if attempt is None and object_view.is_small(rest):  # what comes late of a view has no mark, and stays
+            save_id = paths.save_id_in(rest)
+            if save_id is None and object_view.is_small(rest):  # what comes late of a view has no mark, and stays
                 continue
-            if attempt not in kept if attempt else int(folder) not in epochs:
+            if save_id not in kept if save_id else int(folder) not in epochs:
                 self.problems.append(f"remains for ever: {key}")

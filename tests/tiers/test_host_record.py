@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import orbax.checkpoint as ocp
 import pytest
 
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.errors import DamagedError
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -15,11 +15,11 @@ from epochckpt.tiers.host_record import HostRecord, introduce, read_host_record
 
 def test_processes_that_see_one_directory_find_one_record(tmp_path: pathlib.Path) -> None:
     """Eight come at once: all take the record of the one that wrote it, and nothing else stays."""
-    commits = commits_of(open_store(tmp_path), StepNames.of(ocp.CheckpointManagerOptions()))
+    epoch_directory = directory_of(open_store(tmp_path), StepNames.of(ocp.CheckpointManagerOptions()))
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda number: introduce(commits, f"process_{number}", "gs://b/run"), range(8)))
+        found = list(pool.map(lambda number: introduce(epoch_directory, f"process_{number}", "gs://b/run"), range(8)))
     assert len(set(found)) == 1
-    assert read_host_record(commits.store) == found[0]
+    assert read_host_record(epoch_directory.store) == found[0]
     assert [path.name for path in (tmp_path / "_epochckpt").iterdir()] == ["host.json"]
 
 

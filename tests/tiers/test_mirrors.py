@@ -25,7 +25,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli.main import main
-from epochckpt.directory.rename import PosixWriter, RenameCommits
+from epochckpt.directory.posix import PosixDirectory, PosixWriter
 from epochckpt.errors import FencedError, InvalidArgumentError, UncertainError
 from epochckpt.format import paths
 from epochckpt.storage import PosixStore
@@ -598,12 +598,12 @@ def test_a_paused_older_run_cannot_claim_the_mirror_back(place: Place) -> None:
     assert after is not None
     assert len(after.claims) == 1
     assert after.claims != ledger.claims
-    commits = RenameCommits(PosixStore(place.mirror), manager.parts.directory.commits.names)
+    epoch_directory = PosixDirectory(PosixStore(place.mirror), manager.parts.directory.epoch_directory.names)
     from epochckpt.directory.lineage import ClaimLineage, Lineage
 
     old = Lineage(directory=ledger.identity.directory, claim=ledger.claims[0])
     with pytest.raises(FencedError):
-        commits.claim(lineage=ClaimLineage(expected=old, directory=old.directory, claim="x"))
+        epoch_directory.claim(lineage=ClaimLineage(expected=old, directory=old.directory, claim="x"))
     np.testing.assert_equal(place.mirrored(), {0: 0, 1: 1})
 
 
@@ -812,22 +812,22 @@ def test_a_mirror_that_goes_away_right_after_its_claim_is_this_directory_s(
     with place.open("one") as manager:
         save(manager, 0)
         save(manager, 1)
-    claim, list_epochs = RenameCommits.claim, RenameCommits.list_epochs
+    claim, list_epochs = PosixDirectory.claim, PosixDirectory.list_epochs
     claimed = list[str]()
 
-    def claim_and_go(commits: RenameCommits, *args: Any, **kwargs: Any) -> PosixWriter:
-        writer = claim(commits, *args, **kwargs)
-        claimed.append(str(commits.store.root))
+    def claim_and_go(epoch_directory: PosixDirectory, *args: Any, **kwargs: Any) -> PosixWriter:
+        writer = claim(epoch_directory, *args, **kwargs)
+        claimed.append(str(epoch_directory.store.root))
         return writer
 
-    def list_or_fail(commits: RenameCommits) -> list[int]:
-        if claimed.count(str(place.mirror)) == 1 and str(commits.store.root) == str(place.mirror):
+    def list_or_fail(epoch_directory: PosixDirectory) -> list[int]:
+        if claimed.count(str(place.mirror)) == 1 and str(epoch_directory.store.root) == str(place.mirror):
             claimed.append(str(place.mirror))
             raise OSError(errno.EIO, "the mirror is away")
-        return list_epochs(commits)
+        return list_epochs(epoch_directory)
 
-    monkeypatch.setattr(RenameCommits, "claim", claim_and_go)
-    monkeypatch.setattr(RenameCommits, "list_epochs", list_or_fail)
+    monkeypatch.setattr(PosixDirectory, "claim", claim_and_go)
+    monkeypatch.setattr(PosixDirectory, "list_epochs", list_or_fail)
     with place.open("two") as manager:
         save(manager, 1, 1.5, replace=True)
         eventually(lambda: "the mirror is away" in caplog.text)

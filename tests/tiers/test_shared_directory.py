@@ -11,7 +11,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.agreement import Coordinator
-from epochckpt.directory import commits_of
+from epochckpt.directory import directory_of
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
@@ -69,16 +69,16 @@ def test_a_reader_of_one_hosts_directory_learns_that_at_its_next_look(tmp_path: 
     """The directory may get its record after it was opened."""
     options = Options(read_only=True)
     directory = SharedDirectory(place(tmp_path, options), Coordinator(), None)
-    commits = directory.place.commits()
-    directory.survey(commits, [None], {})
+    epoch_directory = directory.place.epoch_directory()
+    directory.survey(epoch_directory, [None], {})
     assert not directory.is_partial
-    introduce(commits_of(open_store(tmp_path), StepNames.of(options)), "process_0", "gs://b/run")
-    directory.check(commits, [None])  # to look is allowed
-    directory.survey(commits, [None], {})
+    introduce(directory_of(open_store(tmp_path), StepNames.of(options)), "process_0", "gs://b/run")
+    directory.check(epoch_directory, [None])  # to look is allowed
+    directory.survey(epoch_directory, [None], {})
     assert directory.is_partial
     to_write = SharedDirectory(place(tmp_path, Options()), Coordinator(), None)
     with pytest.raises(InvalidArgumentError, match=r"disk of one host \(of node process_0\).*mirror, gs://b/run"):
-        to_write.check(commits, [None])
+        to_write.check(epoch_directory, [None])
 
 
 def test_processes_that_differ_in_local_disks_are_refused(tmp_path: pathlib.Path) -> None:
@@ -91,5 +91,5 @@ def test_processes_that_differ_in_local_disks_are_refused(tmp_path: pathlib.Path
     shared = SharedDirectory(place(tmp_path / "run", Options()), Coordinator(), None)
     for directory in (per_host, shared):
         with pytest.raises(InvalidArgumentError, match="local_disks differs between the processes"):
-            directory.check(one.commits(), [told, None])
-    per_host.check(one.commits(), [told, told])
+            directory.check(one.epoch_directory(), [told, None])
+    per_host.check(one.epoch_directory(), [told, told])

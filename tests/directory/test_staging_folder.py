@@ -15,8 +15,8 @@ import pytest
 import epochckpt as ec
 from epochckpt.caffe2 import epochs as caffe2_epochs
 from epochckpt.caffe2.epochs import NodeEpochs
-from epochckpt.directory import placing
-from epochckpt.directory.rename import RenameCommits
+from epochckpt.directory import staging_folder
+from epochckpt.directory.posix import PosixDirectory
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import PosixStore
@@ -85,7 +85,7 @@ def test_an_epoch_that_is_to_be_kept_survives_every_kill(
         run = pathlib.Path(shutil.copytree(three, tmp_path / str(moment), symlinks=True))
         if there:
             (run / "trash").mkdir()
-        writer = RenameCommits(PosixStore(run), NAMES).claim()
+        writer = PosixDirectory(PosixStore(run), NAMES).claim()
         done = False
         with killed_at(moment) as made:
             writer.unlist(3, "trash")
@@ -93,8 +93,8 @@ def test_an_epoch_that_is_to_be_kept_survives_every_kill(
         assert values(run) in ({1: 1, 2: 2, 3: 3}, {1: 1, 2: 2})
         if not done:
             with killed_at(moment % 5):
-                RenameCommits(PosixStore(run), NAMES).claim()
-            RenameCommits(PosixStore(run), NAMES).claim()
+                PosixDirectory(PosixStore(run), NAMES).claim()
+            PosixDirectory(PosixStore(run), NAMES).claim()
         seen = values(run)
         if 3 not in seen:
             assert values(run / "trash") == {3: 3}, made
@@ -140,7 +140,7 @@ def test_an_upload_that_replaces_is_never_half_done(
 
         def look(directory: pathlib.Path) -> dict[int, int]:
             epochs = NodeEpochs(directory, "n")
-            return {e: int(epochs.reader(e).restore(None)["x"][0]) for e in epochs.commits.list_epochs()}
+            return {e: int(epochs.reader(e).restore(None)["x"][0]) for e in epochs.epoch_directory.list_epochs()}
 
     if not exchange:
         monkeypatch.setattr(PosixStore, "exchange", no_exchange)
@@ -157,7 +157,7 @@ def test_an_upload_that_replaces_is_never_half_done(
         found.append(seen)
         if seen == {}:
             (home,) = [entry.name for entry in PosixStore(to).list("") if entry.name.endswith(paths.TMP_SUFFIX)]
-            placing.leave(PosixStore(to), home)
+            staging_folder.leave(PosixStore(to), home)
             assert look(to) == {1: 1}
         ec.LocalSession().run(build(to))
         assert look(to) == {1: 100}
@@ -188,7 +188,7 @@ def test_a_torn_root_metadata_is_written_anew(tmp_path: pathlib.Path) -> None:
     assert os.listdir(path.parent) == [path.name]
     for moment in range(10):
         run = tmp_path / str(moment)
-        writer = RenameCommits(PosixStore(run), NAMES).claim()
+        writer = PosixDirectory(PosixStore(run), NAMES).claim()
         with killed_at(moment) as made:
             writer.write_once(("metadata", "_ROOT_METADATA"), b'{"whole": 1}')
         left = run / "metadata" / "_ROOT_METADATA"
@@ -201,8 +201,8 @@ def test_a_torn_root_metadata_is_written_anew(tmp_path: pathlib.Path) -> None:
 def test_names_say_what_becomes_of_a_folder() -> None:
     """What is on the move says where to; what leads out of the directory is nobody's move."""
     for where in ("5", "trash/5", "5/process_0", "damaged-0123456789abcdef/step_5"):
-        assert placing.parse_moving(placing.moving("home", where).partition("/")[2]) == where
-    assert placing.parse_removed(placing.removed("home", "5").partition("/")[2]) == "5"
-    assert placing.parse_removed(placing.removed("home").partition("/")[2]) == ""
+        assert staging_folder.parse_moving(staging_folder.moving("home", where).partition("/")[2]) == where
+    assert staging_folder.parse_removed(staging_folder.removed("home", "5").partition("/")[2]) == "5"
+    assert staging_folder.parse_removed(staging_folder.removed("home").partition("/")[2]) == ""
     for name in ("moving-1-5", f"moving-{'0' * 16}-..%2F..%2Fetc", f"moving-{'0' * 16}-%2Fetc", f"moving-{'0' * 16}-"):
-        assert placing.parse_moving(name) is None
+        assert staging_folder.parse_moving(name) is None

@@ -1,11 +1,11 @@
-"""Commits on stores with an atomic folder rename (POSIX).
+"""EpochDirectory on stores with an atomic folder rename (POSIX).
 
 Guarantees:
 - an epoch is staged whole and durably below the incarnation's folder, and becomes visible by one rename;
 - every rename goes through that folder. A newer run moves it away, so that every later rename of an older run fails;
 - an epoch that is deleted, quarantined or replaced is moved out of sight whole before a byte of it is removed.
 
-How folders come to their places, and what a kill on the way leaves, is in `placing`.
+How folders come to their places, and what a kill on the way leaves, is in `staging_folder`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,19 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from epochckpt import _threads, errors
-from epochckpt.directory import attached_metrics, metrics_log, owners, placing
+from epochckpt.directory import attached_metrics, metrics_log, owners, staging_folder
 from epochckpt.directory import lineage as lineages
+from epochckpt.directory.epoch_directory import (
+    EpochDirectory,
+    ReplaceCondition,
+    Rollback,
+    Stager,
+    Staging,
+    Writer,
+    make_folder,
+)
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.metrics_log import Line
-from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback, Stager, Staging, Writer, make_folder
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.orbax import StepNames, Views, linked_view, step_names
 from epochckpt.storage.posix import owner_of, this_user
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
 _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
 
 
-class RenameCommits(Commits):
+class PosixDirectory(EpochDirectory):
     """Epochs are folders with a commit record. They become visible by the rename of a staged folder."""
 
     def __init__(self, store: Store, names: StepNames):
@@ -69,12 +77,12 @@ class RenameCommits(Commits):
         except FileNotFoundError:  # there is no directory yet
             return []
         homes = [entry.name for entry in entries if paths.parse_incarnation(entry.name) is not None]
-        found = [where for home in homes for _, where in placing.on_the_move(self.store, home)]
+        found = [where for home in homes for _, where in staging_folder.on_the_move(self.store, home)]
         epochs = [self.names.parse(where) for where in found if not self.store.exists(where)]
         return sorted(epoch for epoch in epochs if epoch is not None)
 
     def uncache(self, epoch: int, node: str) -> None:
-        """See Commits. The next epoch is written to these pages, which are faster than pages not touched yet."""
+        """See EpochDirectory. The next epoch is written to these pages, which are faster than pages not touched yet."""
         folder = paths.join(self.folder(epoch), paths.folder_name(node))
         with suppress(OSError):  # deleted meanwhile, as a rule
             for entry in self.store.list(folder):
@@ -229,9 +237,9 @@ class PosixStaging(Staging):
 class PosixWriter(Writer):
     """The right of the run whose home is there: each of its renames goes through the home."""
 
-    def __init__(self, directory: RenameCommits, stager: PosixStager):
+    def __init__(self, directory: PosixDirectory, stager: PosixStager):
         super().__init__(directory, stager.incarnation)
-        self.directory: RenameCommits = directory
+        self.directory: PosixDirectory = directory
         self._stager = stager
         self._views = Views()
         self._given_up: collections.deque[Staging] = collections.deque(maxlen=_GIVEN_UP)
@@ -252,7 +260,7 @@ class PosixWriter(Writer):
         return self._stager.lost(epoch)
 
     def take_over(self, epoch: int) -> None:
-        """Makes the home, fences off every older run, and finishes what they left; see `Commits.claim`."""
+        """Makes the home, fences off every older run, and finishes what they left; see `EpochDirectory.claim`."""
         try:
             with self._permitted(""):
                 self._take_over(epoch)
@@ -290,7 +298,7 @@ class PosixWriter(Writer):
     def _sweep(self, entry: Entry) -> str:
         """Fences off the earlier run whose staging this is; returns where that lies then, if it is to be removed."""
         if paths.parse_unclaimed(entry.name) is not None:
-            away = placing.removed(self.home)
+            away = staging_folder.removed(self.home)
             with suppress(FileNotFoundError, PermissionError):
                 self.store.rename(entry.name, away)
                 return away
@@ -299,7 +307,7 @@ class PosixWriter(Writer):
         if older is None or older == self.incarnation:
             return ""
         with self._permitted(entry.name):
-            away = placing.take_over(self.store, self.home, entry.name)
+            away = staging_folder.take_over(self.store, self.home, entry.name)
         if away is not None and older not in self.directory.claims:
             owner = paths.join(away, paths.OWNER_FILE)
             when = owners.report_takeover(self.store.root, partial(owners.read, self.store, owner))
@@ -317,7 +325,7 @@ class PosixWriter(Writer):
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
         view, noted = self._views.note(record)
-        staging = self.staging(record.epoch, record.attempt)
+        staging = self.staging(record.epoch, record.save_id)
         with staging.guarded():
             return linked_view.write(self.store, staging.folder, noted, view, run)
 
@@ -336,7 +344,7 @@ class PosixWriter(Writer):
             self.store.sync_folder(staging.folder)
         # From here on the epoch may become visible. A damaged one gives way before, a good one by the rename itself.
         check()
-        present = replaces is not None and self.directory.read_attempt(epoch) == replaces.attempt
+        present = replaces is not None and self.directory.read_save_id(epoch) == replaces.save_id
         replace = replaces is not None and present and not replaces.damage
         if present and not replace and self.store.exists(self.directory.folder(epoch)):
             away = f"damaged-{paths.new_id()}"
@@ -353,11 +361,11 @@ class PosixWriter(Writer):
         final = self.names.build(epoch)
         old: str | None = None
         try:
-            old = placing.put(self.store, self.home, staged.folder, final, replace=replace)
+            old = staging_folder.put(self.store, self.home, staged.folder, final, replace=replace)
         except OSError as error:
             if not self._arrived(staged, error):
                 raise self._refusal(epoch, error) from error
-        placing.settle(self.store, self.home, epoch, final, old)
+        staging_folder.settle(self.store, self.home, epoch, final, old)
         self.directory.note_folder(epoch, final)
         self._latest = max(self._latest, epoch)
         return None if old is None else partial(self.store.remove_tree, old)
@@ -372,13 +380,13 @@ class PosixWriter(Writer):
             found = self.directory.read_in(staged.folder, staged.epoch)
             if found is None:
                 return self.directory.is_there(staged.epoch, staged.save_id, error)
-            if found.attempt == staged.save_id:
+            if found.save_id == staged.save_id:
                 away = self._take_away(staged)
                 _threads.logged("the remains of a save stay", lambda: self.store.remove_tree(away))
         except (errors.DamagedError, errors.FormatError, OSError) as problem:
             reason = f"{errors.say(error)}; and where it is now cannot be seen ({problem})"
             raise errors.UncertainError(staged.epoch, reason) from error
-        return found.attempt != staged.save_id  # exchanged for the epoch that it replaces
+        return found.save_id != staged.save_id  # exchanged for the epoch that it replaces
 
     def _refusal(self, epoch: int, error: OSError) -> errors.EpochCheckpointError:
         """Why a staged epoch could not be put in its place."""
@@ -393,7 +401,7 @@ class PosixWriter(Writer):
         reason = f"renaming it into place failed: {error}"
         if isinstance(error, PermissionError):
             reason += f". {self._whose(self.names.build(epoch))}"
-        if placing.immovable(error):
+        if staging_folder.immovable(error):
             reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
         return errors.SaveError(epoch, reason)
 
@@ -404,7 +412,7 @@ class PosixWriter(Writer):
             self.store.remove_tree(self._take_away(staging))
 
     def _take_away(self, staged: Staging) -> str:
-        away = placing.removed(self.home)
+        away = staging_folder.removed(self.home)
         self.store.rename(staged.folder, away)
         return away
 
@@ -426,7 +434,7 @@ class PosixWriter(Writer):
         with suppress(errors.DamagedError, errors.FormatError, errors.FormatVersionError):
             found = self.directory.read_head(epoch)
             metrics = attached_metrics.merge(found.metrics, attached_metrics.of_epoch(self.directory, found))
-            if line := Line.of(epoch, found.attempt, found.committed_ns, metrics):
+            if line := Line.of(epoch, found.save_id, found.committed_ns, metrics):
                 self._append(line)
 
     def keep_deleted(self, lines: Iterable[Line]) -> None:
@@ -454,15 +462,15 @@ class PosixWriter(Writer):
             raise errors.EpochExistsError(problem)
         if logged:
             _threads.logged(f"{self.store.root}: metrics of checkpoint {epoch} are not kept", partial(self._log, epoch))
-        away = placing.removed(self.home, name)
+        away = staging_folder.removed(self.home, name)
         with self._fenced(epoch), self._permitted(name):
             try:
                 if kept is None:
                     self.store.rename(name, away)
                 else:
-                    placing.keep(self.store, self.home, name, kept)
+                    staging_folder.keep(self.store, self.home, name, kept)
             except OSError as error:
-                if not placing.immovable(error):
+                if not staging_folder.immovable(error):
                     raise
                 self.roll_back(Rollback(None, (epoch,), paths.new_id(), kept_in))
                 return lambda: None
@@ -489,16 +497,16 @@ class PosixWriter(Writer):
             self._append(Line(rollback.to, back=True))
         with self._fenced(rollback.about):
             if folder is not None:
-                placing.make_folder(self.store, self.home, folder)
+                staging_folder.make_folder(self.store, self.home, folder)
             for epoch in sorted(rollback.epochs, reverse=True):
                 name = self.directory.folder(epoch)
                 if not self.store.exists(name):
                     continue
                 with self._permitted(name):
                     if folder is None or self.store.exists(paths.join(folder, name)):  # or copied
-                        placing.remove_here(self.store, self.home, name)
+                        staging_folder.remove_here(self.store, self.home, name)
                     else:
-                        placing.move(self.store, self.home, name, paths.join(folder, name))
+                        staging_folder.move(self.store, self.home, name, paths.join(folder, name))
                 self.store.sync_folder("")
             if folder is not None:
                 self.store.sync_folder(folder)
@@ -509,7 +517,7 @@ class PosixWriter(Writer):
             self.store.remove(done)
 
     def release(self) -> None:
-        placing.leave(self.store, self.home, paths.unclaimed_folder(self.incarnation))
+        staging_folder.leave(self.store, self.home, paths.unclaimed_folder(self.incarnation))
         self.store.sync_folder("")
 
     @contextmanager

@@ -28,29 +28,29 @@ def folders(store: Store, names: StepNames, known: Head) -> dict[str, set[str] |
 
     def look(name: str) -> None:
         files = [file.path for file in store.files(name, _LOOKED_AT)] if known.incarnation else []
-        attempts = {attempt for path in files if (attempt := paths.attempt_in(path)) and known.knows(attempt)}
+        save_ids = {save_id for path in files if (save_id := paths.save_id_in(path)) and known.knows(save_id)}
         try:
-            copy = copied_attempt(store, name) if paths.EPOCH_RECORD in files else None
+            copy = copied_save_id(store, name) if paths.EPOCH_RECORD in files else None
         except FormatVersionError:  # whose it is cannot be seen: nothing there is swept
             beside[name] = None
             return
         # Beside attempts of ours other files are what is left of an Orbax view.
         only_metrics = all(map(paths.parse_metrics_file, files)) and files
-        ours = attempts or only_metrics or (copy is not None and known.knows(copy))
+        ours = save_ids or only_metrics or (copy is not None and known.knows(copy))
         ours = ours or (copy is None and object_view.is_remainder(store, name, files))
         # No sweep leaves an attempt with the copy of its record: somebody has put an epoch back.
-        put_back = copy in attempts and copy not in {*known.named, *known.dead}
-        beside[name] = attempts - known.named if ours and not put_back else None
+        put_back = copy in save_ids and copy not in {*known.named, *known.dead}
+        beside[name] = save_ids - known.named if ours and not put_back else None
 
     store.each(look, [name for name in found if names.parse(name) is not None])
     return beside
 
 
-def copied_attempt(store: Store, folder: str) -> str | None:
+def copied_save_id(store: Store, folder: str) -> str | None:
     """The attempt whose record was copied into an epoch's folder; None without a usable copy."""
     with suppress(DamagedError, FormatError):
         copy = parsing.read_record(store, paths.join(folder, paths.EPOCH_RECORD), parsing.parse_head)
-        return copy and copy.attempt
+        return copy and copy.save_id
     return None
 
 
@@ -62,7 +62,7 @@ def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head
         epoch = names.parse(folder)
         if epoch is not None and steps.is_step(store, folder, lambda name: names.parse(name) is not None):
             step, gone = HeadEpoch.of(steps.read(store, folder, epoch)), known.removed_steps.get(folder)
-            if gone is None or gone.attempt != step.attempt:
+            if gone is None or gone.save_id != step.save_id:
                 found[folder] = step
 
     if steps.saves_to(store):

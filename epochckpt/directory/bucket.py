@@ -1,4 +1,4 @@
-"""Commits on stores without rename (object stores), by conditional writes of one object, the `head`.
+"""EpochDirectory on stores without rename (object stores), by conditional writes of one object, the `head`.
 
 Guarantees:
 - every object of an attempt carries the attempt's id, and no two attempts share an id. So nothing is overwritten, and
@@ -24,7 +24,8 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.directory import attached_metrics, head_turns, metrics_log, object_log, owners, surroundings
+from epochckpt.directory import attached_metrics, bucket_listing, head_turns, metrics_log, object_log, owners
+from epochckpt.directory.epoch_directory import EpochDirectory, ReplaceCondition, Rollback, Stager, Staging, Writer
 from epochckpt.directory.head_changes import (
     BeginSave,
     ClaimHead,
@@ -42,7 +43,6 @@ from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.object_log import ObjectLog
 from epochckpt.directory.object_views import ObjectViews
-from epochckpt.directory.protocol import Commits, ReplaceCondition, Rollback, Stager, Staging, Writer
 from epochckpt.directory.stock_steps import StockStepRemoval
 from epochckpt.errors import (
     DamagedError,
@@ -61,7 +61,7 @@ from epochckpt.storage import Conflicts, Store, rounds
 _KEPT, _KEPT_BYTES = 4, 1 << 20  # records that are remembered, and the largest of them
 
 
-class PutCommits(Commits):
+class BucketDirectory(EpochDirectory):
     """Epochs are what the head names."""
 
     def __init__(self, store: Store, names: StepNames):
@@ -122,17 +122,17 @@ class PutCommits(Commits):
             raise self._unknown(epoch)
         return self.read_head(epoch) if entry.large else entry
 
-    def read_attempt(self, epoch: int) -> str | None:
+    def read_save_id(self, epoch: int) -> str | None:
         if self.names.only:
-            return super().read_attempt(epoch)
+            return super().read_save_id(epoch)
         self.head.read()
-        return self.seen_attempt(epoch)
+        return self.seen_save_id(epoch)
 
-    def seen_attempt(self, epoch: int) -> str | None:
+    def seen_save_id(self, epoch: int) -> str | None:
         if self.names.only:
-            return super().seen_attempt(epoch)
+            return super().seen_save_id(epoch)
         entry = self.entries().get(epoch)
-        return entry.attempt if entry else None
+        return entry.save_id if entry else None
 
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
         if self.names.only:
@@ -152,7 +152,7 @@ class PutCommits(Commits):
                     return steps.read(self.store, folder, epoch)
             raise EpochNotFoundError(epoch, self.store.root, [e for e in self.entries() if e != epoch])
         while True:
-            record = self.attempt_record(folder, entry.attempt, parse)
+            record = self.record_of(folder, entry.save_id, parse)
             if record is not None:
                 return record
             # Deleted or replaced since the look at the head, or lost.
@@ -160,25 +160,25 @@ class PutCommits(Commits):
             now = self.entries().get(epoch)
             if now is None:
                 raise self._unknown(epoch)
-            if now.attempt == entry.attempt:
+            if now.save_id == entry.save_id:
                 problem = f"is missing, and {paths.HEAD} names it: checkpoint {epoch} cannot be read"
-                raise DamagedError(_record_path(folder, entry.attempt), problem)
+                raise DamagedError(_record_path(folder, entry.save_id), problem)
             entry = now
 
-    def attempt_record(
-        self, folder: str, attempt: str, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    def record_of(
+        self, folder: str, save_id: str, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
     ) -> EpochRecord | None:
         """The commit record of an attempt, or else its copy; it may be remembered, since it never changes."""
-        key, known = (folder, attempt), self._records.get((folder, attempt))
+        key, known = (folder, save_id), self._records.get((folder, save_id))
         if known is not None:
             return parse(*known)
 
         def parsed(path: str, data: bytes) -> tuple[EpochRecord, bytes]:
             return parse(path, data), data
 
-        for path in (_record_path(folder, attempt), paths.join(folder, paths.EPOCH_RECORD)):
+        for path in (_record_path(folder, save_id), paths.join(folder, paths.EPOCH_RECORD)):
             record, data = parsing.read_record(self.store, path, parsed) or (None, b"")
-            if record is not None and record.attempt == attempt:
+            if record is not None and record.save_id == save_id:
                 if record.epoch != self.names.parse(folder):
                     raise FormatError(path, f"is the record of checkpoint {record.epoch}, found in the folder {folder}")
                 if len(data) <= _KEPT_BYTES:
@@ -187,7 +187,7 @@ class PutCommits(Commits):
         return None
 
     def forget_records(self) -> None:
-        """See Commits."""
+        """See EpochDirectory."""
         self._records = {}
 
     def read_in(
@@ -196,7 +196,7 @@ class PutCommits(Commits):
         if self.names.only or "/" in folder:
             return super().read_in(folder, epoch, parse)
         found = self.head.seen() or Head()
-        return self.attempt_record(folder, found.epochs[folder].attempt, parse) if folder in found.epochs else None
+        return self.record_of(folder, found.epochs[folder].save_id, parse) if folder in found.epochs else None
 
     def rollback(self) -> Rollback | None:
         return None  # it is one change of the head
@@ -204,7 +204,7 @@ class PutCommits(Commits):
     def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]] | None:
         if self.names.only:
             return None  # the folder has copies
-        return {epoch: (entry.attempt, entry.attached) for epoch, entry in self.entries().items() if entry.attached}
+        return {epoch: (entry.save_id, entry.attached) for epoch, entry in self.entries().items() if entry.attached}
 
     def deleted(self) -> dict[int, metrics_log.Line]:
         return {} if self.names.only else object_log.deleted(self.store, self.head.seen() or Head())
@@ -219,10 +219,10 @@ class PutCommits(Commits):
         return super().obstacle(folder)
 
     def beside(self, known: Head) -> tuple[dict[str, set[str] | None], dict[str, HeadEpoch]]:
-        """See `surroundings.folders`; and those of them that are steps of stock Orbax."""
-        found = surroundings.folders(self.store, self.names, known)
-        others = [name for name, attempts in found.items() if attempts is None or name in known.stock]
-        return found, surroundings.steps_in(self.store, self.names, others, known)
+        """See `bucket_listing.folders`; and those of them that are steps of stock Orbax."""
+        found = bucket_listing.folders(self.store, self.names, known)
+        others = [name for name, save_ids in found.items() if save_ids is None or name in known.stock]
+        return found, bucket_listing.steps_in(self.store, self.names, others, known)
 
     def owners(self) -> list[Any]:
         found = self.head.read()
@@ -264,7 +264,7 @@ class PutCommits(Commits):
         self.taken_over = None
         if old is not None and not old.closed:
             self.taken_over = old.incarnation, owners.report_takeover(self.store.root, lambda: old.owner)
-        copies = sorted(name for name, attempts in beside.items() if attempts is not None)
+        copies = sorted(name for name, save_ids in beside.items() if save_ids is not None)
         writer.clean_up(new, copies, sorted({*pages} - {page.path for page in new.pages}), is_first=old is None)
         return writer
 
@@ -279,10 +279,10 @@ class BucketSweep:
         views: the Orbax views of the epochs.
     """
 
-    def __init__(self, directory: PutCommits):
+    def __init__(self, directory: BucketDirectory):
         self._store = directory.store
         self._head = directory.head
-        read = partial(directory.attempt_record, parse=parsing.parse_epoch)
+        read = partial(directory.record_of, parse=parsing.parse_epoch)
         self.views = ObjectViews(directory.store, directory.head, read)
         self._steps = StockStepRemoval(directory.store, directory.head)
 
@@ -293,24 +293,24 @@ class BucketSweep:
     def remove_dead(self, dead: Mapping[str, str]) -> None:
         """Removes what attempts wrote that are dead, by attempt the folder."""
         for folder in sorted(set(dead.values())):
-            self._remove(folder, {attempt for attempt, where in dead.items() if where == folder})
+            self._remove(folder, {save_id for save_id, where in dead.items() if where == folder})
         self._head.swept |= dead.keys()
 
-    def _remove(self, folder: str, attempts: Collection[str]) -> None:
+    def _remove(self, folder: str, save_ids: Collection[str]) -> None:
         """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""
         path, found = paths.join(folder, paths.EPOCH_RECORD), [file.path for file in self._store.files(folder)]
-        self.views.remove_all(folder, attempts, found)
-        gone = [paths.join(folder, name) for name in found if paths.attempt_in(name) in attempts]
+        self.views.remove_all(folder, save_ids, found)
+        gone = [paths.join(folder, name) for name in found if paths.save_id_in(name) in save_ids]
         metrics = [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]
         copy: EpochRecord | None = None
         with suppress(EpochCheckpointError):
             copy = parsing.read_record(self._store, path, parsing.parse_head) if paths.EPOCH_RECORD in found else None
-        if copy is not None and copy.attempt in attempts:
+        if copy is not None and copy.save_id in save_ids:
             gone += [path, *metrics]
             if not copy.objects:  # the folder was copied from a file system
                 gone += [paths.join(folder, below) for below in copy.sizes()]
         else:
-            gone += [each for each in metrics if attached_metrics.attempt_of(self._store, each) in attempts]
+            gone += [each for each in metrics if attached_metrics.save_id_of(self._store, each) in save_ids]
         # A reader that misses something looks for the record: it is gone first.
         self._store.remove_all([path for path in gone if path.count("/") == 1])
         self._store.remove_all([path for path in gone if path.count("/") > 1])
@@ -319,7 +319,7 @@ class BucketSweep:
 class BucketStager(Stager):
     """Says where the nodes of a save write in a bucket."""
 
-    def __init__(self, directory: PutCommits, incarnation: str):
+    def __init__(self, directory: BucketDirectory, incarnation: str):
         super().__init__(incarnation)
         self._directory = directory
         self._claimed = Incarnation(directory.store.root, incarnation)
@@ -346,9 +346,9 @@ class BucketStaging(Staging):
 class BucketWriter(Writer):
     """The right of the run that the head names: each of its changes is one conditional write of the head."""
 
-    def __init__(self, directory: PutCommits, incarnation: str):
+    def __init__(self, directory: BucketDirectory, incarnation: str):
         super().__init__(directory, incarnation)
-        self.directory: PutCommits = directory
+        self.directory: BucketDirectory = directory
         self._head = directory.head
         self._claimed = Incarnation(directory.store.root, incarnation)
         self._stager = BucketStager(directory, incarnation)
@@ -391,19 +391,19 @@ class BucketWriter(Writer):
 
     def _tidy(self, folder: str, now: Head) -> None:
         """Removes the copies of a record and of metrics where there is no epoch, but for those that are set aside."""
-        attempt = surroundings.copied_attempt(self.store, folder)
-        kept = {where: entry for where, entry in now.aside.items() if entry.attempt == attempt}
+        save_id = bucket_listing.copied_save_id(self.store, folder)
+        kept = {where: entry for where, entry in now.aside.items() if entry.save_id == save_id}
         if kept:
             self._copy_aside(kept)
-        elif attempt is None or now.knows(attempt):
-            copies = [] if attempt is None else [paths.join(folder, paths.EPOCH_RECORD)]
+        elif save_id is None or now.knows(save_id):
+            copies = [] if save_id is None else [paths.join(folder, paths.EPOCH_RECORD)]
             self.store.remove_all([*copies, *self.store.find(paths.METRICS_PREFIX, folder)])
 
     def stage(self, epoch: int, save_id: str) -> BucketStaging:
         staging = self.staging(epoch, save_id)
         if staging.folder in (self._head.seen() or Head()).removed_steps:
             self._sweep.finish_step(staging.folder, self._claimed)
-        change = BeginSave(incarnation=self._claimed, epoch=epoch, folder=staging.folder, attempt=save_id)
+        change = BeginSave(incarnation=self._claimed, epoch=epoch, folder=staging.folder, save_id=save_id)
         self._head.write(change)
         return staging
 
@@ -416,16 +416,16 @@ class BucketWriter(Writer):
         self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
         epoch = staging.epoch
-        attempt = staging.save_id
+        save_id = staging.save_id
         folder = staging.folder
-        path = _record_path(folder, attempt)
+        path = _record_path(folder, save_id)
         entry = HeadEpoch.of(parsing.parse_head(path, record))
         self.store.create(path, record)
         check()
         may_replace = frozenset[str]()
         kept_in: str | None = None
         if replaces is not None:
-            may_replace = None if replaces.attempt is None else frozenset({replaces.attempt})
+            may_replace = None if replaces.save_id is None else frozenset({replaces.save_id})
             kept_in = f"damaged-{paths.new_id()}" if replaces.damage else None
         change = PublishEpoch(
             incarnation=self._claimed,
@@ -457,29 +457,29 @@ class BucketWriter(Writer):
         if was is not None and kept_in is not None:
             logging.warning("%s: the damaged checkpoint %d was set aside in %s", self.store.root, epoch, kept_in)
             self._copy_aside({paths.join(kept_in, folder): was})
-        copy = partial(self._copy_record, folder, attempt, record)
+        copy = partial(self._copy_record, folder, save_id, record)
         steps: list[Callable[[], object]] = [partial(_threads.logged, f"{self.store.root}: the copy of a record", copy)]
         if was is not None and was.stock:
             steps.append(partial(self._remove_steps, [folder]))
-        steps += self._views.after_commit(folder, attempt, was)
+        steps += self._views.after_commit(folder, save_id, was)
         if was is not None and not was.stock and kept_in is None:
-            steps.append(partial(self._sweep.remove_dead, {was.attempt: folder}))
+            steps.append(partial(self._sweep.remove_dead, {was.save_id: folder}))
         return partial(_threads.Pool(1).run, steps)
 
-    def _copy_record(self, folder: str, attempt: str, record: bytes) -> None:
+    def _copy_record(self, folder: str, save_id: str, record: bytes) -> None:
         """Copies the record of a committed epoch; that of a newer one stays, however late this is."""
         path = paths.join(folder, paths.EPOCH_RECORD)
         with self._copying, suppress(FileExistsError):
-            if (self._head.seen() or Head()).has(folder, attempt):  # it may have been set aside since
+            if (self._head.seen() or Head()).has(folder, save_id):  # it may have been set aside since
                 self.store.create(path, record)
             return
         there = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)  # of the epoch that gave way
-        if (self._head.read() or Head()).has(folder, attempt):
+        if (self._head.read() or Head()).has(folder, save_id):
             self.store.replace(path, there, record)
 
     def _give_up(self, staging: Staging) -> bool:
         """Makes sure that a save is never committed, unless it has been; returns whether it has."""
-        change = GiveUp(incarnation=self._claimed, attempts=frozenset({staging.save_id}), epoch=staging.epoch)
+        change = GiveUp(incarnation=self._claimed, save_ids=frozenset({staging.save_id}), epoch=staging.epoch)
         return self._head.write(change).head.has(staging.folder, staging.save_id)
 
     def discard(self, staging: Staging) -> None:
@@ -507,7 +507,7 @@ class BucketWriter(Writer):
         elif any(entry.stock for entry in gone.values()):
             steps.insert(0, partial(self._sweep.finish_step, folder, self._claimed))
         else:
-            steps.insert(0, partial(self._sweep.remove_dead, {entry.attempt: folder for entry in gone.values()}))
+            steps.insert(0, partial(self._sweep.remove_dead, {entry.save_id: folder for entry in gone.values()}))
         return partial(_threads.Pool(1).run, steps)
 
     def _logging(self, seen: Head, folder: str) -> LogDeleted:
@@ -515,11 +515,11 @@ class BucketWriter(Writer):
         log = LogDeleted(self.names)
         if not log.needs_metrics(seen, folder):
             return log
-        attempt = seen.listed[folder].attempt
+        save_id = seen.listed[folder].save_id
         with suppress(EpochCheckpointError, OSError):  # whatever it is, the epoch is deleted
-            record = self.directory.attempt_record(folder, attempt)
+            record = self.directory.record_of(folder, save_id)
             if record is not None:
-                log = dataclasses.replace(log, large={attempt: record.metrics})
+                log = dataclasses.replace(log, large={save_id: record.metrics})
         return log
 
     def roll_back(self, rollback: Rollback) -> None:
@@ -552,8 +552,8 @@ class BucketWriter(Writer):
             if entry.stock:
                 self._remove_steps([folder])
                 continue
-            _threads.logged(self.store.root, partial(self._views.remove, folder, entry.attempt))
-            path = _record_path(folder, entry.attempt)
+            _threads.logged(self.store.root, partial(self._views.remove, folder, entry.save_id))
+            path = _record_path(folder, entry.save_id)
             read = partial(self.store.read, path, limit_bytes=records.MAX_RECORD_BYTES)
             self._copy(paths.join(kept, paths.EPOCH_RECORD), read)
             with self._copying, suppress(OSError):
@@ -574,5 +574,5 @@ class BucketWriter(Writer):
             self._head.write(Release(incarnation=self._claimed))
 
 
-def _record_path(folder: str, attempt: str) -> str:
-    return paths.join(folder, f"{attempt}.json")
+def _record_path(folder: str, save_id: str) -> str:
+    return paths.join(folder, f"{save_id}.json")

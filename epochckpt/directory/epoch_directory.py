@@ -18,7 +18,7 @@ replaced only if the caller allows it (`ReplaceCondition`).
 
 Three objects, so that nobody holds a method that he may not call:
 
-- `Commits` reads a directory, and never writes. Its `claim` is the only way to a `Writer`;
+- `EpochDirectory` reads a directory, and never writes. Its `claim` is the only way to a `Writer`;
 - a `Writer` is one run's right to change the directory. In a job the primary has it;
 - a `Staging` says where the nodes of one save write. A `Stager` gives stagings, and nothing else: the other processes
   of a job get one when they `join` the claim.
@@ -86,7 +86,7 @@ def parse_rollback(path: str, data: bytes) -> Rollback:
 class ReplaceCondition:
     """Which epoch the next save of its number may replace: this attempt at it and no other."""
 
-    attempt: str | None  # None: an epoch whose commit record cannot be used
+    save_id: str | None  # None: an epoch whose commit record cannot be used
     damage: str = ""  # a damaged epoch is quarantined first, a good one is exchanged: one is there at any moment
 
 
@@ -144,7 +144,7 @@ class Staging(abc.ABC):
 _ignored: set[str] = set()  # paths that were logged as ignored, once per process
 
 
-class Commits(abc.ABC):
+class EpochDirectory(abc.ABC):
     """The epochs of one directory, as any process may look at them. It writes nothing: a `claim` gives who does."""
 
     def __init__(self, store: Store, names: StepNames):
@@ -388,24 +388,24 @@ class Commits(abc.ABC):
         """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
         del epoch, node
 
-    def read_attempt(self, epoch: int) -> str | None:
+    def read_save_id(self, epoch: int) -> str | None:
         """Attempt id of the committed epoch on storage; None if there is no such epoch, or its record is damaged.
 
         FormatVersionError: only a newer epochckpt can read its record.
         """
         try:
-            return self.read_head(epoch).attempt
+            return self.read_head(epoch).save_id
         except (errors.DamagedError, errors.FormatError, errors.EpochNotFoundError):
             return None
 
-    def seen_attempt(self, epoch: int) -> str | None:
+    def seen_save_id(self, epoch: int) -> str | None:
         """The same as of the last look at the directory, where such a look tells it."""
-        return self.read_attempt(epoch)
+        return self.read_save_id(epoch)
 
-    def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
+    def is_there(self, epoch: int, save_id: str, error: Exception) -> bool:
         """Whether an attempt has become the epoch although the decisive step has reported an error."""
         try:
-            return self.read_head(epoch).attempt == attempt
+            return self.read_head(epoch).save_id == save_id
         except errors.EpochNotFoundError:
             return False
         except (errors.EpochCheckpointError, OSError) as problem:
@@ -470,7 +470,7 @@ class Writer(Stager):
         directory: the directory as everybody may look at it.
     """
 
-    def __init__(self, directory: Commits, incarnation: str):
+    def __init__(self, directory: EpochDirectory, incarnation: str):
         super().__init__(incarnation)
         self.directory = directory
         self.store = directory.store
@@ -511,7 +511,7 @@ class Writer(Stager):
     def unlist(self, epoch: int, kept_in: str | None = None, *, logged: bool = False) -> Callable[[], None]:
         """Takes an epoch out of sight, durably; the returned call removes its bytes.
 
-        With `logged`, its metrics stay, see `Commits.deleted`: unless it is the newest, of which a run goes back then.
+        With `logged`, its metrics stay (see `EpochDirectory.deleted`), unless it is the newest: a run goes back then.
         With `kept_in`, that subfolder of the directory keeps the epoch. Where no rename can move an epoch (overlayfs,
         for epochs of a lower layer), a record hides it during the removal; UnfinishedError says that this has failed.
         """
