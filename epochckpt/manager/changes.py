@@ -70,7 +70,8 @@ def _check_whole(epoch_directory: EpochDirectory, verb: str) -> None:
         raise InvalidArgumentError(
             f"{epoch_directory.store.root} is on a disk of one host (of node {host.node}), and has only that host's "
             f"parts of epochs. To {verb} them, have all processes of the job open it with "
-            f"StorageOptions(local_disks=True, mirror=…), and use their manager; the mirror, {host.mirror}, has whole epochs, which can be copied"
+            "StorageOptions(local_disks=True, mirror=…), and use their manager; the mirror, "
+            f"{host.mirror}, has whole epochs, which can be copied"
         )
 
 
