@@ -34,10 +34,6 @@ from epochckpt.storage import Store
 
 T = TypeVar("T")
 
-_CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
-_CHECK_OBJECTS_FROM = 2**30  # the same where that is a request for each file
-_OPEN_FILES = 64  # at the same time, of a file system: a process may have few descriptors
-
 
 class Request(NamedTuple):
     """A part of a leaf, and the array of its shape and of the stored dtype that it is read into."""
@@ -201,11 +197,12 @@ class EpochReader:
     def check_files(self, item: str, leaf: int, box: Box) -> None:
         """Checks the sizes of the files that hold a part of a leaf, before memory is allocated for it."""
         arrays = self._arrays(item)
-        if (size := arrays.leaves[leaf].nbytes) < _CHECK_FROM:
+        nbytes = arrays.leaves[leaf].nbytes
+        if nbytes < self.store.size_check_from_bytes:
             return
         files = {self._place(item, leaf, cell)[0] for cell in arrays.cells_touching(leaf, box)}
         for file in sorted(files, key=lambda file: file.path):
-            if size >= (_CHECK_FROM if file.epoch.store.renames else _CHECK_OBJECTS_FROM):
+            if nbytes >= file.epoch.store.size_check_from_bytes:
                 self._check_size(file)
 
     def _check_size(self, file: NodeFile) -> None:
@@ -424,7 +421,7 @@ def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence
         sizes += [int(pack.sizes.sum()) for _, _, packs in asked for pack in packs]
         _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), sum(sizes))
         waiting = [*files]
-        at_once = _OPEN_FILES if asked[0][0].store.renames else max(len(files), 1)
+        at_once = asked[0][0].store.max_open_files or max(len(files), 1)
         for first in range(0, len(waiting), at_once):
             batch = waiting[first : first + at_once]
             try:

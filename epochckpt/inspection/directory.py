@@ -297,7 +297,7 @@ class Inspection(NamedContents):
         """The epoch that is chosen; another one is, if a run has deleted it meanwhile."""
         for left in reversed(range(_LOOKS)):
             number = choose()
-            if number is None or not self.epoch_directory.store.renames:
+            if number is None or not self.epoch_directory.store.atomic_folder_rename:
                 return None if number is None else self._at(self.epoch_directory, number)
             try:
                 return self[number]  # it may be in the mirror alone

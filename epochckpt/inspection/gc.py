@@ -214,7 +214,7 @@ class _GarbageSearch:
 
     def end(self) -> None:
         """Removes our own folder, unless something is still in it."""
-        if self._home and self._store.renames and not leftovers.names(self._store, self._home):
+        if self._home and self._store.atomic_folder_rename and not leftovers.names(self._store, self._home):
             self._store.remove_tree(self._home)
             self._store.sync_folder("")
 

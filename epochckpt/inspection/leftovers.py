@@ -61,7 +61,7 @@ class DiskUsage:
 
 def extent(store: Store, path: str) -> DiskUsage | None:
     """Measures a folder with all below it, or a file; None if it is gone."""
-    if store.renames:
+    if store.atomic_folder_rename:
         return _on_disk(os.path.join(store.root, path))
     total = DiskUsage()
     try:
@@ -306,7 +306,7 @@ def _node(store: Store, path: str, name: str) -> NodeRow | None:
 
 def _links_up(store: Store, path: str, names: Collection[str]) -> bool:
     """Whether a folder holds links into folders of nodes, as items of the Orbax view do."""
-    for name in names if store.renames else ():
+    for name in names if store.atomic_folder_rename else ():
         with contextlib.suppress(OSError):  # no link, or gone
             if os.readlink(os.path.join(store.root, path, name)).startswith("../"):
                 return True

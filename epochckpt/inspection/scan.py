@@ -80,7 +80,7 @@ def open_commits(
     store = open_store(directory)
     epoch_directory = directory_of(store, StepNames.of(options))
     with access(store):
-        if store.renames:
+        if store.atomic_folder_rename:
             with contextlib.suppress(FileNotFoundError):  # `isdir` says no where this user may not look
                 os.lstat(store.root)
             if not os.path.isdir(store.root):
@@ -90,7 +90,7 @@ def open_commits(
         found = {entry.name: entry.is_folder for entry in store.list("")}
         if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
             # The epoch that lies in the folder, seen from the directory above it.
-            above, name = open_file(os.path.realpath(store.root) if store.renames else store.address)
+            above, name = open_file(os.path.realpath(store.root) if store.atomic_folder_rename else store.address)
             return directory_of(above, _OneName(name, step_names.number_of(store)))
         if in_bucket(epoch_directory):
             epoch_directory.scan()  # raises where there are epochs without a head
@@ -198,7 +198,8 @@ def unit_of(epoch_directory: EpochDirectory) -> str:
 
 def _says_nothing(epoch_directory: EpochDirectory, error: Exception) -> bool:
     """Whether an error of an object store is about the store, and not about what lies there."""
-    return not epoch_directory.store.renames and isinstance(error, errors.StorageError | errors.AccessError)
+    is_bucket = not epoch_directory.store.atomic_folder_rename
+    return is_bucket and isinstance(error, errors.StorageError | errors.AccessError)
 
 
 def brief(epoch_directory: BucketDirectory, epoch: int, entry: HeadEpoch) -> EpochRow:

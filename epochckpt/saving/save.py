@@ -252,7 +252,7 @@ class Save:
 
         Args:
             save_id: the save's id, which the record keeps as `attempt`.
-            objects: the store has no rename.
+            objects: see `EpochDirectory.save_ids_in_paths`.
             per_node: this is the epoch of one node by itself.
         """
         nodes = self.node_reports

@@ -62,7 +62,7 @@ class DirectoryPerHost(JobDirectory):
 
     def introduce(self, node: str) -> dict[str, Any]:
         epoch_directory = self.place.epoch_directory()
-        if not epoch_directory.store.renames:
+        if epoch_directory.store.local_path is None:
             raise errors.UnsupportedError(f"local_disks: {epoch_directory.store.root} is on no disk; leave it out")
         url = self._mirror.url
         made = opening.looked_at(

@@ -212,7 +212,7 @@ def read_ledger(store: Store) -> Ledger | None:
 
     Raises DamagedError, FormatError or StorageError.
     """
-    return parsing.read_record(store, paths.MIRROR_RECORD, parse) if store.renames else None
+    return parsing.read_local(store, paths.MIRROR_RECORD, parse)
 
 
 def newest(texts: Sequence[str], where: str) -> Ledger | None:
@@ -341,9 +341,6 @@ class LedgerFile:
         The ledger says so first. Whatever happens then, what is listed here decides: an epoch that is still listed
         does not leave the mirror. If that cannot be written now, `settle` does so later.
         """
-        if not self._local.store.renames:
-            act()
-            return
         self._acting += 1
         try:
             _threads.start(lambda: self._plan(to, epochs)).result()
