@@ -44,6 +44,7 @@ _KEPT = 64  # keys in the coordination service
 class DirectoryPerHost(JobDirectory):
     """A directory on a disk of each process; see `JobDirectory`."""
 
+    one_per_host = True
     first_word = "record"
     tells_commits = False  # the own disk does not tell of the others
 

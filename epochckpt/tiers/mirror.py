@@ -359,7 +359,7 @@ class Mirror:
         self._local = local
         self._ledger = ledger
         self._writer = stager if isinstance(stager, Writer) else None
-        if not self._options.local_disks:  # else `DirectoryPerHost` does so on each disk
+        if not ledger.on_each_disk:  # else `DirectoryPerHost` does so on each disk
             self._set_aside(local)
         job = MirrorJob(
             url=self.url,
@@ -391,7 +391,7 @@ class Mirror:
     def _first_ledger(self, local: EpochDirectory, file: LedgerFile) -> Ledger:
         """The ledger with which this run begins."""
         found = file.read()  # of a run that was alive until now, perhaps
-        if found is not None and not self._options.local_disks and not found.identity.is_of(local.store):
+        if found is not None and not file.on_each_disk and not found.identity.is_of(local.store):
             logging.info("%s is a copy of another directory, and gets an id of its own", local.store.root)
             found = None
         identity = Identity.of(local.store, paths.new_id() if found is None else found.identity.directory)

@@ -18,6 +18,7 @@ from epochckpt.tiers.host_record import read_host_record
 class SharedDirectory(JobDirectory):
     """One directory for all processes; see `JobDirectory`."""
 
+    one_per_host = False
     first_word = "verdict"
     tells_commits = True
 
