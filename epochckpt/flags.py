@@ -80,7 +80,8 @@ class Flags:
         """
         lines = []
         for name, value in dataclasses.asdict(self.settings()).items():
-            text, flag = SETTINGS[name].kind.serialize(value), self.name(name)
+            text = SETTINGS[name].kind.serialize(value)
+            flag = self.name(name)
             if not text.isprintable() or text != text.strip():
                 raise InvalidArgumentError(f"--{flag}: {text!r} cannot be written as a line of a flagfile")
             if value != self.flag_values[flag].default:
@@ -122,7 +123,8 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     """
     if not isinstance(prefix, str) or not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", prefix):
         raise InvalidArgumentError(f"expected a prefix of letters, digits and '_', a letter first; found {prefix!r}")
-    found, own = Flags(prefix, flag_values), checked(defaults)
+    found = Flags(prefix, flag_values)
+    own = checked(defaults)
     there = {name: flag_values[found.name(name)] for name in SETTINGS if found.name(name) in flag_values}
     for name, flag in there.items():
         if not isinstance(flag.parser, Kind) or len(there) < len(SETTINGS):
@@ -136,7 +138,8 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     if there:
         return found
     for name, row in SETTINGS.items():
-        kind, is_bool = row.kind, row.kind.expected.startswith("true or false")
+        kind = row.kind
+        is_bool = row.kind.expected.startswith("true or false")
         flag = absl_flags.Flag(kind, kind, found.name(name), own.get(name, row.default), row.help, boolean=is_bool)
         absl_flags.DEFINE_flag(flag, flag_values)
     for rule in RULES:

@@ -98,7 +98,9 @@ class JaxCoordinator(Coordinator):
     """Over the `client` of the service that `jax.distributed.initialize` started; `id` is this process's in `ids`."""
 
     def __init__(self, client: Any, ids: Sequence[int], id: int):
-        self._client, self.process, self.ids = client, ids.index(id), tuple(ids)
+        self._client = client
+        self.process = ids.index(id)
+        self.ids = tuple(ids)
 
     def put(self, key: str, value: Any, again: bool = False) -> None:
         text = json.dumps(value)
@@ -222,7 +224,8 @@ def connect(
     """
     if read_only:
         return Coordinator()
-    processes, me = jax.process_count(), jax.process_index()
+    processes = jax.process_count()
+    me = jax.process_index()
     if processes == 1 and len({d.process_index for d in jax.devices()}) > 1:
         problem = "one process controls devices of several (a Pathways single controller)"
         raise errors.UnsupportedError(f"{problem}; epochckpt does not support that yet")

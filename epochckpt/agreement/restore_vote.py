@@ -54,7 +54,8 @@ def newest_readable(
     for number in itertools.count(1):
         left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
         if not left and looks <= _LOOKS:
-            (found, damaged), looks = look_again(rejected), looks + 1
+            found, damaged = look_again(rejected)
+            looks += 1
             left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
         if not left:
             break
@@ -72,7 +73,8 @@ def newest_readable(
         logging.warning("%s: checkpoint %d is not restored, it is not there any more: %s", directory, epoch, error)
         gone.append(epoch)
         if looks < _LOOKS:
-            (found, damaged), looks = look_again(rejected), looks + 1
+            found, damaged = look_again(rejected)
+            looks += 1
     reasons = {**damaged, **{epoch: errors.say(error) for epoch, error in rejected.items()}}
     if not reasons:
         raise errors.EpochNotFoundError(None, directory, [])

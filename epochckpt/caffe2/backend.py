@@ -105,7 +105,9 @@ class Caffe2Backend(CheckpointBackend):
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See CheckpointBackend. An error becomes an outcome on all processes, and training goes on."""
         self._manager.notes = dict(notes)
-        began, error, fenced = time.monotonic(), "", ""
+        began = time.monotonic()
+        error = ""
+        fenced = ""
         try:
             self._run(lambda: self._manager.save(epoch))
         except Exception as caught:

@@ -225,7 +225,8 @@ class CheckpointManager(Manager):
 
         Blobs that the epoch lacks are left out.
         """
-        wanted, number = _blob_names(blob_names), epoch_number(epoch)
+        wanted = _blob_names(blob_names)
+        number = epoch_number(epoch)
         return self._task(f"load blobs of checkpoint {number}", lambda ws: self._load(ws, number, wanted, None))
 
     def check_db_exists(self, epoch: int) -> Task:
@@ -348,7 +349,8 @@ class CheckpointManager(Manager):
 
     @contextlib.contextmanager
     def _timed(self, epoch: int, path_prefix: PathLike | None) -> Iterator[None]:
-        self.last, began = None, time.monotonic()
+        self.last = None
+        began = time.monotonic()
         yield
         self.last = db_name(epoch, self.node_name, self.db_prefix, path_prefix), time.monotonic() - began
 
@@ -454,7 +456,8 @@ class MultiNodeCheckpointManager(Manager):
         Returns:
             False if any of the nodes lacks that epoch; nothing is loaded then.
         """
-        wanted, names = _blob_names(blob_names), _node_names(nodes)
+        wanted = _blob_names(blob_names)
+        names = _node_names(nodes)
         if not self._managers:
             self.take_nodes(names)
         missing = [name for name, manager in self._chosen(names).items() if not manager.has_epoch(epoch)]

@@ -14,7 +14,8 @@ from epochckpt.tiers import EpochCopy, check_place
 
 def node_upload(manager: Manager, epoch: int, asked: CopyUpload) -> Callable[[Workspace], None]:
     """A task that copies an epoch, for each node of its workspace."""
-    source, target = open_store(manager.db_prefix), open_store(asked.address)
+    source = open_store(manager.db_prefix)
+    target = open_store(asked.address)
     if not (source.renames and target.renames):
         problem = "epochs of single nodes can be copied from a file system only to a directory of one"
         raise UnsupportedError(f"{source.root}: {problem}; the destination is {target.root}")

@@ -136,7 +136,8 @@ def v0_options(context: Any) -> dict[str, Any]:
     }
     found = {}
     for group, kind in groups.items():
-        given, known = getattr(context, group), {field.name for field in dataclasses.fields(kind)}
+        given = getattr(context, group)
+        known = {field.name for field in dataclasses.fields(kind)}
         default = getattr(_defaults(), group)
         names = [f.name for f in dataclasses.fields(given) if f.name in known]
         changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}

@@ -363,7 +363,9 @@ class Checkpointer:
         context = contexts.now(self._context)
 
         def look(reader: CheckpointReader) -> Any:
-            known, kinds, recorded = _item_metadata(reader), reader.item_kinds(), reader.item_handlers()
+            known = _item_metadata(reader)
+            kinds = reader.item_kinds()
+            recorded = reader.item_handlers()
             found = {}
             for name, item in shown_names(reader, kinds).items():
                 if kinds[item] != "files":
@@ -413,7 +415,8 @@ class Checkpointer:
         return Response(self._deleting.result, self._engine.told)
 
     def _wait_for_deletion(self) -> None:
-        deleting, self._deleting = self._deleting, None
+        deleting = self._deleting
+        self._deleting = None
         if deleting is not None:
             deleting.wait()
 
@@ -518,7 +521,8 @@ def _described(reader: CheckpointReader, metadata: Any) -> Any:
 
 def _item_metadata(reader: CheckpointReader) -> Mapping[str, Any]:
     """What is known of each item, by its stored name."""
-    found, names = reader.item_metadata(), list(reader.item_kinds())
+    found = reader.item_metadata()
+    names = list(reader.item_kinds())
     return dict(found.items()) if isinstance(found, ocp.args.Composite) else {names[0]: found}
 
 
