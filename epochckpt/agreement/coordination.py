@@ -80,18 +80,18 @@ class Coordinator:
 
         Returns the values by process, and the processes that are still missing.
         """
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         while missing:
             # A process at random: in whatever order they come, the number of rounds grows with the logarithm of theirs.
             awaited = random.choice(tuple(missing))
             with contextlib.suppress(errors.CoordinationTimeoutError):
-                found[awaited] = self.get(f"{prefix}/{awaited}", max(min(deadline.left(), _LOOK_SECS), 0.001))
+                answers[awaited] = self.get(f"{prefix}/{awaited}", max(min(deadline.left(), _LOOK_SECS), 0.001))
             present = self.get_all(prefix)
-            found.update({int(k): present[k] for k in present if int(k) in missing})
-            missing = missing - found.keys()
-            if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in found.values()):
+            answers.update({int(k): present[k] for k in present if int(k) in missing})
+            missing = missing - answers.keys()
+            if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in answers.values()):
                 break
-        return found, missing
+        return answers, missing
 
 
 class JaxCoordinator(Coordinator):

@@ -163,11 +163,11 @@ class NodeDirectory(PosixDirectory):
                 # listed after our own was made: of two jobs that join at once, at least one sees the other
                 entries = [entry for entry in self.store.list("") if entry.name != stager.home]
                 self._refuse_others(stager.home, [entry.name for entry in entries if entry.is_folder])
-                found = [entry.name for entry in entries]
+                names = [entry.name for entry in entries]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self.missing() from error
         stager.note_root()
-        return NodeWriter(self, stager, [name for name in found if paths.parse_node_staging(name) == self.node])
+        return NodeWriter(self, stager, [name for name in names if paths.parse_node_staging(name) == self.node])
 
     def _refuse_others(self, home: str, folders: list[str]) -> None:
         """Refuses a directory in which all nodes commit an epoch together; removes the own staging folder there."""
@@ -183,9 +183,9 @@ class NodeDirectory(PosixDirectory):
 
     def missing(self) -> EpochCheckpointError:
         """The error where the directory is not there."""
-        found = "is a file" if os.path.lexists(self.store.root) else "does not exist"
+        state = "is a file" if os.path.lexists(self.store.root) else "does not exist"
         return NotACheckpointDirectoryError(
-            f"{self.store.root} {found}; expected a directory, which is never created here: make or mount it"
+            f"{self.store.root} {state}; expected a directory, which is never created here: make or mount it"
         )
 
     @contextlib.contextmanager

@@ -329,11 +329,11 @@ class CheckpointManager(Manager):
                     f"has: {', '.join(items) or 'no blob'}. Pass init(retrieve_from_epoch={epoch})"
                 )
             if wanted is not None:
-                found = (n if n in items else n.removeprefix(f"{self.node_name}/") for n in wanted)
-                needed = list(dict.fromkeys(name for name in found if name in items))
-            asked = {items[n]: blobs.argument(blobs.target_of(ws, n), blobs.rename_of(ws, n)) for n in needed}
+                saved_names = (n if n in items else n.removeprefix(f"{self.node_name}/") for n in wanted)
+                needed = list(dict.fromkeys(name for name in saved_names if name in items))
+            targets = {items[n]: blobs.argument(blobs.target_of(ws, n), blobs.rename_of(ws, n)) for n in needed}
             with advice_for(blobs.REMEDIES):
-                values = reader.restore(ocp.args.Composite(**asked))
+                values = reader.restore(ocp.args.Composite(**targets))
             types = reader.record.custom_metadata.get("types")
             types = types if isinstance(types, dict) else {}
             made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in needed}
@@ -479,8 +479,8 @@ class MultiNodeCheckpointManager(Manager):
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
-        found = (manager.read_notes(epoch) for manager in self._chosen(None).values())
-        return next((notes for notes in found if notes is not None), None)
+        of_nodes = (manager.read_notes(epoch) for manager in self._chosen(None).values())
+        return next((notes for notes in of_nodes if notes is not None), None)
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. The first nodes stay."""
