@@ -16,7 +16,8 @@ def paused() -> Generator[None]:
     program and holds the interpreter lock. A look was measured at 50 to 100 ms, several times in one restore. The work
     inside a pause must end soon, and must not wait for storage. Pauses may be nested, and may overlap between threads.
     """
-    enabled, mark = gc.isenabled(), object()
+    enabled = gc.isenabled()
+    mark = object()
     try:
         if enabled:
             _under_way.append(mark)

@@ -74,8 +74,8 @@ class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
             return self.read(argument)
         except (TypeError, ValueError, OverflowError) as error:
             why = f": {error}" if str(error) else ""
-            found = f"{'something else' if self._private else _text.shown(repr(argument))}{why}"
-            raise InvalidArgumentError(f"expected {self.expected}, found {found}") from None
+            shown = f"{'something else' if self._private else _text.shown(repr(argument))}{why}"
+            raise InvalidArgumentError(f"expected {self.expected}, found {shown}") from None
 
     def check(self, name: str, value: Any) -> None:
         """Refuses the argument `name` of a program with InvalidArgumentError, unless it is a value as it stands."""

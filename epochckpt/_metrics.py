@@ -17,20 +17,20 @@ def flat(metrics: Any) -> dict[str, Any]:
 
 
 def _flat(metrics: Mapping[Any, Any], prefix: str, depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping) and depth < _MAX_DEPTH:
             inner = _flat(value, f"{prefix}{name}/", depth + 1)
-            found.update({key: each for key, each in inner.items() if key not in found})
+            flat.update({key: each for key, each in inner.items() if key not in flat})
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def numbers(metrics: Any) -> dict[str, float]:
     """The numbers among metrics, by name: those that a float can hold, infinities and NaN."""
-    found = {name: value for name, value in flat(metrics).items() if _is_number(value)}
-    return {name: value for name, value in found.items() if isinstance(value, float) or abs(value) <= _MAX_FLOAT}
+    numbers = {name: value for name, value in flat(metrics).items() if _is_number(value)}
+    return {name: value for name, value in numbers.items() if isinstance(value, float) or abs(value) <= _MAX_FLOAT}
 
 
 def number(metrics: Any, name: str) -> float | None:

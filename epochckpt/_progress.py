@@ -171,20 +171,20 @@ def work(what: str, total: float | None = None) -> Generator[Work]:
 
 def follow(done: Callable[[], float], total: float) -> None:
     """Has the work that goes on, if any, follow a part of it; see `Work.follow`."""
-    if (found := _current.get()) is not None:
-        found.follow(done, total)
+    if (current := _current.get()) is not None:
+        current.follow(done, total)
 
 
 def note(name: str, count: int) -> None:
     """Adds to what the work that goes on, if any, counts under a name."""
-    if count and (found := _current.get()) is not None:
-        found.notes[name] += count
+    if count and (current := _current.get()) is not None:
+        current.notes[name] += count
 
 
 def counting() -> Callable[[int], None] | None:
     """What advances the work that goes on, from any thread; None if none does."""
-    found = _current.get()
-    return None if found is None else found.advance
+    current = _current.get()
+    return None if current is None else current.advance
 
 
 def is_shown() -> bool:

@@ -80,8 +80,8 @@ class _Entries:
         """Raises UnknownNameError or InvalidArgumentError for an entry that is used for none of `names`."""
         for name in names:
             self.new_name(name)
-        known = [*self._plain, *(old for some in self._patterns.values() for _, old, _ in some)]
-        for old in known:
+        olds = [*self._plain, *(old for some in self._patterns.values() for _, old, _ in some)]
+        for old in olds:
             if old in self._used:
                 continue
             if any(name == old or name.startswith(f"{old}/") for name in names):
@@ -103,7 +103,7 @@ class _Entries:
             self._used.add(beginning)
             return self._plain[beginning]
         for pattern, old, new in self._patterns.get(depth, ()):
-            if found := pattern.fullmatch(beginning):
+            if match := pattern.fullmatch(beginning):
                 self._used.add(old)
-                return "".join(itertools.chain(*itertools.zip_longest(new.split("*"), found.groups(), fillvalue="")))
+                return "".join(itertools.chain(*itertools.zip_longest(new.split("*"), match.groups(), fillvalue="")))
         return None

@@ -542,10 +542,10 @@ def checked(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
     An error names an unknown name (with near ones), a wrong value, or a contradiction; `prefix` stands before names.
     """
-    found = read(values, prefix)
+    settings = read(values, prefix)
     for rule in RULES:
-        rule.check(found, prefix)
-    return found
+        rule.check(settings, prefix)
+    return settings
 
 
 def read(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -553,13 +553,13 @@ def read(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     unknown = [f"{str(name)!r} ({_text.near(str(name), SETTINGS)})" for name in values if name not in SETTINGS]
     if unknown:
         raise InvalidArgumentError(f"no such setting: {', '.join(unknown)}")
-    found = {}
+    settings = {}
     for name, value in values.items():
         try:
-            found[name] = SETTINGS[name].kind.parse(value)
+            settings[name] = SETTINGS[name].kind.parse(value)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{prefix}{name}: {error}") from None
-    return found
+    return settings
 
 
 def from_config(config: Any) -> Settings:

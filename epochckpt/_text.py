@@ -69,16 +69,16 @@ def near_names(name: str, names: Iterable[str]) -> list[str]:
     if len(listed) > _MANY:  # only those that begin or end alike
         head, _, tail = name.rpartition("/")
         compared = [one for one in listed if one.rpartition("/")[2] == tail or one.startswith(f"{head}/")][:_MANY]
-    found = difflib.get_close_matches(name, compared, _NEAR, 0.5)
-    found += [one for one in listed if low and low in one.lower() and one not in found]
-    return found[:_NEAR]
+    near = difflib.get_close_matches(name, compared, _NEAR, 0.5)
+    near += [one for one in listed if low and low in one.lower() and one not in near]
+    return near[:_NEAR]
 
 
 def near(name: str, names: Iterable[str]) -> str:
     """A hint for an error about an unknown name: `near: 'a', 'b'`, else `there are: 'c', 'd', … 7 more`."""
     listed = list(names)
-    if found := near_names(name, listed):
-        return f"near: {_some(found)}"
+    if near_ones := near_names(name, listed):
+        return f"near: {_some(near_ones)}"
     return f"there are: {_some(listed)}" if listed else "there is none"
 
 

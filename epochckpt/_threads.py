@@ -33,7 +33,8 @@ class Deadline:
     """A point in time on the monotonic clock."""
 
     def __init__(self, secs: float, clock: Callable[[], float] = time.monotonic):
-        self.secs, self._clock = secs, clock
+        self.secs = secs
+        self._clock = clock
         self._end = clock() + secs
 
     def left(self) -> float:
@@ -235,7 +236,8 @@ class Lane:
     def forget(self) -> None:
         """Drops the jobs in a forked child: they are the parent's."""
         self._jobs.clear()
-        self._busy, self._coming = threading.Lock(), None
+        self._busy = threading.Lock()
+        self._coming = None
 
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()

@@ -29,12 +29,12 @@ def exact_nbytes(n: int) -> str:
 
 
 def _parsed(text: str, units: Mapping[str, float]) -> float:
-    found = _QUANTITY.fullmatch(text.strip())
+    match = _QUANTITY.fullmatch(text.strip())
     sizes = {unit.lower(): size for unit, size in units.items()}
-    if found is None or (found[2] and found[2].lower() not in sizes):
+    if match is None or (match[2] and match[2].lower() not in sizes):
         raise ValueError(f"expected a number and one of the units {', '.join(units)}")
-    number = int(found[1]) if found[1].isdecimal() else float(found[1])  # integers stay exact
-    size = number * sizes.get(found[2].lower(), 1)
+    number = int(match[1]) if match[1].isdecimal() else float(match[1])  # integers stay exact
+    size = number * sizes.get(match[2].lower(), 1)
     if not math.isfinite(size):
         raise ValueError("it is too large")
     return size

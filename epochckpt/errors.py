@@ -324,9 +324,9 @@ class MismatchError(EpochCheckpointError, ValueError, KeyError):
             names = [readable(row.leaf) for row in some]
             patterns = {_NUMBER.sub("*", name) for name in names}
             name = patterns.pop() if len(patterns) == 1 else f"{posixpath.commonpath(names)}/…"
-            found = _common(row.found for row in some)
+            common = _common(row.found for row in some)
             expected = _common(row.expected for row in some)
-            shown.append((f"{name} ({len(some)} leaves)", some[0].problem, found, expected))
+            shown.append((f"{name} ({len(some)} leaves)", some[0].problem, common, expected))
         return shown
 
     def _advice(self, remedies: Remedies) -> list[str]:
@@ -349,8 +349,8 @@ class MismatchError(EpochCheckpointError, ValueError, KeyError):
             **_REMEDIES,
         }
         problems = {row.problem for row in self.rows}
-        found = [text for names, text in texts.items() if not problems.isdisjoint(names.split(","))]
-        return ["Nothing was restored.", *found, remedies.rest]
+        advice = [text for names, text in texts.items() if not problems.isdisjoint(names.split(","))]
+        return ["Nothing was restored.", *advice, remedies.rest]
 
 
 def _common(texts: Iterable[str]) -> str:
@@ -611,13 +611,13 @@ def kept(error: _E) -> _E:
 
     A traceback keeps the local variables of its frames alive, and these may hold the arrays of a whole epoch.
     """
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop()
-        if one is None or one in found:
+        if one is None or one in errors:
             continue
-        found.append(one)
+        errors.append(one)
         waiting += [one.__cause__, one.__context__]
         lines = _lines(one.__traceback__)
         one.__traceback__ = None

@@ -80,7 +80,8 @@ class Flags:
         """
         lines = []
         for name, value in dataclasses.asdict(self.settings()).items():
-            text, flag = SETTINGS[name].kind.serialize(value), self.name(name)
+            text = SETTINGS[name].kind.serialize(value)
+            flag = self.name(name)
             if not text.isprintable() or text != text.strip():
                 raise InvalidArgumentError(f"--{flag}: {text!r} cannot be written as a line of a flagfile")
             if value != self.flag_values[flag].default:
@@ -122,10 +123,11 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     """
     if not isinstance(prefix, str) or not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", prefix):
         raise InvalidArgumentError(f"expected a prefix of letters, digits and '_', a letter first; found {prefix!r}")
-    found, own = Flags(prefix, flag_values), checked(defaults)
-    there = {name: flag_values[found.name(name)] for name in SETTINGS if found.name(name) in flag_values}
-    for name, flag in there.items():
-        if not isinstance(flag.parser, Kind) or len(there) < len(SETTINGS):
+    flags = Flags(prefix, flag_values)
+    own = checked(defaults)
+    present = {name: flag_values[flags.name(name)] for name in SETTINGS if flags.name(name) in flag_values}
+    for name, flag in present.items():
+        if not isinstance(flag.parser, Kind) or len(present) < len(SETTINGS):
             where = flag_values.find_module_defining_flag(flag.name)
             raise InvalidArgumentError(f"--{flag.name} is defined already, by {where}; choose another prefix")
         if own.get(name, flag.default) != flag.default:
@@ -133,16 +135,17 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
                 f"--{flag.name} is defined already, with the default {flag.default!r} and not {own[name]!r}; "
                 "set_defaults() changes it"
             )
-    if there:
-        return found
+    if present:
+        return flags
     for name, row in SETTINGS.items():
-        kind, is_bool = row.kind, row.kind.expected.startswith("true or false")
-        flag = absl_flags.Flag(kind, kind, found.name(name), own.get(name, row.default), row.help, boolean=is_bool)
+        kind = row.kind
+        is_bool = row.kind.expected.startswith("true or false")
+        flag = absl_flags.Flag(kind, kind, flags.name(name), own.get(name, row.default), row.help, boolean=is_bool)
         absl_flags.DEFINE_flag(flag, flag_values)
     for rule in RULES:
-        names = [found.name(rule.name), found.name(rule.other)]
-        absl_flags.register_multi_flags_validator(names, _validator(found, rule), flag_values=flag_values)
-    return found
+        names = [flags.name(rule.name), flags.name(rule.other)]
+        absl_flags.register_multi_flags_validator(names, _validator(flags, rule), flag_values=flag_values)
+    return flags
 
 
 def _validator(flags: Flags, rule: Rule) -> Callable[[Mapping[str, Any]], bool]:
@@ -150,9 +153,9 @@ def _validator(flags: Flags, rule: Rule) -> Callable[[Mapping[str, Any]], bool]:
 
     def validate(values: Mapping[str, Any]) -> bool:  # no partial: a copy of the flags would copy its arguments
         if flags.flag_values.is_parsed():  # in a notebook one after the other is assigned: `settings` checks
-            found = {name: SETTINGS[name].kind.parse(values[flags.name(name)]) for name in (rule.name, rule.other)}
+            parsed = {name: SETTINGS[name].kind.parse(values[flags.name(name)]) for name in (rule.name, rule.other)}
             try:
-                rule.check(found, f"--{flags.prefix}_")
+                rule.check(parsed, f"--{flags.prefix}_")
             except InvalidArgumentError as error:
                 raise absl_flags.ValidationError(str(error)) from None
         return True

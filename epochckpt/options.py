@@ -31,8 +31,8 @@ def _true_or_false(value: Any) -> bool:
 
 
 def _payer(value: Any) -> bool | str:
-    found = str(value) if isinstance(value, bool) else matching(r"[\w.:-]+")(value)
-    return {"true": True, "false": False}.get(found.lower(), found)
+    text = str(value) if isinstance(value, bool) else matching(r"[\w.:-]+")(value)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _pause(value: Any) -> float:
@@ -134,16 +134,16 @@ class BucketSettings(Mapping[str, Any]):
             values = _of_query(values or "", where)
         if not callable(getattr(values, "items", None)):
             raise InvalidArgumentError(f"{where}: expected settings by name, got {type(values).__name__}")
-        found = {}
+        settings = {}
         for name, value in values.items():
             if name not in BUCKET_SETTINGS:
                 raise InvalidArgumentError(f"{where}: {_unknown(str(name))}")
             kind = BUCKET_SETTINGS[name].kind
             try:
-                found[name] = None if value is None else kind.read(value)
+                settings[name] = None if value is None else kind.read(value)
             except (ValueError, TypeError, KeyError, OverflowError):
                 raise InvalidArgumentError(f"{where}: {name} is wrong; expected {kind.expected}") from None
-        made = cls(**found)
+        made = cls(**settings)
         if made.anonymous and (made.profile or made.requester_pays):
             other = "profile" if made.profile else "requester_pays"
             raise InvalidArgumentError(f"{where}: anonymous contradicts {other}, which stands for somebody")

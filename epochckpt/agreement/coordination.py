@@ -80,25 +80,27 @@ class Coordinator:
 
         Returns the values by process, and the processes that are still missing.
         """
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         while missing:
             # A process at random: in whatever order they come, the number of rounds grows with the logarithm of theirs.
             awaited = random.choice(tuple(missing))
             with contextlib.suppress(errors.CoordinationTimeoutError):
-                found[awaited] = self.get(f"{prefix}/{awaited}", max(min(deadline.left(), _LOOK_SECS), 0.001))
+                answers[awaited] = self.get(f"{prefix}/{awaited}", max(min(deadline.left(), _LOOK_SECS), 0.001))
             present = self.get_all(prefix)
-            found.update({int(k): present[k] for k in present if int(k) in missing})
-            missing = missing - found.keys()
-            if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in found.values()):
+            answers.update({int(k): present[k] for k in present if int(k) in missing})
+            missing = missing - answers.keys()
+            if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in answers.values()):
                 break
-        return found, missing
+        return answers, missing
 
 
 class JaxCoordinator(Coordinator):
     """Over the `client` of the service that `jax.distributed.initialize` started; `id` is this process's in `ids`."""
 
     def __init__(self, client: Any, ids: Sequence[int], id: int):
-        self._client, self.process, self.ids = client, ids.index(id), tuple(ids)
+        self._client = client
+        self.process = ids.index(id)
+        self.ids = tuple(ids)
 
     def put(self, key: str, value: Any, again: bool = False) -> None:
         text = json.dumps(value)
@@ -222,7 +224,8 @@ def connect(
     """
     if read_only:
         return Coordinator()
-    processes, me = jax.process_count(), jax.process_index()
+    processes = jax.process_count()
+    me = jax.process_index()
     if processes == 1 and len({d.process_index for d in jax.devices()}) > 1:
         problem = "one process controls devices of several (a Pathways single controller)"
         raise errors.UnsupportedError(f"{problem}; epochckpt does not support that yet")

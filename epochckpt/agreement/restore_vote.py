@@ -46,16 +46,17 @@ def newest_readable(
     was rejected so far, and looks at storage for all processes alike; it is called after an epoch that was gone, and
     before giving up. Where no epoch can be restored, a DamagedError names the reason for the newest.
     """
-    found = candidates
+    candidates_left = candidates
     rejected: dict[int, Exception] = {}
     damaged: Mapping[int, str] = {}
     gone: list[int] = []
     looks = 0
     for number in itertools.count(1):
-        left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
+        left = [epoch for epoch in candidates_left if epoch not in rejected and epoch not in gone]
         if not left and looks <= _LOOKS:
-            (found, damaged), looks = look_again(rejected), looks + 1
-            left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
+            candidates_left, damaged = look_again(rejected)
+            looks += 1
+            left = [epoch for epoch in candidates_left if epoch not in rejected and epoch not in gone]
         if not left:
             break
         epoch = left[-1]
@@ -72,7 +73,8 @@ def newest_readable(
         logging.warning("%s: checkpoint %d is not restored, it is not there any more: %s", directory, epoch, error)
         gone.append(epoch)
         if looks < _LOOKS:
-            (found, damaged), looks = look_again(rejected), looks + 1
+            candidates_left, damaged = look_again(rejected)
+            looks += 1
     reasons = {**damaged, **{epoch: errors.say(error) for epoch, error in rejected.items()}}
     if not reasons:
         raise errors.EpochNotFoundError(None, directory, [])

@@ -105,7 +105,9 @@ class Caffe2Backend(CheckpointBackend):
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See CheckpointBackend. An error becomes an outcome on all processes, and training goes on."""
         self._manager.notes = dict(notes)
-        began, error, fenced = time.monotonic(), "", ""
+        began = time.monotonic()
+        error = ""
+        fenced = ""
         try:
             self._run(lambda: self._manager.save(epoch))
         except Exception as caught:
@@ -113,10 +115,10 @@ class Caffe2Backend(CheckpointBackend):
             cause = caught if isinstance(caught, FencedError) else caught.__cause__
             fenced = cause.reason if isinstance(cause, FencedError) else ""
         mine = {"error": error, "fenced": fenced, "stats": {} if error else self._stats()}
-        found = self._calls.collective(f"save of checkpoint {epoch}", lambda: mine, list)
-        problem = next((f["error"] for f in found if f["error"]), "")
-        self._fenced = next((f["fenced"] for f in found if f["fenced"]), "")
-        stats = [f["stats"] for f in found]
+        reports = self._calls.collective(f"save of checkpoint {epoch}", lambda: mine, list)
+        problem = next((f["error"] for f in reports if f["error"]), "")
+        self._fenced = next((f["fenced"] for f in reports if f["fenced"]), "")
+        stats = [f["stats"] for f in reports]
         if not problem:
             _threads.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
             self._report("checkpoint_save", stats)

@@ -64,7 +64,8 @@ class _NodeNames(StepNames):
 
     def __init__(self, node: str, lead: str):
         super().__init__(ocp.path.step.standard_name_format())
-        self._lead, self._folder = lead, paths.folder_name(node)
+        self._lead = lead
+        self._folder = paths.folder_name(node)
 
     def build(self, epoch: int) -> str:
         return paths.join(f"{self._lead}{epoch_number(epoch)}", self._folder)
@@ -94,7 +95,8 @@ class NodeDirectory(PosixDirectory):
                 f"{store.root}: epochs of single nodes need a file system with an atomic rename; expected the path of "
                 "a directory. On object stores use epochckpt.CheckpointManager"
             )
-        self.node, self._lead = paths.check_node_name(node), lead
+        self.node = paths.check_node_name(node)
+        self._lead = lead
         super().__init__(store, _NodeNames(node, lead))
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -161,11 +163,11 @@ class NodeDirectory(PosixDirectory):
                 # listed after our own was made: of two jobs that join at once, at least one sees the other
                 entries = [entry for entry in self.store.list("") if entry.name != stager.home]
                 self._refuse_others(stager.home, [entry.name for entry in entries if entry.is_folder])
-                found = [entry.name for entry in entries]
+                names = [entry.name for entry in entries]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self.missing() from error
         stager.note_root()
-        return NodeWriter(self, stager, [name for name in found if paths.parse_node_staging(name) == self.node])
+        return NodeWriter(self, stager, [name for name in names if paths.parse_node_staging(name) == self.node])
 
     def _refuse_others(self, home: str, folders: list[str]) -> None:
         """Refuses a directory in which all nodes commit an epoch together; removes the own staging folder there."""
@@ -181,9 +183,9 @@ class NodeDirectory(PosixDirectory):
 
     def missing(self) -> EpochCheckpointError:
         """The error where the directory is not there."""
-        found = "is a file" if os.path.lexists(self.store.root) else "does not exist"
+        state = "is a file" if os.path.lexists(self.store.root) else "does not exist"
         return NotACheckpointDirectoryError(
-            f"{self.store.root} {found}; expected a directory, which is never created here: make or mount it"
+            f"{self.store.root} {state}; expected a directory, which is never created here: make or mount it"
         )
 
     @contextlib.contextmanager
@@ -261,7 +263,8 @@ class NodeWriter(PosixWriter):
 
     def _check_place(self, epoch: int) -> None:
         """Refuses to write into an epoch of another manager, or over a folder that is no epoch of this node."""
-        parent, final = str(epoch), self.directory.folder(epoch)
+        parent = str(epoch)
+        final = self.directory.folder(epoch)
         for mark in (paths.EPOCH_RECORD, STEP_RECORD):
             if self.store.exists(paths.join(parent, mark)):
                 problem = (
@@ -330,7 +333,8 @@ class NodeEpochs:
         has saved.
         Raises what `NodeDirectory.claim` raises, and SaveError (or FencedError) if the epoch was not committed.
         """
-        epoch_directory, epoch = self.epoch_directory, epoch_number(epoch)
+        epoch_directory = self.epoch_directory
+        epoch = epoch_number(epoch)
         wanted = items.to_save(args, self._handlers)
         items.check_names([item.name for item in wanted], (), ())
         writer = self.claim()

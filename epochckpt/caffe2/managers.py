@@ -225,7 +225,8 @@ class CheckpointManager(Manager):
 
         Blobs that the epoch lacks are left out.
         """
-        wanted, number = _blob_names(blob_names), epoch_number(epoch)
+        wanted = _blob_names(blob_names)
+        number = epoch_number(epoch)
         return self._task(f"load blobs of checkpoint {number}", lambda ws: self._load(ws, number, wanted, None))
 
     def check_db_exists(self, epoch: int) -> Task:
@@ -328,11 +329,11 @@ class CheckpointManager(Manager):
                     f"has: {', '.join(items) or 'no blob'}. Pass init(retrieve_from_epoch={epoch})"
                 )
             if wanted is not None:
-                found = (n if n in items else n.removeprefix(f"{self.node_name}/") for n in wanted)
-                needed = list(dict.fromkeys(name for name in found if name in items))
-            asked = {items[n]: blobs.argument(blobs.target_of(ws, n), blobs.rename_of(ws, n)) for n in needed}
+                saved_names = (n if n in items else n.removeprefix(f"{self.node_name}/") for n in wanted)
+                needed = list(dict.fromkeys(name for name in saved_names if name in items))
+            targets = {items[n]: blobs.argument(blobs.target_of(ws, n), blobs.rename_of(ws, n)) for n in needed}
             with advice_for(blobs.REMEDIES):
-                values = reader.restore(ocp.args.Composite(**asked))
+                values = reader.restore(ocp.args.Composite(**targets))
             types = reader.record.custom_metadata.get("types")
             types = types if isinstance(types, dict) else {}
             made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in needed}
@@ -348,7 +349,8 @@ class CheckpointManager(Manager):
 
     @contextlib.contextmanager
     def _timed(self, epoch: int, path_prefix: PathLike | None) -> Iterator[None]:
-        self.last, began = None, time.monotonic()
+        self.last = None
+        began = time.monotonic()
         yield
         self.last = db_name(epoch, self.node_name, self.db_prefix, path_prefix), time.monotonic() - began
 
@@ -454,7 +456,8 @@ class MultiNodeCheckpointManager(Manager):
         Returns:
             False if any of the nodes lacks that epoch; nothing is loaded then.
         """
-        wanted, names = _blob_names(blob_names), _node_names(nodes)
+        wanted = _blob_names(blob_names)
+        names = _node_names(nodes)
         if not self._managers:
             self.take_nodes(names)
         missing = [name for name, manager in self._chosen(names).items() if not manager.has_epoch(epoch)]
@@ -476,8 +479,8 @@ class MultiNodeCheckpointManager(Manager):
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
-        found = (manager.read_notes(epoch) for manager in self._chosen(None).values())
-        return next((notes for notes in found if notes is not None), None)
+        of_nodes = (manager.read_notes(epoch) for manager in self._chosen(None).values())
+        return next((notes for notes in of_nodes if notes is not None), None)
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. The first nodes stay."""

@@ -12,9 +12,10 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import EpochCopy, check_place
 
 
-def node_upload(manager: Manager, epoch: int, asked: CopyUpload) -> Callable[[Workspace], None]:
+def node_upload(manager: Manager, epoch: int, requested: CopyUpload) -> Callable[[Workspace], None]:
     """A task that copies an epoch, for each node of its workspace."""
-    source, target = open_store(manager.db_prefix), open_store(asked.address)
+    source = open_store(manager.db_prefix)
+    target = open_store(requested.address)
     if not (NodeDirectory.suits(source) and NodeDirectory.suits(target)):
         problem = "epochs of single nodes can be copied from a file system only to a directory of one"
         raise UnsupportedError(f"{source.root}: {problem}; the destination is {target.root}")
@@ -28,7 +29,7 @@ def node_upload(manager: Manager, epoch: int, asked: CopyUpload) -> Callable[[Wo
             target.make_root()
             with _progress.work(f"uploading checkpoint {epoch}") as work:
                 copy = EpochCopy(reader, NodeDirectory(target, node), progress=work.advance)
-                if copy.begin(asked.replace):
+                if copy.begin(requested.replace):
                     with copy.giving_up():
                         copy.publish()
                         copy.leave()

@@ -88,22 +88,22 @@ def rm(args: argparse.Namespace, output: Output) -> int:
     """
     run = _directory(args)
     rows = {row.epoch: row for row in run.epochs()}
-    asked = [rows.pop(epoch_of(run, epoch, output).epoch) for epoch in dict.fromkeys(args.epochs)]
+    epochs = [rows.pop(epoch_of(run, epoch, output).epoch) for epoch in dict.fromkeys(args.epochs)]
     left = f"the newest {run.unit} is {max(rows)} then" if rows else f"no {noun(run.unit)} is left then"
-    found = _changes(args, run, asked, lambda row: "", left)
+    changes = _changes(args, run, epochs, lambda row: "", left)
     if args.yes:
         gone = list[int]()
         try:
             with _changing(args) as manager:
-                for row in asked:
+                for row in epochs:
                     manager.delete(row.epoch)
                     gone.append(row.epoch)
         except Exception:
             if gone:
-                output.note(f"deleted before that: {found.unit} {', '.join(map(str, gone))}")
+                output.note(f"deleted before that: {changes.unit} {', '.join(map(str, gone))}")
             raise
         _check_mirror(run, output)
-    return _answer(output, found, "delete")
+    return _answer(output, changes, "delete")
 
 
 def rollback(args: argparse.Namespace, output: Output) -> int:
@@ -118,12 +118,12 @@ def rollback(args: argparse.Namespace, output: Output) -> int:
         raise InvalidArgumentError(f"{row.unit} {to.epoch} is damaged, so that no run can go on from it: {row.detail}")
     later = [row for row in run.epochs() if row.epoch > to.epoch]
     left = f"the newest {run.unit} is {to.epoch}{' then' if later else ' already'}"
-    found = _changes(args, run, later, lambda row: _in(run.directory, f"rolled-back-…/{row.folder}"), left)
+    changes = _changes(args, run, later, lambda row: _in(run.directory, f"rolled-back-…/{row.folder}"), left)
     if args.yes and later:
         with _changing(args) as manager:
             manager.rollback_to(to.epoch)
         _check_mirror(run, output)
-    return _answer(output, found, "set aside")
+    return _answer(output, changes, "set aside")
 
 
 def cp(args: argparse.Namespace, output: Output) -> int:
@@ -148,14 +148,14 @@ def cp(args: argparse.Namespace, output: Output) -> int:
         mirror=run.viewed_mirror(),
     )
     present = len(copy.present)
-    there = f"{several(present, run.unit)} {'is' if present == 1 else 'are'} there already" if present else ""
+    passed_over = f"{several(present, run.unit)} {'is' if present == 1 else 'are'} there already" if present else ""
     left = [rows[epoch] for epoch in copy.epochs]
-    found = _changes(args, run, left, lambda row: _in(copy.destination, copy.folder(row.epoch)), there)
+    done = _changes(args, run, left, lambda row: _in(copy.destination, copy.folder(row.epoch)), passed_over)
     if args.yes and (left or copy.present):
-        with _progress.work("copying", found.nbytes) as bar:
+        with _progress.work("copying", done.nbytes) as bar:
             copy.run(bar.advance)
-    changes = tuple(change for change in found.changes if change.epoch not in copy.problems)
-    return _answer(output, dataclasses.replace(found, changes=changes, problems=copy.problems), "copy")
+    changes = tuple(change for change in done.changes if change.epoch not in copy.problems)
+    return _answer(output, dataclasses.replace(done, changes=changes, problems=copy.problems), "copy")
 
 
 def import_(args: argparse.Namespace, output: Output) -> int:
@@ -172,11 +172,13 @@ def import_(args: argparse.Namespace, output: Output) -> int:
     epoch = args.epoch
     if epoch is None:
         epoch = max(epoch_directory.list_epochs() if epoch_directory is not None else [], default=-1) + 1
-    asked = {name: getattr(args, name) for name in ("format", "item", "separator", "include", "exclude", "dtype")}
+    arguments = {name: getattr(args, name) for name in ("format", "item", "separator", "include", "exclude", "dtype")}
     options = dataclasses.replace(options_of(args), read_only=False)
     from epochckpt.convert.import_files import plan_import
 
-    plan = plan_import(args.source, args.directory, epoch, **asked, rename=dict(args.rename) or None, options=options)
+    plan = plan_import(
+        args.source, args.directory, epoch, **arguments, rename=dict(args.rename) or None, options=options
+    )
     unit = args.unit or ("epoch" if epoch_directory is None else scan.unit_of(epoch_directory))
     if args.yes:
         plan.write(take_over=args.take_over)
@@ -274,33 +276,33 @@ def _changes(
     )
 
 
-def _answer(output: Output, found: Changes, verb: str) -> int:
+def _answer(output: Output, changes: Changes, verb: str) -> int:
     """Prints what a command does, or would do; returns the exit code."""
-    title = found.directory + (f" → {found.destination}" if found.destination else "")
-    count = f"{verb} {several(len(found.changes), found.unit)}, {_units.nbytes(found.nbytes)}"
+    title = changes.directory + (f" → {changes.destination}" if changes.destination else "")
+    count = f"{verb} {several(len(changes.changes), changes.unit)}, {_units.nbytes(changes.nbytes)}"
     mirror = ""
-    if found.mirror and verb != "copy":
-        later = "" if found.follows else " later: no --mirror names it now"
-        mirror = f"its mirror {found.mirror} follows{later}"
+    if changes.mirror and verb != "copy":
+        later = "" if changes.follows else " later: no --mirror names it now"
+        mirror = f"its mirror {changes.mirror} follows{later}"
 
     def shown(path: str) -> Span:  # below the title's directories
-        for root in filter(None, (found.destination, found.directory)):
+        for root in filter(None, (changes.destination, changes.directory)):
             path = path.removeprefix(f"{root.rstrip('/')}/")
         return Span(path, limit=1000)
 
     def view() -> Iterator[Block]:
         yield TextLine(Span(title, Tone.STRONG, 2000), title=True)
-        yield Summary(tuple(filter(None, (count, found.remark, mirror))))
+        yield Summary(tuple(filter(None, (count, changes.remark, mirror))))
         yield table(
-            found.changes,
-            (Column(found.unit, 0, right=True), lambda change: str(change.epoch)),
+            changes.changes,
+            (Column(changes.unit, 0, right=True), lambda change: str(change.epoch)),
             (Column("bytes", 1, right=True), lambda change: _units.nbytes(change.nbytes)),
             (Column("from", 0, least=10), lambda change: shown(change.source)),
             (Column("to", 0, least=10), lambda change: shown(change.destination) if change.destination else "deleted"),
         )
-        yield from problems({f"{found.unit} {epoch}": why for epoch, why in found.problems.items()})
-        if found.changes and not found.done:
+        yield from problems({f"{changes.unit} {epoch}": why for epoch, why in changes.problems.items()})
+        if changes.changes and not changes.done:
             yield _UNCHANGED
 
-    output.rows(found, lambda: render(list(view())))
-    return FOUND if found.problems else OK
+    output.rows(changes, lambda: render(list(view())))
+    return FOUND if changes.problems else OK

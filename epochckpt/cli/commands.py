@@ -67,24 +67,24 @@ def only_cpu() -> None:
 def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection:
     """Opens the directory of a command, or the given one."""
     metric = args.metric[0] if args.metric and len(args.metric) == 1 else args.metric
-    asked = {"metric": metric, "mode": args.mode, "options": naming_of(args), "unit": args.unit}
-    return inspect(directory or args.directory, **asked, mirror=args.mirror if directory is None else None)
+    arguments = {"metric": metric, "mode": args.mode, "options": naming_of(args), "unit": args.unit}
+    return inspect(directory or args.directory, **arguments, mirror=args.mirror if directory is None else None)
 
 
-def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspection:
+def epoch_of(run: Inspection, name: int | str, output: Output) -> EpochInspection:
     """One epoch: a number, `latest` or `best`. UnknownNameError or EpochNotFoundError if it does not exist."""
-    if isinstance(asked, int):
-        return run[asked]
-    if asked == "best" and run.metric is None:
+    if isinstance(name, int):
+        return run[name]
+    if name == "best" and run.metric is None:
         raise InvalidArgumentError("`best` needs --metric NAME: by which metric?")
     seen = run.overview(1)
-    found = next((row.epoch for row in seen.epochs if (row.best if asked == "best" else row.latest)), None)
-    if found is None:
-        raise UnknownNameError(f"{run.directory}: no {asked} epoch: {seen.problems.get('') or 'no epoch can be used'}")
-    newer = [row.epoch for row in seen.epochs if row.state == DAMAGED and row.epoch > found]
-    if asked == "latest" and newer:
+    number = next((row.epoch for row in seen.epochs if (row.best if name == "best" else row.latest)), None)
+    if number is None:
+        raise UnknownNameError(f"{run.directory}: no {name} epoch: {seen.problems.get('') or 'no epoch can be used'}")
+    newer = [row.epoch for row in seen.epochs if row.state == DAMAGED and row.epoch > number]
+    if name == "latest" and newer:
         output.note(f"newer, but damaged: {', '.join(map(str, newer[-_NEWER:]))}; see `epochckpt ls`")
-    return run[found]
+    return run[number]
 
 
 def ls(args: argparse.Namespace, output: Output) -> int:
@@ -98,8 +98,8 @@ def ls(args: argparse.Namespace, output: Output) -> int:
     except NotACheckpointDirectoryError as error:
         try:
             metric = args.metric[0] if args.metric else None
-            asked = {"metric": metric, "mode": args.mode, "sort": args.sort, "options": naming_of(args)}
-            runs = inspect_runs(args.directory, **asked).overview()
+            arguments = {"metric": metric, "mode": args.mode, "sort": args.sort, "options": naming_of(args)}
+            runs = inspect_runs(args.directory, **arguments).overview()
         except NotACheckpointDirectoryError:
             raise error from None
         output.rows(runs, lambda: render(views.of(runs)))
@@ -118,8 +118,8 @@ def du(args: argparse.Namespace, output: Output) -> int:
     Files with several names count once; symlinks are not followed. In a bucket it is one listing of all objects.
     """
     options = dataclasses.replace(options_of(args), todelete_subdir=args.todelete_subdir)
-    found = inspect(args.directory, options=options, unit=args.unit).du().usage
-    output.rows(found, lambda: render(views.usage(found, args.limit or None, hint="; --limit 0 shows all")))
+    usage = inspect(args.directory, options=options, unit=args.unit).du().usage
+    output.rows(usage, lambda: render(views.usage(usage, args.limit or None, hint="; --limit 0 shows all")))
     return OK
 
 
@@ -129,8 +129,8 @@ def goodput(args: argparse.Namespace, output: Output) -> int:
     As recorded with each commit. `lost` is at least so much: a killed process records no end. `unknown` is the time
     from a run's newest commit to the next run.
     """
-    found = inspect(args.directory, options=options_of(args), unit=args.unit).goodput().goodput
-    output.rows(found, lambda: render(views.goodput(found)))
+    goodput = inspect(args.directory, options=options_of(args), unit=args.unit).goodput().goodput
+    output.rows(goodput, lambda: render(views.goodput(goodput)))
     return OK
 
 
@@ -168,8 +168,8 @@ def stat(args: argparse.Namespace, output: Output) -> int:
     patterns = args.patterns or "*"
     (less,) = narrowed([epoch.detail()], patterns, args.item, args.node)
     with _progress.work(f"{epoch.plain_row().unit} {epoch.epoch}", sum(item.nbytes for item in less.items)) as bar:
-        found = epoch.stats(patterns, args.item, args.node, progress=bar.advance).rows
-    output.rows(found, lambda: render(leaf_views.stats(found)))
+        stats = epoch.stats(patterns, args.item, args.node, progress=bar.advance).rows
+    output.rows(stats, lambda: render(leaf_views.stats(stats)))
     for item in less.items:
         if item.problem:
             output.note(f"item {item.name}: {item.problem}")
@@ -185,44 +185,44 @@ def diff(args: argparse.Namespace, output: Output) -> int:
     other = run if args.other is None else opened(args, args.other)
     one = epoch_of(run, args.before, output)
     two = epoch_of(other, args.after, output)
-    asked: dict[str, Any] = {"directory": args.other, "item": args.item, "node": args.node}
+    arguments: dict[str, Any] = {"directory": args.other, "item": args.item, "node": args.node}
     rows = one.plain_row(), two.plain_row()
     what = " and ".join(f"{row.unit} {row.epoch}" for row in rows)
     with _progress.work(what, sum(row.nbytes for row in rows)) as bar:
-        asked["progress"] = bar.set
-        found = run.diff(one.epoch, two.epoch, args.patterns or "*", **asked).diff
+        arguments["progress"] = bar.set
+        difference = run.diff(one.epoch, two.epoch, args.patterns or "*", **arguments).diff
     shown = {"listed": args.limit or None, "unchanged": args.unchanged, "hint": "; --limit 0 lists all"}
-    output.rows(found, lambda: render(leaf_views.diff(found, **shown)))
-    return FOUND if found.problems or any(row.change != UNCHANGED for row in found.rows) else OK
+    output.rows(difference, lambda: render(leaf_views.diff(difference, **shown)))
+    return FOUND if difference.problems or any(row.change != UNCHANGED for row in difference.rows) else OK
 
 
 def verify(args: argparse.Namespace, output: Output) -> int:
     """Read every byte of epochs and compare it with the recorded checksums."""
     run = opened(args)
-    rows = [epoch_of(run, asked, output).plain_row() for asked in dict.fromkeys(args.epochs)] or run.epochs()
+    rows = [epoch_of(run, name, output).plain_row() for name in dict.fromkeys(args.epochs)] or run.epochs()
     sizes = {row.epoch: row.nbytes for row in rows}
-    found: list[Verification] = []
+    verifications: list[Verification] = []
     unread = False
     unit = run.unit
     with _progress.work("verifying", sum(sizes.values())) as bar:
         for epoch, nbytes in sizes.items():
             try:
                 one = run[epoch].verify(bar.advance)
-                found.append(_repaired(run, one, output) if args.repair_view else one)
+                verifications.append(_repaired(run, one, output) if args.repair_view else one)
             except EpochNotFoundError:  # a live run deletes epochs
                 output.note(f"{unit} {epoch} was deleted meanwhile")
             except (AccessError, FormatVersionError, StorageError) as error:  # which says nothing about the data
                 output.note(f"{unit} {epoch}: {error}")
                 unread = True
             except EpochCheckpointError as error:  # its record cannot be read
-                found.append(Verification(epoch, nbytes, (error,)))
-    answer = {"directory": run.directory, "epochs": [_plain(one) for one in found]}
-    output.rows(answer, lambda: Group(*_verifications(found, unit)))
+                verifications.append(Verification(epoch, nbytes, (error,)))
+    answer = {"directory": run.directory, "epochs": [_plain(one) for one in verifications]}
+    output.rows(answer, lambda: Group(*_verifications(verifications, unit)))
     if unread:
         return UNREACHABLE
-    if any(not one.ok for one in found):
+    if any(not one.ok for one in verifications):
         return FOUND
-    return VIEW if any(one.view_damage for one in found) else OK
+    return VIEW if any(one.view_damage for one in verifications) else OK
 
 
 def _repaired(run: Inspection, one: Verification, output: Output) -> Verification:
@@ -255,9 +255,9 @@ def _plain(one: Verification) -> dict[str, Any]:
     return {"epoch": one.epoch, "ok": one.ok, **rest}
 
 
-def _verifications(found: Sequence[Verification], unit: str) -> Iterator[RenderableType]:
-    width = max((len(str(one.epoch)) for one in found), default=1) + len(f"{unit} ")
-    for one in found:
+def _verifications(verifications: Sequence[Verification], unit: str) -> Iterator[RenderableType]:
+    width = max((len(str(one.epoch)) for one in verifications), default=1) + len(f"{unit} ")
+    for one in verifications:
         state = Text.assemble(("ok", GOOD) if one.ok else ("damaged", BAD))
         value = state.append(f"  {_units.nbytes(one.nbytes)}", "").append("  *" if one.note else "", FAINT)
         yield Fact(Text(f"{unit} {one.epoch}", HEAD), value, width)
@@ -265,9 +265,9 @@ def _verifications(found: Sequence[Verification], unit: str) -> Iterator[Rendera
         if one.view_damage:
             yield Text("  the Orbax view is damaged: stock Orbax may not read it (--repair-view)", WARN)
             yield from _places(one.view_damage, WARN)
-    for note in dict.fromkeys(one.note for one in found if one.note):
+    for note in dict.fromkeys(one.note for one in verifications if one.note):
         yield Fact(Text("*", FAINT), safe(note, FAINT, limit=600), 1)
-    if not found:
+    if not verifications:
         yield Text(f"no {directory_views.noun(unit)} was verified", FAINT)
 
 
@@ -285,16 +285,16 @@ def gc(args: argparse.Namespace, output: Output) -> int:
     """
     storage = None if args.save_timeout is None else StorageOptions(save_timeout_secs=args.save_timeout)
     options = dataclasses.replace(options_of(args), todelete_subdir=args.todelete_subdir)
-    asked: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
-    search = functools.partial(collect, args.directory, options=options, storage=storage, **asked)
-    found = search()
-    if args.delete and found.rows:
-        with _progress.work("removing", found.nbytes) as bar:
-            found = search(delete=True, progress=lambda row: bar.advance(row.nbytes))
-    answer = {"deleted": bool(args.delete), **dataclasses.asdict(found), "nbytes": found.nbytes}
+    arguments: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
+    search = functools.partial(collect, args.directory, options=options, storage=storage, **arguments)
+    garbage = search()
+    if args.delete and garbage.rows:
+        with _progress.work("removing", garbage.nbytes) as bar:
+            garbage = search(delete=True, progress=lambda row: bar.advance(row.nbytes))
+    answer = {"deleted": bool(args.delete), **dataclasses.asdict(garbage), "nbytes": garbage.nbytes}
     unit = args.unit or inspect(args.directory, options=options).unit
-    output.rows(answer, lambda: Group(*_garbage(found, args.delete, unit)))
-    return UNREACHABLE if any(why.startswith(_FAILED) for why in found.kept.values()) else OK
+    output.rows(answer, lambda: Group(*_garbage(garbage, args.delete, unit)))
+    return UNREACHABLE if any(why.startswith(_FAILED) for why in garbage.kept.values()) else OK
 
 
 def repair(args: argparse.Namespace, output: Output) -> int:
@@ -305,40 +305,40 @@ def repair(args: argparse.Namespace, output: Output) -> int:
     """
     from epochckpt.manager.repair import repair_head
 
-    found = repair_head(args.directory, write=args.yes, options=options_of(args))
+    repair = repair_head(args.directory, write=args.yes, options=options_of(args))
 
     def lines() -> Iterator[RenderableType]:
-        if found.problem:
-            yield safe(found.problem, WARN)
-        if found.epochs or found.aside or found.problem:
-            epochs = ", ".join(map(str, found.epochs)) or "nothing"
+        if repair.problem:
+            yield safe(repair.problem, WARN)
+        if repair.epochs or repair.aside or repair.problem:
+            epochs = ", ".join(map(str, repair.epochs)) or "nothing"
             yield Text(f"{'taken in' if args.yes else 'can be taken in (--yes does so)'}: {epochs}", HEAD)
-            yield from (safe(f"  set aside: {folder}") for folder in found.aside)
+            yield from (safe(f"  set aside: {folder}") for folder in repair.aside)
         else:
             yield Text("nothing is to be repaired", HEAD)
-        for folder, why in found.left_out.items():
+        for folder, why in repair.left_out.items():
             yield safe(f"  left alone: {folder}: {why}", WARN)
 
-    output.rows({"written": bool(args.yes), **dataclasses.asdict(found)}, lambda: Group(*lines()))
+    output.rows({"written": bool(args.yes), **dataclasses.asdict(repair)}, lambda: Group(*lines()))
     return OK
 
 
-def _garbage(found: Garbage, deleted: bool, unit: str) -> Iterator[RenderableType]:
-    if found.rows:
-        things = _units.several(len(found.rows), "thing", "things")
-        yield Text(f"{'removed' if deleted else 'can be removed'}: {things}, {_units.nbytes(found.nbytes)}", HEAD)
-        yield render([directory_views.leftovers(found.rows, unit)])
+def _garbage(garbage: Garbage, deleted: bool, unit: str) -> Iterator[RenderableType]:
+    if garbage.rows:
+        things = _units.several(len(garbage.rows), "thing", "things")
+        yield Text(f"{'removed' if deleted else 'can be removed'}: {things}, {_units.nbytes(garbage.nbytes)}", HEAD)
+        yield render([directory_views.leftovers(garbage.rows, unit)])
     else:
         yield Text("nothing was removed" if deleted else "nothing can be removed", HEAD)
-    if found.kept:
+    if garbage.kept:
         yield Text()
         yield Text("stays:", HEAD)
-    sizes = {row.path: f"  {_units.nbytes(row.nbytes)}" for row in found.others}
-    for path, why in found.kept.items():
+    sizes = {row.path: f"  {_units.nbytes(row.nbytes)}" for row in garbage.others}
+    for path, why in garbage.kept.items():
         style = BAD if why.startswith(_FAILED) else ""
         line = safe(path, limit=100).append(sizes.get(path, ""), FAINT)
         yield Fact(Text("·", FAINT), line.append_text(safe(f"  {why}", style, limit=600)), 1, 2)
-    if found.rows and not deleted:
+    if garbage.rows and not deleted:
         yield Text()
         yield Text("Nothing was changed; --delete removes it.", FAINT)
 
@@ -350,14 +350,18 @@ def export(args: argparse.Namespace, output: Output) -> int:
     from epochckpt.convert.selection import say_cast
 
     epoch = epoch_of(opened(args), args.epoch, output)
-    asked: dict[str, Any] = {"item": args.item, "separator": args.separator, "skip_unsupported": args.skip_unsupported}
+    arguments: dict[str, Any] = {
+        "item": args.item,
+        "separator": args.separator,
+        "skip_unsupported": args.skip_unsupported,
+    }
     chosen = {"include": args.include, "exclude": args.exclude, "rename": dict(args.rename), "dtype": args.dtype}
-    asked |= {**chosen, "framework": args.framework, "config": args.config, "options": options_of(args)}
-    asked |= {"mirror": args.mirror}
-    asked |= {"max_file_bytes": args.max_file_size} if args.max_file_size else {}
+    arguments |= {**chosen, "framework": args.framework, "config": args.config, "options": options_of(args)}
+    arguments |= {"mirror": args.mirror}
+    arguments |= {"max_file_bytes": args.max_file_size} if args.max_file_size else {}
     row = epoch.plain_row()
     with _progress.work(f"exporting {row.unit} {epoch.epoch}", None if any(chosen.values()) else row.nbytes):
-        done = write(args.directory, epoch.epoch, args.destination, args.format, **asked)
+        done = write(args.directory, epoch.epoch, args.destination, args.format, **arguments)
 
     def view() -> Iterator[RenderableType]:
         what = f"{row.unit} {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in "

@@ -63,10 +63,10 @@ def _take_store(args: argparse.Namespace) -> None:
     given = {
         name: place for name in ("directory", "other", "destination", "mirror") if (place := getattr(args, name, None))
     }
-    found = {name: with_settings(place, args.store) for name, place in given.items()}
-    if found == given:
+    places = {name: with_settings(place, args.store) for name, place in given.items()}
+    if places == given:
         raise errors.InvalidArgumentError(f"--store applies to bucket URLs only; {args.directory} is a local path")
-    vars(args).update(found)
+    vars(args).update(places)
 
 
 def _failed(args: argparse.Namespace, error: Exception) -> int:

@@ -70,8 +70,8 @@ def _is_best(args: argparse.Namespace, event: Event) -> bool:
     """Whether an event's epoch is the best so far."""
     if not args.metric or event.kind not in (PRESENT, SAVED):
         return False
-    asked = {"metric": args.metric[0], "mode": args.mode, "options": options_of(args)}
-    seen = scan.look(args.directory, limit=1, check=False, **asked)
+    arguments = {"metric": args.metric[0], "mode": args.mode, "options": options_of(args)}
+    seen = scan.look(args.directory, limit=1, check=False, **arguments)
     return any(row.best and row.epoch == event.row.epoch for row in seen.epochs)
 
 

@@ -95,13 +95,13 @@ def _data_files(arrays: SelectedArrays) -> list[tuple[DataFile, bytes, list[int]
     """The data files of whole arrays of one node: what a record says of each, its header, and its leaves."""
     item = arrays.arrays
     owned = item.owned(0)
-    found = []
+    files = []
     for number, part in enumerate(item.cut(owned, item.part_ends(owned, None))):
         leaves = part.leaves.tolist()
         head = safetensors.header([item.tensor(leaf, 0) for leaf in leaves])
         size = len(head) + int(part.offsets[-1])
-        found.append((DataFile(item.name, number, size, len(head), len(leaves)), head, leaves))
-    return found
+        files.append((DataFile(item.name, number, size, len(head), len(leaves)), head, leaves))
+    return files
 
 
 def refusal(epoch: int, format: str, unsupported: Unsupported) -> str:

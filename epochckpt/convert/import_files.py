@@ -216,7 +216,7 @@ def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[Im
     new_paths = selection.paths(source, [path for path, _ in pairs])
     was = _text.public(tree_lib.leaf_name(pairs[number][0]) for number in new_paths)
     now = _text.public(map(tree_lib.leaf_name, new_paths.values()))
-    found = []
+    chosen = []
     leaves = list[ImportedLeaf]()
     for number, old, new in zip(new_paths, was, now, strict=True):
         value = pairs[number][1]
@@ -224,7 +224,7 @@ def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[Im
         dtype = selection.cast_to(before)
         if dtype is not None and dtype != before:
             value = _cast(value, dtype)
-        found.append((new_paths[number], value))
+        chosen.append((new_paths[number], value))
         kind = str(getattr(value, "dtype", type(value).__name__))
         leaf = ImportedLeaf(
             name=new,
@@ -235,10 +235,10 @@ def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[Im
             cast_from=str(before) if dtype != before else "",
         )
         leaves.append(leaf)
-    _check(found, source)
+    _check(chosen, source)
     if not selection:  # dicts stay dicts, whatever their keys
         return tree, tuple(leaves)
-    return tree_lib.nest(found, source), tuple(leaves)
+    return tree_lib.nest(chosen, source), tuple(leaves)
 
 
 def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
@@ -321,12 +321,12 @@ def _index(path: str) -> dict[str, set[str]]:
         raise FormatError(path, "is not JSON with a weight_map") from None
     if not listed:
         raise FormatError(path, "lists no tensors")
-    found: dict[str, set[str]] = {}
+    index: dict[str, set[str]] = {}
     for name, file in listed:
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
             raise FormatError(path, f"says that {name[:200]!r} lies in {str(file)[:200]!r}, no file beside it")
-        found.setdefault(os.path.join(os.path.dirname(path), file), set()).add(name)
-    return found
+        index.setdefault(os.path.join(os.path.dirname(path), file), set()).add(name)
+    return index
 
 
 def _tensors(path: str, separator: str | None, listed: set[str] | None) -> list[tuple[tree_lib.KeyPath, Any]]:

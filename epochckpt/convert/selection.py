@@ -58,22 +58,24 @@ class Selection:
         chosen -= self._matching(where, names, self.exclude)
         if not chosen:
             raise InvalidArgumentError(f"{where}: include and exclude leave none of its leaves")
-        found = {number: paths[number] for number in sorted(chosen)}
+        selected = {number: paths[number] for number in sorted(chosen)}
         if self.rename is not None:
-            found = _renamed(where, self.rename, {number: (names[number], path) for number, path in found.items()})
-        return _without_gaps(found)
+            selected = _renamed(
+                where, self.rename, {number: (names[number], path) for number, path in selected.items()}
+            )
+        return _without_gaps(selected)
 
     @staticmethod
     def _matching(where: str, names: Sequence[str], patterns: Sequence[str]) -> set[int]:
         """Leaves that match a pattern, or lie below the part of the tree that it names."""
-        found = set[int]()
+        matching = set[int]()
         for pattern in patterns:
             below = f"{glob.escape(pattern.rstrip('/'))}/*"
             matched = {number for each in (pattern, below) for number in _text.matching(names, each)}
             if not matched:
                 raise UnknownNameError(f"{where}: {_text.no_match(pattern, names)}")
-            found |= matched
-        return found
+            matching |= matched
+        return matching
 
 
 def _patterns(name: str, given: Patterns | None) -> tuple[str, ...]:
@@ -87,18 +89,18 @@ def _floating(dtype: Any) -> np.dtype[Any] | None:
     if dtype is None:
         return None
     try:
-        found = tree_lib.DTYPES[dtype] if isinstance(dtype, str) else np.dtype(dtype)
+        parsed = tree_lib.DTYPES[dtype] if isinstance(dtype, str) else np.dtype(dtype)
     except (KeyError, TypeError):
-        found = None
-    if found is None or not tree_lib.issubdtype(found, np.floating):
+        parsed = None
+    if parsed is None or not tree_lib.issubdtype(parsed, np.floating):
         raise InvalidArgumentError(f"dtype {str(dtype)[:80]!r} is no floating type, such as bfloat16 or float32")
-    return found
+    return parsed
 
 
 def _renamed(where: str, rename: Rename, leaves: Mapping[int, tuple[str, KeyPath]]) -> dict[int, KeyPath]:
     """The new paths of leaves. Keys that a leaf had keep their types (of a list, an int); new ones are dict keys."""
     names = [name for name, _ in leaves.values()]
-    found = dict[int, KeyPath]()
+    renamed = dict[int, KeyPath]()
     owner = dict[tuple[str, ...], str]()
     for (number, (name, path)), new in zip(leaves.items(), new_names(where, rename, names), strict=True):
         keys = tuple(new.split("/"))
@@ -106,13 +108,13 @@ def _renamed(where: str, rename: Rename, leaves: Mapping[int, tuple[str, KeyPath
             problem = "which is no name of a leaf: keys joined by '/'"
             raise InvalidArgumentError(f"{where}: rename makes {_text.shown(new)!r} of {name!r}, {problem}")
         owner[keys] = name
-        found[number] = path if new == name else _moved(tuple(name.split("/")) if path else (), path, keys)
+        renamed[number] = path if new == name else _moved(tuple(name.split("/")) if path else (), path, keys)
     for keys, name in owner.items():
         above = next((keys[:depth] for depth in range(1, len(keys)) if keys[:depth] in owner), None)
         if above is not None:
             problem = f"{owner[above]!r} would be called {'/'.join(above)!r}, and {name!r} lie below it"
             raise InvalidArgumentError(f"{where}: {problem}, as {'/'.join(keys)!r}")
-    return found
+    return renamed
 
 
 def _moved(old: Sequence[str], path: KeyPath, new: Sequence[str]) -> KeyPath:
@@ -132,17 +134,19 @@ def _moved(old: Sequence[str], path: KeyPath, new: Sequence[str]) -> KeyPath:
 
 def _without_gaps(paths: Mapping[int, KeyPath]) -> dict[int, KeyPath]:
     """Lists that have lost an element become dicts, whose keys are the numbers of the elements, or such names."""
-    found: dict[KeyPath, set[Any]] = collections.defaultdict(set)
+    children: dict[KeyPath, set[Any]] = collections.defaultdict(set)
     for path in paths.values():
         for depth, key in enumerate(path):
-            found[path[:depth]].add(key)
+            children[path[:depth]].add(key)
     broken = {
         above
-        for above, keys in found.items()
+        for above, keys in children.items()
         if any(kind in "sf" for kind, _ in keys)
         and (any(kind not in "sf" for kind, _ in keys) or {i for _, i in keys} != set(range(len(keys))))
     }
-    mixed = {above for above, keys in found.items() if len({type(key) for _, key in keys}) > 1}  # JAX cannot sort them
+    mixed = {
+        above for above, keys in children.items() if len({type(key) for _, key in keys}) > 1
+    }  # JAX cannot sort them
 
     def kept(above: KeyPath, kind: str, key: Any) -> tuple[str, Any]:
         return ("k" if above in broken | mixed else kind, str(key) if above in mixed else key)

@@ -100,15 +100,15 @@ def load(folder: str) -> Loaded:
             index = key.state
             places[index["fqn"], index.get("offset")] = info.state
         files = _Files(folder)
-        found = {}
+        loaded = {}
         for name, kind in record.state["state_dict_metadata"].items():
             if not isinstance(name, str):
                 raise TypeError("a name is no text")
             if kind.state:
-                found[name] = _tensor(files, name, kind.state, places)
+                loaded[name] = _tensor(files, name, kind.state, places)
             else:
-                found[name] = _value(files, places[name, None])
-    return Loaded(found, files.verify)
+                loaded[name] = _value(files, places[name, None])
+    return Loaded(loaded, files.verify)
 
 
 class _format_errors:
@@ -250,10 +250,10 @@ class _MappedPart(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        found = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        data = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 class _Files:
@@ -286,13 +286,13 @@ class _Files:
 
     def verify(self) -> None:
         for path, data, expected in self._sums:
-            found = 0
+            crc = 0
             for start in range(0, len(data), _CRC_BYTES):
                 piece = data[start : start + _CRC_BYTES]
-                found = zlib.crc32(piece.data, found)
+                crc = zlib.crc32(piece.data, crc)
                 mmap.release(piece)
-            if found != expected:
-                raise DamagedError(path, f"{len(data)} bytes of a tensor have the CRC-32 {found}, not {expected}")
+            if crc != expected:
+                raise DamagedError(path, f"{len(data)} bytes of a tensor have the CRC-32 {crc}, not {expected}")
 
 
 class _Archive:
@@ -312,10 +312,10 @@ class _Archive:
         info = self._members[name]
         names, extra = struct.unpack("<HH", self._data[info.header_offset + 26 : info.header_offset + 30].tobytes())
         start = info.header_offset + 30 + names + extra
-        found = self._data[start : start + info.file_size]
-        if info.compress_type != zipfile.ZIP_STORED or len(found) != info.file_size:
+        data = self._data[start : start + info.file_size]
+        if info.compress_type != zipfile.ZIP_STORED or len(data) != info.file_size:
             raise ValueError(f"{name} is compressed, or cut short")
-        return found
+        return data
 
     def load(self) -> Any:
         """What was saved, with `_Tensor` in place of tensors."""
@@ -334,9 +334,9 @@ class _Archive:
         if any(by < 0 for by in tensor.stride) or tensor.offset < 0 or len(tensor.size) > 32:
             raise ValueError("a tensor has a negative stride, or too many dimensions")
         strides = [by * dtype.itemsize for by in tensor.stride]
-        found = np.ndarray(tensor.size, dtype, raw, tensor.offset * dtype.itemsize, strides)  # checks its bounds
+        array = np.ndarray(tensor.size, dtype, raw, tensor.offset * dtype.itemsize, strides)  # checks its bounds
         self._sums.append((self.path, raw, self._members[name].CRC))
-        return found.view(mmap.Mapped)
+        return array.view(mmap.Mapped)
 
 
 def _tensor(files: _Files, name: str, kind: Mapping[str, Any], places: Mapping[Any, Any]) -> Any:

@@ -112,10 +112,10 @@ def check_seal(path: str, data: bytes) -> None:
         raise DamagedError(path, "is not a JSON record (empty, truncated or overwritten)")
     if not data.startswith(_FIELD) or len(data) < start + 17:
         raise DamagedError(path, 'does not begin with its checksum ("checksum":"xxh3:…")')
-    found = data[start : start + 16].decode("ascii", "replace")
+    recorded = data[start : start + 16].decode("ascii", "replace")
     expected = f"{xxh3(data[:start] + _ZEROS + data[start + 16 :]):016x}"
-    if found != expected:
-        raise DamagedError(path, f"checksum differs: recorded {found}, computed {expected}")
+    if recorded != expected:
+        raise DamagedError(path, f"checksum differs: recorded {recorded}, computed {expected}")
 
 
 def parse_sealed(path: str, data: bytes) -> dict[str, Any]:

@@ -81,21 +81,21 @@ class Fields:
         return value
 
     def numbers(self, name: str) -> dict[str, float]:
-        found = self.mapping(name)
-        if not all(type(v) in (int, float) and abs(v) < 1e300 for v in found.values()):
+        values = self.mapping(name)
+        if not all(type(v) in (int, float) and abs(v) < 1e300 for v in values.values()):
             raise self.fail(name, "an object of finite numbers")
-        return found
+        return values
 
 
 def user_data(fields: Fields, name: str, kind: type = object) -> Any:
     """A field that holds user data as JSON; FormatError if it is nested too deeply, or of another kind."""
     try:
-        found = checksums.unpack_json(fields.data.get(name))
+        unpacked = checksums.unpack_json(fields.data.get(name))
     except RecursionError:
         raise FormatError(fields.path, f"{fields.where}{name} is nested too deeply") from None
-    if not isinstance(found, kind):
+    if not isinstance(unpacked, kind):
         raise fields.fail(name, "an object")
-    return found
+    return unpacked
 
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
@@ -175,11 +175,11 @@ def strings(expected: str, fewest: int, most: int) -> Codec[tuple[str, ...]]:
     """Lists of strings, of at least `fewest` and at most `most` characters."""
 
     def read(fields: Fields, key: str) -> tuple[str, ...]:
-        found = fields.array(key)
-        lengths = {*map(len, found)} if _are(found, str) else {-1}
+        texts = fields.array(key)
+        lengths = {*map(len, texts)} if _are(texts, str) else {-1}
         if lengths and not fewest <= min(lengths) <= max(lengths) <= most:
             raise fields.fail(key, expected)
-        return tuple(found)
+        return tuple(texts)
 
     return Codec(read, list)
 
@@ -197,10 +197,10 @@ def integers(expected: str, low: int = 0, high: int = 2**63) -> Codec[tuple[int,
     """Lists of integers from `low` to below `high`."""
 
     def read(fields: Fields, key: str) -> tuple[int, ...]:
-        found = fields.array(key)
-        if not all(type(each) is int and low <= each < high for each in found):
+        numbers = fields.array(key)
+        if not all(type(each) is int and low <= each < high for each in numbers):
             raise fields.fail(key, expected)
-        return tuple(found)
+        return tuple(numbers)
 
     return Codec(read, list)
 
@@ -265,14 +265,14 @@ def table(cls: type) -> Mapping[str, Stored]:
 
 def pack(record: Any) -> dict[str, Any]:
     """The JSON object of a record."""
-    found: dict[str, Any] = {}
+    packed: dict[str, Any] = {}
     for attribute, field in table(type(record)).items():
         value = getattr(record, attribute)
         key = field.key if field.key_of is None else field.key_of(value)
         value = value if field.codec.write is None else field.codec.write(value)
         if value or not field.optional:
-            found[key] = value
-    return found
+            packed[key] = value
+    return packed
 
 
 def parse(cls: type[T], fields: Fields, **given: Any) -> T:

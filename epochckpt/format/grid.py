@@ -133,14 +133,14 @@ class Grid:
 
     def owned(self, rotation: int, node: int, others: bool = False) -> list[int]:
         """The cells that `node` writes, ascending; with `others`, its replicas instead."""
-        found = self._owned.get((rotation, node, others))
-        if found is None:
+        cells = self._owned.get((rotation, node, others))
+        if cells is None:
             mine = self.owners(rotation) == node
             if others:
                 table, _, rows = self._table
                 mine = np.any(table == node, axis=1)[rows] & ~mine
-            found = self._owned[rotation, node, others] = np.flatnonzero(mine).tolist()
-        return found
+            cells = self._owned[rotation, node, others] = np.flatnonzero(mine).tolist()
+        return cells
 
 
 class Leaf(NamedTuple):
@@ -239,8 +239,8 @@ class ArrayItem:
     @functools.cached_property
     def _file_order(self) -> np.ndarray:
         """The leaves with bytes, in the order of a node's files."""
-        found = np.flatnonzero(self.each(lambda leaf: leaf.kind in ARRAY_KINDS, bool))
-        return found[np.argsort(-self.each(_itemsize)[found], kind="stable")]
+        arrays = np.flatnonzero(self.each(lambda leaf: leaf.kind in ARRAY_KINDS, bool))
+        return arrays[np.argsort(-self.each(_itemsize)[arrays], kind="stable")]
 
     def in_file_order(self, leaves: Iterable[int]) -> list[int]:
         """Leaves, given in ascending order, as they follow each other in the files of one node."""
@@ -254,13 +254,13 @@ class ArrayItem:
         """(counts, cell shape, cell bytes) of a leaf."""
         info = self.leaves[leaf]
         form = info[3:6]  # dtype, shape and grid
-        found = self._cells.get(form)
-        if found is None:
+        cell = self._cells.get(form)
+        if cell is None:
             counts = self.grids[info.grid].counts
             counts += (1,) * (len(info.shape) - len(counts))
             shape = tuple(d // c for d, c in zip(info.shape, counts, strict=True))
-            found = self._cells[form] = counts, shape, math.prod(shape) * _itemsize(info)
-        return found
+            cell = self._cells[form] = counts, shape, math.prod(shape) * _itemsize(info)
+        return cell
 
     def counts(self, leaf: int) -> tuple[int, ...]:
         """Cells along each dimension of a leaf."""
@@ -326,14 +326,14 @@ class ArrayItem:
 
         Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.inlined`).
         """
-        found = set[int]()
+        inlined = set[int]()
         left = _INLINED_ITEM
         for i in self._file_order.tolist():
             size = self.leaves[i].nbytes
             if not self.leaves[i].is_global and 0 < size <= min(left, _INLINED_LEAF):
-                found.add(i)
+                inlined.add(i)
                 left -= size
-        return frozenset(found)
+        return frozenset(inlined)
 
     def _listed(
         self, leaves: np.ndarray, chosen: Callable[[Leaf], list[int]]
@@ -347,7 +347,7 @@ class ArrayItem:
         each = counts[forms]
         number = np.repeat(forms, counts[forms])
         within = np.arange(len(number)) - np.repeat(np.cumsum(each) - each, each)
-        sizes = np.array([self.cell_bytes(i) if found else 0 for i, found in zip(firsts, cells, strict=True)], np.int64)
+        sizes = np.array([self.cell_bytes(i) if cell else 0 for i, cell in zip(firsts, cells, strict=True)], np.int64)
         every = np.array([*itertools.chain.from_iterable(cells)], np.int64)
         return np.repeat(leaves, each), every[begins[number] + within], sizes[number]
 

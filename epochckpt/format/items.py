@@ -45,8 +45,8 @@ def items(nodes: str | None) -> Codec[Mapping[str, ItemRecord]]:
         count = 1 if nodes is None else len(fields.found[nodes])
         return {name: parse_item(fields.path, name, entry, count) for name, entry in fields.mapping(key).items()}
 
-    def write(found: Mapping[str, ItemRecord]) -> checksums.Json:
-        texts = {name: checksums.dumps_fields(_item_fields(item)) for name, item in found.items()}
+    def write(items: Mapping[str, ItemRecord]) -> checksums.Json:
+        texts = {name: checksums.dumps_fields(_item_fields(item)) for name, item in items.items()}
         return checksums.dumps_fields(texts)
 
     return Codec(read, write)
@@ -80,8 +80,8 @@ def parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
 
 def _parse_arrays(fields: Fields, name: str, nodes: int) -> ArrayItem:
     grids = [_parse_grid(fields, i, row, nodes) for i, row in enumerate(fields.array("grids"))]
-    known: dict[bytes, tuple[Any, ...]] = {}
-    leaves = [_parse_leaf(fields, i, row, grids, known) for i, row in enumerate(fields.array("leaves"))]
+    parsed: dict[bytes, tuple[Any, ...]] = {}
+    leaves = [_parse_leaf(fields, i, row, grids, parsed) for i, row in enumerate(fields.array("leaves"))]
     if sum(len(grids[leaf.grid].holders) for leaf in leaves if leaf.grid >= 0) > MAX_ITEM_CELLS:
         raise fields.fail("leaves", f"at most {MAX_ITEM_CELLS} cells in all")
     if len({leaf.name for leaf in leaves}) != len(leaves):
@@ -118,7 +118,7 @@ def _parse_grid(fields: Fields, number: int, row: object, nodes: int) -> Grid:
 
 
 def _parse_leaf(
-    fields: Fields, number: int, row: object, grids: list[Grid], known: dict[bytes, tuple[Any, ...]]
+    fields: Fields, number: int, row: object, grids: list[Grid], parsed: dict[bytes, tuple[Any, ...]]
 ) -> Leaf:
     if not isinstance(row, list) or len(row) not in (2, 7, 8):
         raise _no_leaf(fields, number)
@@ -127,8 +127,8 @@ def _parse_leaf(
         form = marshal.dumps(row[1:], 2)  # not a tuple, which would take true for 1
     except ValueError:  # nested too deeply
         raise _no_leaf(fields, number) from None
-    if (rest := known.get(form)) is None:
-        rest = known[form] = _parse_form(fields, number, row, grids)
+    if (rest := parsed.get(form)) is None:
+        rest = parsed[form] = _parse_form(fields, number, row, grids)
     return Leaf._make((path, tree_lib.leaf_name(path), *rest))
 
 

@@ -55,20 +55,20 @@ class Nodes:
 
     def renamed(self, names: Sequence[str]) -> Nodes:
         """The same processes with these nodes; InvalidArgumentError for names that do not fit them."""
-        asked = check_names(names)
-        if asked == self.names:
+        checked = check_names(names)
+        if checked == self.names:
             return self
         if self.given:
             raise InvalidArgumentError(
                 f"a manager with other nodes: this one was opened (node=) with {', '.join(self.names)}; asked for were "
-                f"{', '.join(asked)}. Construct it without node=, or with these names"
+                f"{', '.join(checked)}. Construct it without node=, or with these names"
             )
-        if self.processes not in (1, len(asked)):
+        if self.processes not in (1, len(checked)):
             raise InvalidArgumentError(
-                f"{len(asked)} nodes ({', '.join(asked)}) in a job of {self.processes} processes: expected one node "
-                "per process, in their order, or a single process that hosts all of them"
+                f"{len(checked)} nodes ({', '.join(checked)}) in a job of {self.processes} processes: expected one "
+                "node per process, in their order, or a single process that hosts all of them"
             )
-        return dataclasses.replace(self, names=asked)
+        return dataclasses.replace(self, names=checked)
 
 
 def check_names(names: str | Sequence[str]) -> tuple[str, ...]:

@@ -133,7 +133,7 @@ def folder_name(name: str) -> str:
     if is_name(name) and name not in _RESERVED | _IN_VIEWS and shown_name(name) == name:
         return name
     raw = name.encode("utf-8", "surrogatepass").decode("latin-1")
-    return _ESCAPED + _UNSAFE.sub(lambda found: f"-{ord(found[0]):02x}", raw)
+    return _ESCAPED + _UNSAFE.sub(lambda match: f"-{ord(match[0]):02x}", raw)
 
 
 def shown_name(folder: str) -> str:
@@ -141,7 +141,7 @@ def shown_name(folder: str) -> str:
     if not folder.startswith(_ESCAPED):
         return folder
     try:
-        plain = _HEX.sub(lambda found: chr(int(found[1], 16)), folder.removeprefix(_ESCAPED))
+        plain = _HEX.sub(lambda match: chr(int(match[1], 16)), folder.removeprefix(_ESCAPED))
         name = plain.encode("latin-1").decode("utf-8", "surrogatepass")
     except ValueError:
         return folder
@@ -169,8 +169,8 @@ def incarnation_folder(incarnation: str) -> str:
 
 def parse_incarnation(name: str) -> str | None:
     """The incarnation, if `name` is an incarnation folder, else None."""
-    found = _INCARNATION.match(name)
-    return found[1] if found else None
+    match = _INCARNATION.match(name)
+    return match[1] if match else None
 
 
 def unclaimed_folder(incarnation: str) -> str:
@@ -180,8 +180,8 @@ def unclaimed_folder(incarnation: str) -> str:
 
 def parse_unclaimed(name: str) -> str | None:
     """The incarnation, if `name` is a folder of `unclaimed_folder`, else None."""
-    found = _UNCLAIMED.match(name)
-    return found[1] if found else None
+    match = _UNCLAIMED.match(name)
+    return match[1] if match else None
 
 
 def save_id_in(path: str) -> str | None:
@@ -196,8 +196,8 @@ def node_staging_folder(node: str, token: str) -> str:
 
 def parse_node_staging(name: str) -> str | None:
     """The node, if `name` is a folder of `node_staging_folder`, else None."""
-    found = _NODE_STAGING.match(name)
-    return shown_name(found[1]) if found else None
+    match = _NODE_STAGING.match(name)
+    return shown_name(match[1]) if match else None
 
 
 def metrics_file(source: str) -> str:
@@ -207,8 +207,8 @@ def metrics_file(source: str) -> str:
 
 def parse_metrics_file(name: str) -> str | None:
     """The source, if `name` is a file of `metrics_file`, else None."""
-    found = _METRICS.match(name)
-    return found[1] if found and is_name(found[1]) else None
+    match = _METRICS.match(name)
+    return match[1] if match and is_name(match[1]) else None
 
 
 def is_about_epoch(path: str) -> bool:

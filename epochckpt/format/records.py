@@ -176,37 +176,37 @@ def unpack_contents(packed: Mapping[str, Mapping[str, str]]) -> dict[str, dict[s
 
 def _read_inlined(fields: Fields, key: str) -> dict[str, dict[str, bytes]]:
     try:
-        found = unpack_contents(fields.mapping(key))
+        inlined = unpack_contents(fields.mapping(key))
     except (ValueError, TypeError, AttributeError):
         raise fields.fail(key, "contents in base64, by item and name") from None
-    known = fields.found["items"]
-    for item, contents in found.items():
-        arrays = known[item].arrays if item in known else None
+    items = fields.found["items"]
+    for item, contents in inlined.items():
+        arrays = items[item].arrays if item in items else None
         sizes = {} if arrays is None else {str(i): arrays.leaves[i].nbytes for i in arrays.inlined}
-        if item not in known or (arrays is not None and any(sizes.get(n) != len(d) for n, d in contents.items())):
+        if item not in items or (arrays is not None and any(sizes.get(n) != len(d) for n, d in contents.items())):
             raise fields.fail(key, "small leaves, and files, of items of the epoch")
-    return found
+    return inlined
 
 
 def _read_unsupported(fields: Fields, key: str) -> dict[str, dict[str, str]] | None:
     if fields.data.get(key) is None:
         return None
-    found = fields.mapping(key)
-    if not all(isinstance(d, dict) and all(isinstance(v, str) for v in d.values()) for d in found.values()):
+    unsupported = fields.mapping(key)
+    if not all(isinstance(d, dict) and all(isinstance(v, str) for v in d.values()) for d in unsupported.values()):
         raise fields.fail(key, "reasons by leaf, by item")
-    return found
+    return unsupported
 
 
 def _read_view(fields: Fields, key: str) -> dict[str, tuple[int, str]] | None:
     if fields.data.get(key) is None:
         return None
-    found = {}
+    view = {}
     for path, row in fields.mapping(key).items():
         typed = isinstance(row, list) and [type(value) for value in row] == [int, str]
         if not typed or not 0 <= row[0] < codec.MAX_BYTES or not paths.is_file_path(path):
             raise fields.fail(key, "[length, digest] by path")
-        found[path] = row[0], row[1]
-    return found
+        view[path] = row[0], row[1]
+    return view
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,11 +281,11 @@ class EpochRecord:
 
     def sizes(self) -> dict[str, int]:
         """The sizes of all files of nodes, by path relative to the epoch's folder."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for number, node in enumerate(self.nodes):
-            found[self.path(number)] = node.record_size
-            found |= {self.path(number, file): file.size for file in node.files}
-        return found
+            sizes[self.path(number)] = node.record_size
+            sizes |= {self.path(number, file): file.size for file in node.files}
+        return sizes
 
     def to_bytes(self) -> bytes:
         """The file's content."""

@@ -105,8 +105,8 @@ def parse(path: str, head: bytes, size: int) -> tuple[dict[str, Tensor], dict[st
     metadata = entries.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(path, "its __metadata__ is not a map of strings")
-    found = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
-    ordered = dict(sorted(found.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
+    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
     end = start
     for name, tensor in ordered.items():
         if tensor.start != end:
@@ -147,10 +147,10 @@ def _tensor(path: str, name: str, entry: Any, start: int) -> Tensor:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    distinct = dict(pairs)
+    if len(distinct) != len(pairs):
         raise ValueError("it has a name twice")
-    return found
+    return distinct
 
 
 @dataclasses.dataclass

@@ -114,16 +114,16 @@ def flatten_leaves(tree: Any) -> tuple[list[Any], Any]:
 
 def key_types(treedef: Any) -> list[type]:
     """The types of dict keys that are no str, in their order: equal treedefs may differ in them, since `1 == True`."""
-    found = list[type]()
+    types = list[type]()
     left = [treedef]
     while left:
         node = left.pop()
         if (data := node.node_data()) is not None:
             if issubclass(data[0], dict):
                 keys = data[1][1] if issubclass(data[0], collections.defaultdict) else data[1]
-                found += [type(key) for key in keys if type(key) is not str]
+                types += [type(key) for key in keys if type(key) is not str]
             left += node.children()
-    return found
+    return types
 
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:

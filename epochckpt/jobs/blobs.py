@@ -131,14 +131,14 @@ def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[
     At its first call it runs the tasks under `jax.eval_shape`, on a copy of the workspace. It raises
     InvalidArgumentError, with the reason, if init cannot be traced.
     """
-    found: dict[str, containers.Container | None] = {}
+    recorded: dict[str, containers.Container | None] = {}
 
     def run() -> None:
         scratch = workspace.scratch()
         for task in group.tasks():
             if task.node in (None, workspace.node):
                 task.fn(scratch)
-        found.update({name: containers.of(state_of(value)) for name, value in scratch.items()})
+        recorded.update({name: containers.of(state_of(value)) for name, value in scratch.items()})
 
     @functools.cache
     def trace() -> str:
@@ -152,7 +152,7 @@ def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[
     def made_by_init() -> Mapping[str, containers.Container | None]:
         if problem := trace():
             raise InvalidArgumentError(problem)
-        return found
+        return recorded
 
     return made_by_init
 

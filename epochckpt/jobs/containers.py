@@ -63,7 +63,7 @@ def of(tree: Any) -> Container | None:
     if data is None:
         return None
     cls, static = data
-    inner = {number: found for number, child in enumerate(children) if (found := of(child)) is not None}
+    inner = {number: nested for number, child in enumerate(children) if (nested := of(child)) is not None}
     hollow = len(inner) == len(children) and all(child.hollow for child in inner.values())
     if cls not in (dict, list, tuple):
         return Container(cls, static, keys, inner, hollow)
@@ -88,21 +88,21 @@ def rebuild(plain: Any, container: Container, where: tree_lib.KeyPath = ()) -> A
     with contextlib.suppress(Exception):  # static fields may be anything, and so may their comparison raise anything
         if not where and of(plain) == container:  # as a user's `reshard` gave it
             return plain
-    found = _children(plain, container, where)
+    rebuilt = _children(plain, container, where)
     made = {}
     for number, (kind, key) in enumerate(container.keys):
-        name = str(key) if key not in found and str(key) in found else key  # stock Orbax turns keys into strings
+        name = str(key) if key not in rebuilt and str(key) in rebuilt else key  # stock Orbax turns keys into strings
         inner = container.inner.get(number)
-        if name not in found and (inner is None or not inner.hollow):
-            raise InvalidArgumentError(f"{_at(where)}: {container.name} lacks {key!r}; found {_shown(found)}")
-        child = found.pop(name, None)
+        if name not in rebuilt and (inner is None or not inner.hollow):
+            raise InvalidArgumentError(f"{_at(where)}: {container.name} lacks {key!r}; found {_shown(rebuilt)}")
+        child = rebuilt.pop(name, None)
         made[key] = child if inner is None else rebuild(child, inner, (*where, (kind, key)))
     if container.cls is dict:
-        return {**found, **made}
+        return {**rebuilt, **made}
     if container.cls in (list, tuple):
-        return container.cls(child for _, child in sorted({**found, **made}.items()))
-    if found:
-        raise InvalidArgumentError(f"{_at(where)}: {container.name} has no {_shown(found)}")
+        return container.cls(child for _, child in sorted({**rebuilt, **made}.items()))
+    if rebuilt:
+        raise InvalidArgumentError(f"{_at(where)}: {container.name} has no {_shown(rebuilt)}")
     return _unflatten(container, list(made.values()), where)
 
 
@@ -155,8 +155,8 @@ class Recorder:
         """The containers of a blob as JSON; None if it is made of dicts and lists alone."""
         definition = jax.tree.structure(tree)
         if name not in self._known or self._known[name][0] != definition:
-            found = of(tree)
-            self._known[name] = definition, None if found is None else to_json(found)
+            container = of(tree)
+            self._known[name] = definition, None if container is None else to_json(container)
         return self._known[name][1]
 
 
@@ -209,12 +209,12 @@ def _type(row: Any) -> Container:
 
 def _find(module: str, name: str) -> type:
     """A class of this program. Nothing is imported, not by a module's own `__getattr__` either."""
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if not isinstance(found, type) or (found.__module__, found.__qualname__) != (module, name):
+        value = vars(value).get(part) if hasattr(value, "__dict__") else None
+    if not isinstance(value, type) or (value.__module__, value.__qualname__) != (module, name):
         raise InvalidArgumentError("the program has no class of this name at the top of a module that it has imported")
-    return found
+    return value
 
 
 def _static_to_json(value: Any) -> Any:

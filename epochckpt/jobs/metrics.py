@@ -22,9 +22,11 @@ def merge(returned: Iterable[Any]) -> dict[str, bool | int | float]:
             raise InvalidArgumentError(f"two tasks returned a metric {name!r}; rename one")
         scalar = stop.as_scalar(value)
         if scalar is None:
-            found = f"{type(value).__name__}{f' of shape {value.shape}' if hasattr(value, 'shape') else ''}"
-            found += " that is too large for a float" if isinstance(value, int) else ""
-            raise InvalidArgumentError(f"metric {name!r} must be a scalar (a number, or a 0-d array), got a {found}")
+            described = f"{type(value).__name__}{f' of shape {value.shape}' if hasattr(value, 'shape') else ''}"
+            described += " that is too large for a float" if isinstance(value, int) else ""
+            raise InvalidArgumentError(
+                f"metric {name!r} must be a scalar (a number, or a 0-d array), got a {described}"
+            )
         merged[name] = scalar
     return merged
 

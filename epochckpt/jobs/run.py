@@ -151,21 +151,21 @@ class TrainingRun:
         backend = self.backend
         if backend is None:
             return None
-        found: list[Restored | None] = []
+        outcome: list[Restored | None] = []
         spaces = self.session.workspaces()
 
         def restore() -> float:
             began = time.monotonic()
             named = self.resume_from_epoch
             resume = self.settings.resume
-            found.append(restored := backend.resume(named, resume, self.handler))
+            outcome.append(restored := backend.resume(named, resume, self.handler))
             if restored is not None:
                 self._check_unit(restored, backend.directory)
                 self._check_targets(restored, backend.directory)
             return time.monotonic() - began
 
         secs = self.calls.collective("restore", restore, list)
-        (restored,) = found
+        (restored,) = outcome
         if restored is None:
             return None
         epoch = restored.epoch
@@ -225,15 +225,15 @@ class TrainingRun:
             return {"blobs": self._blobs_here(), "targets": sorted({name for ws in spaces for name in ws.targets})}
 
         def decide(reports: list[dict[str, list[str]]]) -> None:
-            known = sorted({name for one in reports for name in one["blobs"]})
+            names = sorted({name for one in reports for name in one["blobs"]})
             targets = set() if resumed else {name for one in reports for name in one["targets"]}
-            given = [(name, f"ws.target({name!r}, …)") for name in sorted(targets) if name not in known]
-            given += [(one, f"include=[{one!r}]") for one in self.settings.include or () if not _matching(one, known)]
+            given = [(name, f"ws.target({name!r}, …)") for name in sorted(targets) if name not in names]
+            given += [(one, f"include=[{one!r}]") for one in self.settings.include or () if not _matching(one, names)]
             for name, form in given:
                 when = f"after {self._named(self._result.epoch)}" if resumed else "when init has run"
-                remedy = f"correct the name, or make the blob in init; {_text.near(name, known)}"
+                remedy = f"correct the name, or make the blob in init; {_text.near(name, names)}"
                 problem = f"{form}: no node has such a blob {when}; {remedy}"
-                if not resumed or not self._chosen(known):
+                if not resumed or not self._chosen(names):
                     raise InvalidArgumentError(problem)
                 logging.warning("%s", problem)
 
@@ -281,8 +281,8 @@ class TrainingRun:
         """Names the blobs that a resume may not be able to give back as they are, except those `declared` by setup."""
         for node, name in ((node, name) for node, names in self.names.items() for name in names):
             value = None if name in declared[node] else self.session.workspace(node)[name]
-            found = containers.of(blob_lib.state_of(value))
-            if found is not None and (lost := found.loses()):
+            container = containers.of(blob_lib.state_of(value))
+            if container is not None and (lost := container.loses()):
                 logging.warning(
                     "node %s, blob %r: %s. A resume runs init once more, without computing (jax.eval_shape), to get "
                     "it; where init cannot be traced the blob comes back as dicts and lists. Better say how, in "
@@ -452,16 +452,16 @@ class TrainingRun:
         def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
             # A condition is true if it is on any process that has a vote, and some process must have one.
             stops: dict[str, str] = {}
-            known = sorted({name for r in reports for name in r["blobs"]})
+            names = sorted({name for r in reports for name in r["blobs"]})
             voters = [r["reasons"] for r in reports if r["reasons"]]
             for condition, votes in zip(conditions, zip(*voters, strict=True), strict=False):
                 if isinstance(condition, ComputedCondition) and all(vote is None for vote in votes):
-                    near = f"; {_text.near(condition.blob, known)}" if condition.blob else ""
+                    near = f"; {_text.near(condition.blob, names)}" if condition.blob else ""
                     raise InvalidArgumentError(f"stop condition {condition!r}: {condition.missing}{near}")
                 if any(votes):
                     stops[repr(condition)] = next(filter(None, votes))
             if all(r["first"] for r in reports):
-                self._check_excluded(known)
+                self._check_excluded(names)
 
             # The epoch is saved if it is time, every process can save its part, and storage can be reached.
             interrupted = any(r["interrupted"] for r in reports)

@@ -164,17 +164,17 @@ class _WhileAlive(Patience):
         self._told = told
 
     def collect(self, coordinator: Coordinator, prefix: str) -> tuple[dict[int, Any], set[int]]:
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         missing = set(range(1, coordinator.processes))
         signs: dict[str, Any] = {}
         while True:
             arrived, missing = coordinator.gather(prefix, missing, Deadline(self._timeout))
-            found |= arrived
+            answers |= arrived
             before = signs
             signs = dict(coordinator.get_all(self._alive)) if missing else {}
             silent = {process for process in missing if signs.get(str(process)) == before.get(str(process))}
             if not missing or silent or any("error" in one for one in arrived.values()):
-                return found, silent
+                return answers, silent
 
     def late(self, coordinator: Coordinator, processes: set[int]) -> CoordinationTimeoutError:
         names = ", ".join(self._nodes[process] for process in sorted(processes))

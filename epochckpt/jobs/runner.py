@@ -342,12 +342,12 @@ class JobRunner:
     def _open(self, session: Session) -> tuple[CheckpointBackend | None, RunCalls, HandlerNotifier]:
         """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
-        found = type(session).__name__
+        kind = type(session).__name__
         expected = self.job.session_class
         if not isinstance(session, Session):
-            raise InvalidArgumentError(f"expected a session (LocalSession() or DistributedSession()), got {found}")
+            raise InvalidArgumentError(f"expected a session (LocalSession() or DistributedSession()), got {kind}")
         if expected is not None and not isinstance(session, expected):
-            raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {found}")
+            raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {kind}")
 
         # In a distributed job every process has its part in a save, if only to say that it has nothing.
         everywhere = self.job.nodes()

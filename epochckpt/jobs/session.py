@@ -134,8 +134,10 @@ class DistributedSession(Session):
 
     def open(self, nodes: Sequence[str]) -> None:
         if len(nodes) != self.coordinator.processes:
-            found = f"the job has {len(nodes)} nodes ({', '.join(nodes)}), jax.distributed {self.coordinator.processes}"
-            raise InvalidArgumentError(f"{found} processes; a DistributedSession needs one process per node")
+            mismatch = (
+                f"the job has {len(nodes)} nodes ({', '.join(nodes)}), jax.distributed {self.coordinator.processes}"
+            )
+            raise InvalidArgumentError(f"{mismatch} processes; a DistributedSession needs one process per node")
         self._nodes = tuple(nodes)
 
     def _meet(self, named: Sequence[str]) -> None:

@@ -263,12 +263,12 @@ class OfMetric(Condition):
 
     def __call__(self, ctx: Context) -> bool:
         where = _where(self, ctx)
-        known = flat(ctx.metrics)
-        if self._metric not in known:
-            names = ", ".join(map(repr, sorted(known))) or "none"
+        metrics = flat(ctx.metrics)
+        if self._metric not in metrics:
+            names = ", ".join(map(repr, sorted(metrics))) or "none"
             problem = f"there is no metric {self._metric!r} among those of the {ctx.unit} ({names})"
             raise InvalidArgumentError(f"{where}: {problem}; return it from an epoch task, or correct the name")
-        value = known[self._metric]
+        value = metrics[self._metric]
         number = as_scalar(value)
         if number is None:
             raise InvalidArgumentError(f"{where}: metric {self._metric!r} is {_shown(value)}; expected a real number")
@@ -434,8 +434,8 @@ class file_exists(Condition):
 
 def of_example(name: str) -> Condition:
     """The condition of this name with the arguments of its `example`."""
-    found = _named(name)
-    return found(*found.example) if isinstance(found, type) else found
+    condition = _named(name)
+    return condition(*condition.example) if isinstance(condition, type) else condition
 
 
 def parsed(text: str) -> Condition:
@@ -461,24 +461,24 @@ def _of_syntax(node: ast.expr) -> Condition:
             return _of_syntax(left) | _of_syntax(right)
         case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
             return _of_syntax(left) & _of_syntax(right)
-        case ast.Name(id=name) if isinstance(found := _named(name), Condition):
-            return found
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if isinstance(found := _named(name), Condition):
-            return found
+        case ast.Name(id=name) if isinstance(condition := _named(name), Condition):
+            return condition
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if isinstance(condition := _named(name), Condition):
+            return condition
         case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if isinstance(made := _named(name), type):
             return made(*map(_of_value, values), **_keywords(named))
     raise ValueError("expected conditions joined by | and &, such as max_epochs(100) | nan('loss')")
 
 
 def _keywords(named: Sequence[ast.keyword]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     for each in named:
         if each.arg is None:
             raise ValueError("** stands before a value; write each argument by itself")
-        if each.arg in found:
+        if each.arg in keywords:
             raise ValueError(f"{each.arg} is given twice")
-        found[each.arg] = _of_value(each.value)
-    return found
+        keywords[each.arg] = _of_value(each.value)
+    return keywords
 
 
 def _of_value(node: ast.expr) -> Any:
@@ -539,9 +539,9 @@ def _noted(condition: Condition, ctx: Context) -> Iterator[None]:
 
 def checked(condition: Any, answer: Any, ctx: Context) -> bool:
     """A condition's answer; raises InvalidArgumentError, with condition, epoch and answer, if it is no bool."""
-    found = as_scalar(answer)
-    if isinstance(found, bool):
-        return found
+    scalar = as_scalar(answer)
+    if isinstance(scalar, bool):
+        return scalar
     problem = f"answered {_shown(answer)}; expected a bool: True to stop after this {ctx.unit}"
     raise InvalidArgumentError(f"{_where(condition, ctx)}: {problem}")
 
@@ -654,9 +654,9 @@ def _shown(value: Any) -> str:
     return f"{_text.shown(repr(value), limit=120)} ({type(value).__name__})"
 
 
-def _check(fits: bool, what: str, expected: str, found: Any) -> None:
+def _check(fits: bool, what: str, expected: str, value: Any) -> None:
     if not fits:
-        raise InvalidArgumentError(f"{what} must be {expected}, got {_shown(found)}")
+        raise InvalidArgumentError(f"{what} must be {expected}, got {_shown(value)}")
 
 
 def _number(what: str, value: Any) -> float:

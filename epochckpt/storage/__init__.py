@@ -74,8 +74,8 @@ def path_text(path: str | os.PathLike[str], name: str = "the path") -> str:
     if isinstance(text, str) and text.startswith("file:///"):
         text = urllib.parse.unquote(text.removeprefix("file://"), errors="surrogateescape")
     if not isinstance(text, str) or not text or "\0" in text:
-        found = repr(plain(text) if isinstance(text, str) and _URL.match(text) else path)
-        raise InvalidArgumentError(f"{name} must be a path or URL, got {found:.100}")
+        text_of_it = repr(plain(text) if isinstance(text, str) and _URL.match(text) else path)
+        raise InvalidArgumentError(f"{name} must be a path or URL, got {text_of_it:.100}")
     if isinstance(path, pathlib.PurePath) and _COLLAPSED_URL.match(text):
         shown = repr(text.partition("?")[0])
         raise InvalidArgumentError(

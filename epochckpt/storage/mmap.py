@@ -118,8 +118,8 @@ Slices = tuple[slice, ...]
 
 def _meet(a: Slices, b: Slices) -> Slices | None:
     """What two boxes of one array have in common; None if that is nothing."""
-    found = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
-    return None if any(each.start >= each.stop for each in found) else found
+    overlap = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return None if any(each.start >= each.stop for each in overlap) else overlap
 
 
 def _shifted(box: Slices, origin: Slices) -> Slices:

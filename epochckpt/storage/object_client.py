@@ -161,8 +161,8 @@ def _cause(error: BaseException) -> tuple[_Cause, str] | None:
     if not mark or _STATUS.search(text.partition(_STRUCTURE)[0]):
         return None
     for cause in _CAUSES:
-        if found := cause.sign.search(structure):
-            detail = " ".join("".join(part or "" for part in found.groups()).split())
+        if match := cause.sign.search(structure):
+            detail = " ".join("".join(part or "" for part in match.groups()).split())
             return cause, f"{cause.text.format(_text.shown(detail, limit=160))}{cause.remedy}"
     return None
 
@@ -185,13 +185,13 @@ class Client:
     """
 
     def __init__(self, url: str, settings: Mapping[str, Any] | None = None):
-        found = _URL.fullmatch(url)
-        if found is None:
+        match = _URL.fullmatch(url)
+        if match is None:
             raise InvalidArgumentError(
                 f"{plain(url)!r} names no store: expected {schemes.EXAMPLES}, and perhaps a query such as "
                 "?endpoint=https://host:port"
             )
-        name, bucket, prefix, query = found.groups(default="")
+        name, bucket, prefix, query = match.groups(default="")
         self.scheme = schemes.SCHEMES[name]
         self.root = plain(url).rstrip("/")
         self.endpoint = ""
@@ -223,14 +223,14 @@ class Client:
 
     def _pauses(self) -> tuple[float, ...]:
         """Before a request is repeated, once, twice, …; seconds."""
-        asked = self.settings
-        first = asked.first_retry_secs
-        longest = asked.longest_retry_secs
-        if (asked.retries, first, longest) == (None, None, None):
+        settings = self.settings
+        first = settings.first_retry_secs
+        longest = settings.longest_retry_secs
+        if (settings.retries, first, longest) == (None, None, None):
             return _PAUSES_SECS
         first = first or min(_PAUSES_SECS[0], longest or _PAUSES_SECS[0])
         longest = longest or max(_PAUSES_SECS[-1], first)
-        retries = len(_PAUSES_SECS) if asked.retries is None else asked.retries
+        retries = len(_PAUSES_SECS) if settings.retries is None else settings.retries
         return tuple(min(first * 2**number, longest) for number in range(retries))
 
     def key(self, path: str) -> str:
@@ -254,12 +254,12 @@ class Client:
         key = self.key(path)
 
         def get() -> tuple[bytes, dict[str, str]]:
-            found = obstore.get(self.kv, key)
-            if found.meta["size"] > limit_bytes:
-                raise too_large(self.name(path), found.meta["size"], limit_bytes)
-            data = bytes(found.bytes())
-            _check_whole(len(data), found.meta["size"])
-            return data, _version(found.meta)
+            answer = obstore.get(self.kv, key)
+            if answer.meta["size"] > limit_bytes:
+                raise too_large(self.name(path), answer.meta["size"], limit_bytes)
+            data = bytes(answer.bytes())
+            _check_whole(len(data), answer.meta["size"])
+            return data, _version(answer.meta)
 
         return self.ask(path, "reading", get)
 
@@ -271,9 +271,9 @@ class Client:
 
         def get() -> tuple[memoryview, int]:
             try:
-                found = obstore.get(self.kv, key, options={"range": (start, start + length)})
-                data = memoryview(found.bytes())
-                size = found.meta["size"]
+                answer = obstore.get(self.kv, key, options={"range": (start, start + length)})
+                data = memoryview(answer.bytes())
+                size = answer.meta["size"]
                 _check_whole(data.nbytes, min(length, size - start))
                 return data, size
             except obstore.exceptions.GenericError as error:
@@ -320,8 +320,8 @@ class Client:
 
         def confirm() -> dict[str, str]:
             with suppress(FileNotFoundError, ValueError):  # gone again, or longer
-                found, written = self.get(path, len(data)) if look else (b"", {})
-                if found == data and written:
+                stored, written = self.get(path, len(data)) if look else (b"", {})
+                if stored == data and written:
                     return written
             raise existing(self.name(path))
 
@@ -474,10 +474,10 @@ class Client:
 
 def _status(why: str) -> int | None:
     """The HTTP status by which a server refused, or the one that its code stands for; None where there is none."""
-    found = _STATUS.search(why)
-    if found is None:
+    match = _STATUS.search(why)
+    if match is None:
         return None
-    text = found[1] or found[2]
+    text = match[1] or match[2]
     return int(text) if text.isdecimal() else _CODES.get(text)
 
 
@@ -491,12 +491,12 @@ def _version(answer: Any) -> dict[str, str]:
     return {name: str(answer[name]) for name in ("e_tag", "version") if answer[name] is not None}
 
 
-def _check_whole(found: int, expected: int) -> None:
+def _check_whole(received: int, expected: int) -> None:
     """Raises the client's error for an answer that was cut on its way, so that the request is repeated."""
-    if found != expected:
+    if received != expected:
         from obstore.exceptions import GenericError
 
-        raise GenericError(f"the answer has {found} of {expected} bytes")
+        raise GenericError(f"the answer has {received} of {expected} bytes")
 
 
 def missing(name: str) -> FileNotFoundError:

@@ -87,10 +87,10 @@ class ObjectStore(Store):
     def open_reader(self, path: str, size: int | None = None) -> Reader:
         """One request, for its size, unless that is given."""
         if size is None:
-            found = self._client.head(path)
-            if found is None:
+            head = self._client.head(path)
+            if head is None:
                 raise missing(self._client.name(path))
-            return _ObjectReader(self._client, path, found["size"])
+            return _ObjectReader(self._client, path, head["size"])
         return _ObjectReader(self._client, path, size)
 
     def create(self, path: str, data: bytes) -> None:
@@ -110,16 +110,16 @@ class ObjectStore(Store):
         import obstore
 
         start = self._client.below(path)
-        found = self._client.ask(path, "listing", lambda: obstore.list_with_delimiter(self._client.kv, start))
-        folders = {key[len(start) :] for key in found["common_prefixes"]}
-        files = {meta["path"][len(start) :] for meta in found["objects"]} - folders
+        answer = self._client.ask(path, "listing", lambda: obstore.list_with_delimiter(self._client.kv, start))
+        folders = {key[len(start) :] for key in answer["common_prefixes"]}
+        files = {meta["path"][len(start) :] for meta in answer["objects"]} - folders
         return sorted([Entry(n, n in folders) for n in folders | files if n], key=lambda entry: entry.name)
 
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
         """One listing of the folder; of everything, where none is given."""
         if folder is None:
-            found = [file.path for file in self.files("") if file.path.count("/") == 1]
-            return sorted(path for path in found if path.partition("/")[2].startswith(prefix))
+            paths_above = [file.path for file in self.files("") if file.path.count("/") == 1]
+            return sorted(path for path in paths_above if path.partition("/")[2].startswith(prefix))
         start = f"{folder}/" if folder else ""
         return [start + e.name for e in self.list(folder) if e.name.startswith(prefix) and not e.is_folder]
 
@@ -128,13 +128,13 @@ class ObjectStore(Store):
 
         AccessError: the store gives no version of it on which a write could rest.
         """
-        found, version = self._versions.pop(path, (b"", {}))
-        if not version or found != old:
+        stored, version = self._versions.pop(path, (b"", {}))
+        if not version or stored != old:
             try:
-                found, version = self._client.get(path, len(old))
+                stored, version = self._client.get(path, len(old))
             except ValueError:  # it is longer
                 raise self._other(path) from None
-        if found != old:
+        if stored != old:
             raise self._other(path)
         self._check_version(path, version)
         self._note(path, new, self._client.put(path, new, version, patient=patient, cached=False))
@@ -148,9 +148,9 @@ class ObjectStore(Store):
             return
         etag = version.get("e_tag", "")
         if not etag or etag.startswith("W/"):
-            found = f"weak ETags ({etag})" if etag else "no ETag"
+            tags = f"weak ETags ({etag})" if etag else "no ETag"
             raise AccessError(
-                f"{self._client.name(path)}: the server, or a proxy in front of it, gives {found}. No conditional "
+                f"{self._client.name(path)}: the server, or a proxy in front of it, gives {tags}. No conditional "
                 "write (If-Match) can rest on that, so nothing is saved here: reach the store without a proxy that "
                 "compresses or changes answers"
             )
@@ -247,14 +247,14 @@ class ObjectStore(Store):
         start = self._client.below(path)
 
         def pages() -> list[File]:
-            found = list[File]()
+            listed = list[File]()
             for page in obstore.list(self._client.kv, start, chunk_size=limit or _PAGE):
                 for meta in page:
                     if name := meta["path"][len(start) :]:
-                        found.append(File(name, meta["size"], int(meta["last_modified"].timestamp() * 1e9)))
-                if limit and found:
+                        listed.append(File(name, meta["size"], int(meta["last_modified"].timestamp() * 1e9)))
+                if limit and listed:
                     break
-            return found
+            return listed
 
         return self._client.ask(path, "listing", pages)
 
@@ -497,8 +497,8 @@ class _Writer(Writer):
             self._client.stream(self._path, self._chunks(), self._size, self._concurrency)
         except StorageError:
             # The answer to the last request may be lost. No other writer uses this name.
-            found = self._client.head(self._path) if self._taken == self._size else None
-            if found is None or found["size"] != self._size:
+            size = self._client.head(self._path) if self._taken == self._size else None
+            if size is None or size["size"] != self._size:
                 raise
         finally:
             with self._lock:

@@ -79,12 +79,12 @@ class Handle:
 def _function(name: str, *arguments: type) -> Callable[..., int] | None:
     """A function of the C library that returns 0 or -1 and sets errno; None if the library lacks it."""
     try:
-        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes = arguments
-    found.restype = ctypes.c_int
-    return found
+    function.argtypes = arguments
+    function.restype = ctypes.c_int
+    return function
 
 
 _sync_file_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -205,15 +205,15 @@ class PosixStore(Store):
         return sorted(patiently(self._name(path), look), key=lambda entry: entry.name)
 
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
-        found = list[str]()
+        paths = list[str]()
         places = [] if folder is None else [folder]
         with suppress(FileNotFoundError, NotADirectoryError):
             places = places or [e.name for e in self.list("") if e.is_folder]
         for place in places:
             with suppress(FileNotFoundError, NotADirectoryError):  # deleted just now
                 entries = [e.name for e in self.list(place) if e.name.startswith(prefix) and not e.is_folder]
-                found += [f"{place}/{name}" if place else name for name in entries]
-        return sorted(found)
+                paths += [f"{place}/{name}" if place else name for name in entries]
+        return sorted(paths)
 
     def make_folder(self, path: str) -> None:
         self._make(self._place(path))
@@ -255,10 +255,10 @@ class PosixStore(Store):
 
     def root_id(self) -> tuple[int, ...]:
         try:
-            found = patiently("", lambda: os.stat(self.root))
+            status = patiently("", lambda: os.stat(self.root))
         except (FileNotFoundError, NotADirectoryError):
             return ()
-        return (found.st_dev, found.st_ino)
+        return (status.st_dev, status.st_ino)
 
     def may_write(self) -> bool:
         return os.access(self.root, os.W_OK | os.X_OK) or not os.path.isdir(self.root)
@@ -293,8 +293,8 @@ class PosixStore(Store):
     def copy_tree(self, src: str, dst: str) -> None:
         self.make_folder(dst)
         with _named(self._name(src)), os.scandir(self._target(src)) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        for entry in found:
+            listed = sorted(entries, key=lambda entry: entry.name)
+        for entry in listed:
             source = f"{src}/{entry.name}"
             target = f"{dst}/{entry.name}"
             if entry.is_symlink():
@@ -401,9 +401,9 @@ class PosixReader(Reader):
                 rest = whole[done : done + _CALL_BYTES]
                 count = patiently(self.handle.name, functools.partial(os.preadv, fd, [rest], offset + done))
                 if not count:
-                    asked = f"bytes [{offset}, {offset + len(whole)})"
+                    span = f"bytes [{offset}, {offset + len(whole)})"
                     end = os.fstat(fd).st_size
-                    raise EOFError(f"{self.handle.name}: {asked} requested; the file ends at {end}")
+                    raise EOFError(f"{self.handle.name}: {span} requested; the file ends at {end}")
                 done += count
 
     def close(self) -> None:
@@ -500,10 +500,10 @@ def _named(name: str) -> Generator[None]:
 def owner_of(path: str) -> str:
     """The owner, group and mode of a file or folder, for people."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return "an unknown user"
-    return f"{_user(found.st_uid)}, group {_group(found.st_gid)}, with the mode {stat.filemode(found.st_mode)}"
+    return f"{_user(status.st_uid)}, group {_group(status.st_gid)}, with the mode {stat.filemode(status.st_mode)}"
 
 
 def this_user() -> str:
@@ -616,8 +616,8 @@ def _remove_at(parent: int, name: str, full: str) -> None:
 
 def _empty(fd: int, full: str) -> None:
     with _named(full), os.scandir(fd) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in found:
+        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in children:
         path = os.path.join(full, name)
         with suppress(FileNotFoundError):  # another thread or process removes it, too
             if is_folder:

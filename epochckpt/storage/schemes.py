@@ -152,12 +152,12 @@ class Scheme:
         name = next((name for name in self.server_variables if os.environ.get(name)), "")
         if not name:
             return self.account_server.format(account=account)
-        found = os.environ[name]
-        if self.bare_servers and "://" not in found:
-            found = f"http://{found}"
-        if not _SERVER.fullmatch(found):
+        address = os.environ[name]
+        if self.bare_servers and "://" not in address:
+            address = f"http://{address}"
+        if not _SERVER.fullmatch(address):
             raise InvalidArgumentError(f"{name} is no URL of a server: expected http://host:port or https://host:port")
-        return found.rstrip("/")
+        return address.rstrip("/")
 
     def account(self, settings: BucketSettings) -> str:
         """The account that buckets of this kind belong to; empty if there is none."""
@@ -216,8 +216,8 @@ def _s3(opening: Opening) -> tuple[Any, str]:
     provider = None
     profile = settings.profile or (None if settings.anonymous else opening.environment.get("AWS_PROFILE"))
     if profile:
-        provider, found = _profile(profile)
-        endpoint = endpoint or found
+        provider, address = _profile(profile)
+        endpoint = endpoint or address
     config = {"conditional_put": "etag", "endpoint": endpoint, "region": settings.region}
     config |= {"request_payer": settings.requester_pays, "skip_signature": settings.anonymous}
     return opening.made(S3Store, config, endpoint=endpoint, credential_provider=provider), endpoint
@@ -234,10 +234,10 @@ def _profile(name: str) -> tuple[Any, str]:
         raise InvalidArgumentError("a profile of ~/.aws is asked for, which needs boto3: pip install boto3") from error
 
     files = botocore.session.Session(profile=name)
-    found = ConfiguredEndpointProvider(files.full_config, files.get_scoped_config(), "s3").provide()
+    address = ConfiguredEndpointProvider(files.full_config, files.get_scoped_config(), "s3").provide()
     if files.get_credentials() is None:
         raise AccessError(f"the profile {name!r} in ~/.aws has no credentials")
-    return Boto3CredentialProvider(boto3.session.Session(botocore_session=files)), (found or "").rstrip("/")
+    return Boto3CredentialProvider(boto3.session.Session(botocore_session=files)), (address or "").rstrip("/")
 
 
 def _azure(opening: Opening) -> tuple[Any, str]:

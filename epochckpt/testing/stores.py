@@ -196,7 +196,8 @@ class StoreContract:
 
     def test_a_closed_writer_refuses(self, store: Store) -> None:
         """After `abort` or `finish`, `write` and `finish` raise; `abort` never does."""
-        aborted, finished = store.open_writer("aborted", 1), store.open_writer("finished", 0)
+        aborted = store.open_writer("aborted", 1)
+        finished = store.open_writer("finished", 0)
         aborted.abort()
         finished.finish()
         for writer in (aborted, finished):

@@ -137,7 +137,8 @@ class MirrorEpochs:
     def pop_removed(self) -> list[int]:
         """Epochs that were removed for `mirror_keep` since the last call."""
         with self._lock:
-            popped, self._removed = self._removed, []
+            popped = self._removed
+            self._removed = []
         return popped
 
 

@@ -62,7 +62,8 @@ def look(store: Store, names: StepNames, record: HostRecord, process: int, proce
     """Looks at the own directory, whose `record` is given; no data is read."""
     epoch_directory = PosixDirectory(store, names)  # one that ignores nothing
     epochs, others = epoch_directory.scan()
-    foreign, parts = {epoch: epoch_directory.obstacle(name) for epoch, name in others.items()}, dict[int, DiskPart]()
+    foreign = {epoch: epoch_directory.obstacle(name) for epoch, name in others.items()}
+    parts = dict[int, DiskPart]()
     for epoch in epochs:
         save_id = ""
         try:
@@ -71,7 +72,8 @@ def look(store: Store, names: StepNames, record: HostRecord, process: int, proce
                 where = f"{store.root}/{epoch_directory.folder(epoch)}"
                 foreign[epoch] = f"{where} is a step of stock Orbax, which is not read from local disks"
                 continue
-            save_id, count = head.save_id, len(head.nodes)
+            save_id = head.save_id
+            count = len(head.nodes)
             if processes not in (1, count):
                 raise errors.DamagedError(
                     epoch_directory.folder(epoch), f"was saved by {count} processes, here are {processes}"
@@ -106,13 +108,16 @@ class JobDisks:
     @classmethod
     def of(cls, disks: Sequence[DiskReport], named: Callable[[Iterable[int]], str]) -> JobDisks:
         """`named` gives the names of processes."""
-        whole, faults, unfinished = dict[int, str](), dict[int, str](), set[int]()
+        whole = dict[int, str]()
+        faults = dict[int, str]()
+        unfinished = set[int]()
         hidden = {epoch for disk in disks for epoch in disk.hidden}
         ids = [disk.directory for disk in disks]
         same = all(list(disk.known[:-1]) == ids and disk.known == disks[0].known for disk in disks)
         for epoch in sorted({epoch for disk in disks for epoch in disk.parts} - hidden):
             found = {number: disk.parts[epoch] for number, disk in enumerate(disks) if epoch in disk.parts}
-            missing, attempts = set(range(len(disks))) - found.keys(), {part.save_id for part in found.values()}
+            missing = set(range(len(disks))) - found.keys()
+            attempts = {part.save_id for part in found.values()}
             reasons = [f"{named([number])}: {part.fault}" for number, part in found.items() if part.fault]
             if missing:
                 reasons.append(f"{named(missing)} {'has' if len(missing) == 1 else 'have'} nothing of it")
@@ -175,9 +180,12 @@ def survey_of_disks(
     metrics = attached_metrics.of_epochs(epoch_directory, epochs, found.whole.get) if needed else {}
     runs = _runs(epoch_directory, epochs)
     costs = tuple(auto_interval.recent(epochs, epoch_directory.read_brief)) if auto_interval.is_asked(options) else ()
-    local, texts = Survey(epochs, damaged, foreign, metrics, (), runs, costs), [each.mirror for each in found.disks]
+    local = Survey(epochs, damaged, foreign, metrics, (), runs, costs)
+    texts = [each.mirror for each in found.disks]
     survey = mirror.complete(epoch_directory, local, texts)
-    damaged, remote, aside = dict(survey.damaged), set(survey.remote), dict[int, list[int]]()
+    damaged = dict(survey.damaged)
+    remote = set(survey.remote)
+    aside = dict[int, list[int]]()
     for epoch in sorted({epoch for disk in found.disks for epoch in disk.parts} - found.whole.keys()):
         others = found.not_of(epoch, mirror.origin_of(epoch) if epoch in remote else None)
         for process in others:

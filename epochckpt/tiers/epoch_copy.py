@@ -49,8 +49,11 @@ class EpochCopy:
         save_id: str = "",
         progress: Callable[[int], None] | None = None,
     ):
-        self._reader, self._progress = reader.again(_threads.Pool(_THREADS)), progress
-        self.epoch_directory, self._epoch, self._given = epoch_directory, reader.record.epoch, save_id
+        self._reader = reader.again(_threads.Pool(_THREADS))
+        self._progress = progress
+        self.epoch_directory = epoch_directory
+        self._epoch = reader.record.epoch
+        self._given = save_id
         self._stager: Stager | None = None  # of the run that copies
         self._writer: Writer | None = None  # the same, on the primary
         self._replaces: ReplaceCondition | None = None
@@ -127,7 +130,9 @@ class EpochCopy:
 
         Raises EpochExistsError as `begin`.
         """
-        self._replaces, store, folder = None, self.epoch_directory.store, self.epoch_directory.folder(self._epoch)
+        self._replaces = None
+        store = self.epoch_directory.store
+        folder = self.epoch_directory.folder(self._epoch)
         if not self.epoch_directory.has_something(self._epoch):
             return False
         try:
@@ -198,7 +203,9 @@ class EpochCopy:
         return [self._copy_node(number, entry) for number, entry in enumerate(self.nodes) if entry.name in names]
 
     def _copy_node(self, number: int, entry: NodeEntry) -> NodeEntry:
-        reader, target, staging = self._reader, self.epoch_directory.store, self._staging
+        reader = self._reader
+        target = self.epoch_directory.store
+        staging = self._staging
         base = staging.make_node_folder(entry.name)
         recorded = reader.node_record(number)
         of_handlers = [f for f in recorded.files if f.name]
@@ -214,13 +221,15 @@ class EpochCopy:
         for file in of_handlers:
             reader.node_file(number, file).copy(target, paths.join(base, file.path), self._progress)
         # The record of the node is last.
-        data, view = self._node_record(number), None if self._record.orbax_unsupported is None else []
+        data = self._node_record(number)
+        view = None if self._record.orbax_unsupported is None else []
         staging.seal(entry.name, inner[::-1], data, view)
         return self.entry(number)
 
     def _node_record(self, number: int) -> bytes:
         """The copy of a node's record."""
-        reader, path = self._reader, self._reader.path(number)
+        reader = self._reader
+        path = self._reader.path(number)
         recorded = reader.node_record(number)
         if recorded.save_id == self._save_id and not recorded.replicas:
             return reader.guard(path, lambda: reader.store.read(path, limit_bytes=self.nodes[number].record_size))
@@ -233,13 +242,16 @@ class EpochCopy:
 
     def publish(self, copied: Collection[NodeEntry] = ()) -> None:
         """On the primary: copies the nodes that are not `copied` yet, and makes the copy visible."""
-        reader, epoch_directory, epoch = self._reader, self.epoch_directory, self._epoch
+        reader = self._reader
+        epoch_directory = self.epoch_directory
+        epoch = self._epoch
         there = {entry.name: entry for entry in copied}
         there |= {e.name: e for e in self.copy_nodes({entry.name for entry in self.nodes} - there.keys())}
         record = dataclasses.replace(self._record, nodes=tuple(there[entry.name] for entry in self.nodes))
         if record.orbax_unsupported is not None:
             record = self.writer.write_view(record, reader.pool.run)
-        root, still_there = epoch_directory.store.root, functools.partial(reader.check_present, "it was being copied")
+        root = epoch_directory.store.root
+        still_there = functools.partial(reader.check_present, "it was being copied")
         if not self._given:
             try:
                 self._check(self._staging.folder, record)

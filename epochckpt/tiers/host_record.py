@@ -54,7 +54,8 @@ def _parse(path: str, data: bytes) -> HostRecord:
 def introduce(epoch_directory: EpochDirectory, node: str, mirror: str) -> HostRecord:
     """The record of this process's directory; writes the record first if it is missing."""
     if (found := read_host_record(epoch_directory.store)) is None:
-        store, made = epoch_directory.store, HostRecord(directory=paths.new_id(), node=node, mirror=mirror)
+        store = epoch_directory.store
+        made = HostRecord(directory=paths.new_id(), node=node, mirror=mirror)
         make_folder(store, paths.HOST_RECORD.rpartition("/")[0])
         with contextlib.suppress(FileExistsError):  # another process sees this directory
             draft = f"{paths.HOST_RECORD}.{paths.new_id()}{paths.TMP_SUFFIX}"

@@ -65,8 +65,8 @@ def active() -> Any:
 
 def now(own: Any) -> Any:
     """The context that counts now: an active one, else `own`, which was checked before."""
-    found = active()
-    return own if found is None else check(found)
+    context = active()
+    return own if context is None else check(context)
 
 
 def entered(context: Any) -> contextlib.AbstractContextManager[Any]:
@@ -124,7 +124,7 @@ def _changed(value: Any, default: Any, name: str = "") -> list[str]:
     else:
         same = type(value) is type(default) and not isinstance(value, _PLAIN)  # a registry is made anew by each context
         return [] if same or value == default else [name]
-    return [found for path, mine, other in pairs for found in _changed(mine, other, path)]
+    return [change for path, mine, other in pairs for change in _changed(mine, other, path)]
 
 
 def v0_options(context: Any) -> dict[str, Any]:
@@ -134,14 +134,15 @@ def v0_options(context: Any) -> dict[str, Any]:
         "file_options": ocp.options.FileOptions,
         "multiprocessing_options": ocp.options.MultiprocessingOptions,
     }
-    found = {}
+    options = {}
     for group, kind in groups.items():
-        given, known = getattr(context, group), {field.name for field in dataclasses.fields(kind)}
+        given = getattr(context, group)
+        fields = {field.name for field in dataclasses.fields(kind)}
         default = getattr(_defaults(), group)
-        names = [f.name for f in dataclasses.fields(given) if f.name in known]
+        names = [f.name for f in dataclasses.fields(given) if f.name in fields]
         changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
-        found[group] = kind(**changed)
-    return found
+        options[group] = kind(**changed)
+    return options
 
 
 def save_args(tree: Any, context: Any) -> Any:

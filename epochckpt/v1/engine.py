@@ -256,8 +256,8 @@ class _ItemsByName(RestoreRequest[dict[str, Any]]):
                 name, kinds[item], recorded.get(item, ""), self._abstract.get(name), self._context
             )
         with errors.advice_for(_REMEDIES):
-            found = reader.restore(ocp.args.Composite(**args))
-        return {name: found[item] for name, item in stored.items() if item in found}
+            restored = reader.restore(ocp.args.Composite(**args))
+        return {name: restored[item] for name, item in stored.items() if item in restored}
 
 
 def shown_names(reader: CheckpointReader, kinds: Mapping[str, str]) -> dict[str, str]:
@@ -310,9 +310,9 @@ class Continuous:
         """Whether no save is in progress; the same on every process."""
         if self._directory.coordinator.processes == 1:
             return not self._saves.queue.pending()
-        asked = (step.step, self._saves.waits)
-        if asked != self._asked:
-            self._asked = asked
+        call = (step.step, self._saves.waits)
+        if call != self._asked:
+            self._asked = call
             self._calls += 1  # before the vote is looked at: see `ended`
             last = self._saves.last_name()
             self._answer = not last or self._next(self._votes.setdefault(last, _Vote()))

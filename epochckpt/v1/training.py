@@ -316,7 +316,7 @@ class Checkpointer:
     def load_async(self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = STATE) -> Any:
         """Like `load`, in the background; see `CheckpointManager.restore_async`."""
         loading = self.load_checkpointables_async(step, {checkpointable_name: abstract_state})
-        return loading.then(lambda found: found[checkpointable_name])
+        return loading.then(lambda loaded: loaded[checkpointable_name])
 
     def load_checkpointables(
         self, step: Any = None, abstract_checkpointables: Mapping[str, Any] | None = None
@@ -363,22 +363,24 @@ class Checkpointer:
         context = contexts.now(self._context)
 
         def look(reader: CheckpointReader) -> Any:
-            known, kinds, recorded = _item_metadata(reader), reader.item_kinds(), reader.item_handlers()
-            found = {}
+            items = _item_metadata(reader)
+            kinds = reader.item_kinds()
+            recorded = reader.item_handlers()
+            described = {}
             for name, item in shown_names(reader, kinds).items():
                 if kinds[item] != "files":
-                    found[name] = _tree_of(known[item])
+                    described[name] = _tree_of(items[item])
                     continue
                 args = bridge.metadata_args(name, recorded.get(item, ""), context)
-                found[name] = None if args is None else reader.restore_item(item, args)
-            return _described(reader, found)
+                described[name] = None if args is None else reader.restore_item(item, args)
+            return _described(reader, described)
 
         return self._engine.look(self._existing(step), look)
 
     def root_metadata(self) -> Any:
         """Orbax's RootMetadata: what was written for the whole directory, else `custom_metadata=`."""
-        found = self.manager.metadata()
-        return RootMetadata(directory=self.directory, custom_metadata=found.custom_metadata)
+        metadata = self.manager.metadata()
+        return RootMetadata(directory=self.directory, custom_metadata=metadata.custom_metadata)
 
     # -- deleting, waiting, closing ------------------------------------------------------------------------------
 
@@ -413,7 +415,8 @@ class Checkpointer:
         return Response(self._deleting.result, self._engine.told)
 
     def _wait_for_deletion(self) -> None:
-        deleting, self._deleting = self._deleting, None
+        deleting = self._deleting
+        self._deleting = None
         if deleting is not None:
             deleting.wait()
 
@@ -478,14 +481,14 @@ def _number(step: Any) -> int:
     return epoch_number(step.step if isinstance(step, CheckpointMetadata) else step)
 
 
-def _check_names(found: Any, verb: str) -> None:
-    if not isinstance(found, Mapping) or not found:
-        what = f"a {type(found).__name__}" if found or not isinstance(found, Mapping) else "an empty one"
+def _check_names(names: Any, verb: str) -> None:
+    if not isinstance(names, Mapping) or not names:
+        what = f"a {type(names).__name__}" if names or not isinstance(names, Mapping) else "an empty one"
         raise InvalidArgumentError(f"{verb}_checkpointables expects a dict of objects by name, got {what}")
-    for name in found:
+    for name in names:
         if name in _RESERVED:
             raise InvalidArgumentError(f"checkpointable name {name!r} is reserved; choose another one")
-        if verb == "save" and (name != STATE or len(found) > 1):
+        if verb == "save" and (name != STATE or len(names) > 1):
             paths.check_item_name(name)
 
 
@@ -518,8 +521,9 @@ def _described(reader: CheckpointReader, metadata: Any) -> Any:
 
 def _item_metadata(reader: CheckpointReader) -> Mapping[str, Any]:
     """What is known of each item, by its stored name."""
-    found, names = reader.item_metadata(), list(reader.item_kinds())
-    return dict(found.items()) if isinstance(found, ocp.args.Composite) else {names[0]: found}
+    metadata = reader.item_metadata()
+    names = list(reader.item_kinds())
+    return dict(metadata.items()) if isinstance(metadata, ocp.args.Composite) else {names[0]: metadata}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -554,20 +558,20 @@ _VALUES = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}  # by the kind of a dt
 def _tree_of(metadata: Any) -> Any:
     """A tree of metadata as v1 has it: values stand for Python numbers and texts, and arrays say where they were."""
 
-    def leaf(found: Any) -> Any:
-        if isinstance(found, ocp.metadata.StringMetadata):
+    def leaf(value: Any) -> Any:
+        if isinstance(value, ocp.metadata.StringMetadata):
             return "string"
-        if isinstance(found, ocp.metadata.ScalarMetadata) and found.dtype is not None:
-            return _VALUES.get(found.dtype.kind, found)
-        if isinstance(found, ocp.metadata.ArrayMetadata) and found.sharding is None:
-            return NumpyMetadata(found.shape, found.dtype, found.storage)
-        if isinstance(found, ocp.metadata.ArrayMetadata):
+        if isinstance(value, ocp.metadata.ScalarMetadata) and value.dtype is not None:
+            return _VALUES.get(value.dtype.kind, value)
+        if isinstance(value, ocp.metadata.ArrayMetadata) and value.sharding is None:
+            return NumpyMetadata(value.shape, value.dtype, value.storage)
+        if isinstance(value, ocp.metadata.ArrayMetadata):
             return ArrayMetadata(
-                shape=found.shape,
-                dtype=found.dtype,
-                storage_metadata=found.storage,
-                sharding_metadata=found.sharding,
+                shape=value.shape,
+                dtype=value.dtype,
+                storage_metadata=value.storage,
+                sharding_metadata=value.sharding,
             )
-        return found
+        return value
 
     return jax.tree.map(leaf, metadata.tree) if isinstance(metadata, TreeMetadata) else metadata

@@ -210,14 +210,14 @@ class ItemBackend(CheckpointBackend):
             return []
 
         # The handler knows of an epoch that is gone: a mistake in the path would train from scratch for days.
-        known = handler.last_epoch()
+        last = handler.last_epoch()
         if not epochs and resume == MUST:
             raise EpochNotFoundError(None, directory, [])
-        if not epochs and known is not None:
-            raise EpochNotFoundError(known, f"{directory} (the metadata handler says it was saved there)", [])
-        if known is not None and known not in epochs:
+        if not epochs and last is not None:
+            raise EpochNotFoundError(last, f"{directory} (the metadata handler says it was saved there)", [])
+        if last is not None and last not in epochs:
             shown = ", ".join(map(str, epochs[-20:]))
-            logging.warning("the metadata handler says that checkpoint %d was saved last; on storage: %s", known, shown)
+            logging.warning("the metadata handler says that checkpoint %d was saved last; on storage: %s", last, shown)
 
         # What `save_checkpoints` saved out of band is resumed from only if it is named.
         out_of_band = list[int]()
@@ -361,14 +361,14 @@ class ItemBackend(CheckpointBackend):
             return {"kinds": kinds, "types": types}
 
         def decide(reports: list[Any]) -> dict[str, str]:
-            found = [report["kinds"] for report in reports]
+            all_kinds = [report["kinds"] for report in reports]
             self._types_elsewhere = {name: one for r in reversed(reports) for name, one in r["types"].items()}
             union: dict[str, str] = {}
-            for kinds in found:
+            for kinds in all_kinds:
                 for name, kind in kinds.items():
                     before = union.setdefault(name, kind)
                     unlike = before != kind and blob_lib.GLOBAL in (before, kind)
-                    if unlike or (kind == blob_lib.GLOBAL and any(name not in other for other in found)):
+                    if unlike or (kind == blob_lib.GLOBAL and any(name not in other for other in all_kinds)):
                         raise InvalidArgumentError(
                             f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or "
                             "is not checkpointed; make it alike on all nodes, or give it names of their own"

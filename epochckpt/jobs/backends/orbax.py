@@ -155,7 +155,7 @@ class OrbaxBackend(ItemBackend):
     def _by_node(self, what: str, mine: Any) -> dict[str, Any]:
         """The values of all nodes, by node."""
         nodes = self._session.nodes
-        return self._calls.collective(what, lambda: mine, lambda found: dict(zip(nodes, found, strict=True)))
+        return self._calls.collective(what, lambda: mine, lambda values: dict(zip(nodes, values, strict=True)))
 
     def outcomes(self) -> list[SaveResult]:
         if self._requested is not None and not self._manager.is_saving_in_progress():
