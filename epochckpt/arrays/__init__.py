@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from epochckpt.arrays.node_files import NodeFile, Pack
     from epochckpt.arrays.planner import Planner
     from epochckpt.arrays.reader import EpochReader, Request
-    from epochckpt.arrays.targets import Shardings, TreeMetadata
+    from epochckpt.arrays.shardings import Shardings
+    from epochckpt.arrays.tree_metadata import TreeMetadata
 else:
 
     def __getattr__(name: str) -> Any:
@@ -22,8 +23,8 @@ else:
             "Planner": "planner",
             "EpochReader": "reader",
             "Request": "reader",
-            "Shardings": "targets",
-            "TreeMetadata": "targets",
+            "Shardings": "shardings",
+            "TreeMetadata": "tree_metadata",
         }
         return lookup(__name__, modules, name)
 

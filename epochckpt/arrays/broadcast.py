@@ -30,7 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from epochckpt import _threads, _units, errors
 from epochckpt.arrays.plan import device_cells
 from epochckpt.arrays.reader import Request
-from epochckpt.arrays.targets import LeafRequest, logical_shape
+from epochckpt.arrays.shardings import logical_shape
+from epochckpt.arrays.targets import LeafRequest, RestoredForm
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochCheckpointError, InvalidArgumentError
 from epochckpt.format import ArrayItem, Box, EpochRecord, checksums, grid
 from epochckpt.storage.mmap import JAX_ALIGNMENT, aligned
@@ -230,7 +231,7 @@ class Sharing:
         """The processes that need the same parts of a leaf, None if it is not shared; and which parts that are."""
         sharding = request.sharding
         leaf = arrays.leaves[request.leaf]
-        if request.form != "jax" or sharding is None or isinstance(sharding, SingleDeviceSharding):
+        if request.form != RestoredForm.JAX or sharding is None or isinstance(sharding, SingleDeviceSharding):
             return (self._everyone,), "whole"  # each process has its own
         shape = logical_shape(leaf) if request.shape is None else request.shape
         key = sharding, shape

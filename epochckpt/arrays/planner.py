@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from epochckpt import _collector, _threads
 from epochckpt._threads import Deadline, Future
 from epochckpt.arrays import plan as plan_lib
-from epochckpt.arrays.items import SaveItem, of_hosted, with_targets
 from epochckpt.arrays.plan import Forms, ItemPlan
+from epochckpt.arrays.restore_items import values_by_hosted_node, with_targets
+from epochckpt.arrays.save_items import SaveItem
 from epochckpt.arrays.snapshot import SavedTree, SavePlan
 from epochckpt.arrays.transfers import Staging
 from epochckpt.errors import InvalidArgumentError
@@ -74,7 +75,7 @@ class Planner:
                 trees_of = {self._nodes.hosted[0]: item.tree}
             elif item.kind == "node":
                 advice = "NodeSave({node name: pytree}, by_node=True)"
-                trees_of = of_hosted(item.name, item.tree, item.by_node, self._nodes, advice)
+                trees_of = values_by_hosted_node(item.name, item.tree, item.by_node, self._nodes, advice)
             for node, tree in trees_of.items():
                 try:
                     leaves, treedef = tree_lib.flatten_leaves(tree)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +18,9 @@ from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.broadcast import Sharing, Source
 from epochckpt.arrays.node_files import Pack
 from epochckpt.arrays.reader import EpochReader, Request, read_together
-from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, Sources, as_saved, describe_leaf, key_dims
+from epochckpt.arrays.renames import Sources
+from epochckpt.arrays.shardings import Shardings, key_dims
+from epochckpt.arrays.targets import LeafRequest, Matcher, RestoredForm, as_saved, describe_leaf
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
 from epochckpt.format import ArrayItem, Box, EpochRecord, Leaf
 from epochckpt.format import tree as tree_lib
@@ -104,7 +106,12 @@ def _read_alone(reader: ArraySource, steps: Generator[Reads, None, T]) -> T:
 def _restoring(
     reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None
 ) -> Generator[Reads, None, Any]:
-    """Gives what is to be read, as often as that has been read; returns the tree."""
+    """Restores a tree in steps, so that several trees can be read at the same time (`restore_trees`).
+
+    Each step allocates buffers and yields what is to be read into them. The caller reads it, and only then asks for the
+    next step, which builds the leaves of these buffers. There are several steps where memory is bounded. The generator
+    returns the tree.
+    """
     assembly = _Assembly(reader, name, request.sharing, request.memory_limit_bytes)
     item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)
@@ -198,11 +205,21 @@ def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[
     """The leaves with these numbers, as NumPy arrays and Python values; typed keys as their data."""
     assembly = _Assembly(reader, name)
 
-    def form(leaf: Leaf) -> str:
-        return "python" if leaf.dtype is None or leaf.kind in ("longstr", "longbytes") else "numpy"
-
-    requests = [LeafRequest(number, form(assembly.item.leaves[number])) for number in numbers]
+    requests = [LeafRequest(number, _form_on_host(assembly.item.leaves[number])) for number in numbers]
     return _read_alone(reader, assembly.run(requests))
+
+
+def _form_on_host(leaf: Leaf) -> RestoredForm:
+    is_value = leaf.dtype is None or leaf.kind in ("longstr", "longbytes")
+    return RestoredForm.PYTHON if is_value else RestoredForm.NUMPY
+
+
+class _LeafBoxes(NamedTuple):
+    """The boxes of one array that devices of this process need."""
+
+    boxes: list[tuple[Box, None]]  # each with the place of its buffer, which is made for each leaf
+    can_be_packed: bool  # all of them are one cell: the leaf is read together with others
+    keeps_memory: bool  # the arrays on the devices go on using the host's memory
 
 
 class _Assembly:
@@ -219,7 +236,7 @@ class _Assembly:
         self.sharing = sharing
         self.memory_limit_bytes = memory_limit_bytes
         self.reads: list[Request] = []
-        self.boxes: dict[Any, tuple[list[tuple[Box, None]], bool, bool]] = {}  # see `_boxes`
+        self.boxes: dict[Any, _LeafBoxes] = {}  # by sharding and form: most arrays of a tree share them
         self.whole: dict[int, bool] = {}  # leaves that are read together, see `_packs`: whether their memory is kept
         self.packed: dict[int, np.ndarray] = {}  # these
         self.rows: list[Mismatch] = []
@@ -260,7 +277,7 @@ class _Assembly:
         leaf = self.item.leaves[request.leaf]
         sharding = request.sharding
         cast = request.dtype is not None and request.dtype != leaf.dtype
-        if leaf.dtype is None or (request.form != "jax" and not cast):
+        if leaf.dtype is None or (request.form != RestoredForm.JAX and not cast):
             return 0  # what is read is the result
         shape = leaf.shape if request.shape is None else request.shape
         itemsize = leaf.dtype.itemsize + (np.dtype(request.dtype).itemsize if cast else 0)
@@ -311,23 +328,21 @@ class _Assembly:
         if request.leaf < 0 or self.item.leaves[request.leaf].dtype is None:
             return None
         leaf = self.item.leaves[request.leaf]
-        if request.form != "jax":
+        if request.form != RestoredForm.JAX:
             box = whole(leaf.shape if request.shape is None else request.shape)
             return self._buffer(request.leaf, box)
         form = id(request.sharding), request.shape, leaf[2:]
-        if (known := self.boxes.get(form)) is None:
-            known = self.boxes[form] = self._boxes(request, leaf)
-        boxes, packed, kept = known
-        kept = kept and (request.dtype is None or not self._casts(request))
-        if not packed:
-            return [(box, self._buffer(request.leaf, box)) for box, _ in boxes]
+        needed = self.boxes.get(form)
+        if needed is None:
+            needed = self.boxes[form] = self._boxes(request, leaf)
+        if not needed.can_be_packed:
+            return [(box, self._buffer(request.leaf, box)) for box, _ in needed.boxes]
         if leaf.nbytes >= _ALIGN_FROM:
-            self.reader.check_files(self.name, request.leaf, boxes[0][0])  # before memory is allocated
-        self.whole[request.leaf] = kept
-        return boxes
+            self.reader.check_files(self.name, request.leaf, needed.boxes[0][0])  # before memory is allocated
+        self.whole[request.leaf] = needed.keeps_memory and (request.dtype is None or not self._casts(request))
+        return needed.boxes
 
-    def _boxes(self, request: LeafRequest, leaf: Leaf) -> tuple[list[tuple[Box, None]], bool, bool]:
-        """The boxes of a leaf that devices need; whether it can be packed; whether arrays there keep host memory."""
+    def _boxes(self, request: LeafRequest, leaf: Leaf) -> _LeafBoxes:
         shape = leaf.shape if request.shape is None else request.shape
         boxes: dict[Box, None] = {}
         if request.sharding is None or isinstance(request.sharding, SingleDeviceSharding):
@@ -343,8 +358,11 @@ class _Assembly:
             and len(self.item.grids[leaf.grid].holders) == 1
         )
         devices = jax.local_devices() if request.sharding is None else request.sharding.device_set
-        packed = one_cell and [*boxes] == [whole(shape)] and 0 < leaf.nbytes < _PACKED_BELOW
-        return [*boxes.items()], packed, next(iter(devices)).platform == "cpu"
+        return _LeafBoxes(
+            boxes=[*boxes.items()],
+            can_be_packed=one_cell and [*boxes] == [whole(shape)] and 0 < leaf.nbytes < _PACKED_BELOW,
+            keeps_memory=next(iter(devices)).platform == "cpu",
+        )
 
     def _packs(self) -> list[Pack]:
         """Gives whole leaves their memory, aligned, and in the order of their files, so that most reads need no copy.
@@ -398,7 +416,7 @@ class _Assembly:
             return None if self.rows else _on_devices(leaf, request, data)
         if data is None:
             return self._value(leaf, request)
-        if request.form == "python" and leaf.kind in ("longstr", "longbytes"):
+        if request.form == RestoredForm.PYTHON and leaf.kind in ("longstr", "longbytes"):
             raw = data.tobytes()
             try:
                 return raw.decode("utf-8", "surrogatepass") if leaf.kind == "longstr" else raw
@@ -406,9 +424,9 @@ class _Assembly:
                 problem = f"leaf {leaf.name!r} is no text: {error}"
                 raise FormatError(f"{self.reader.folder}/epoch.json", problem) from None
         data = self._cast(leaf, data, request.dtype)
-        if request.form == "numpy":
+        if request.form == RestoredForm.NUMPY:
             return data
-        return self._convert(leaf, data[()], request.kind) if request.form == "python" else data[()]
+        return self._convert(leaf, data[()], request.kind) if request.form == RestoredForm.PYTHON else data[()]
 
     def _value(self, leaf: Leaf, request: LeafRequest) -> Any:
         """A recorded Python value, or an empty container, in the requested form."""
@@ -416,16 +434,16 @@ class _Assembly:
             return tree_lib.empty_value(leaf.kind)
         raw = self.reader.record.items[self.name].values[request.leaf]
         value = tree_lib.value_from_json(f"{self.reader.folder}/epoch.json", leaf.kind, raw)
-        if request.form == "python":
+        if request.form == RestoredForm.PYTHON:
             return self._convert(leaf, value, request.kind)
         try:
             data = self._cast(leaf, np.asarray(value), request.dtype)
         except (TypeError, ValueError, OverflowError) as error:
             self.rows.append(Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{request.dtype} ({error})"))
             return None
-        if request.form == "jax" and request.sharding is not None and not self.rows:
+        if request.form == RestoredForm.JAX and request.sharding is not None and not self.rows:
             return jax.make_array_from_callback((), request.sharding, lambda index: data[index], dtype=data.dtype)
-        return data if request.form == "numpy" else data[()]
+        return data if request.form == RestoredForm.NUMPY else data[()]
 
     def _convert(self, leaf: Leaf, value: Any, kind: type | None) -> Any:
         """A scalar as a Python type; notes a mismatch if the type cannot hold it exactly."""

@@ -26,8 +26,8 @@ from jax.sharding import SingleDeviceSharding
 from epochckpt import _collector
 from epochckpt._threads import Deadline
 from epochckpt.arrays import plan as plan_lib
-from epochckpt.arrays.items import SaveItem
 from epochckpt.arrays.plan import CellSource, ItemPlan
+from epochckpt.arrays.save_items import SaveItem
 from epochckpt.arrays.transfers import Arriving, Copies, StagedCell, Staging
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.format import ItemRecord, checksums

@@ -6,88 +6,51 @@ as `layers/0/kernel`, whatever the type of the key 0 is.
 """
 
 import contextlib
-import dataclasses
-import functools
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import enum
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding
 
-from epochckpt import _text
-from epochckpt._renaming import Rename, new_names
-from epochckpt._text import near, readable
-from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, UnsupportedError
-from epochckpt.format import ArrayItem, KeyPath, Leaf
+from epochckpt._text import readable
+from epochckpt.arrays.shardings import Shardings, abstract_key, divides, logical_shape, of_keys
+from epochckpt.errors import Mismatch
+from epochckpt.format import ArrayItem, Leaf
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import ARRAY_KINDS, EMPTY_KINDS
-
-Sources = Callable[[Sequence[Leaf], Sequence[KeyPath]], Mapping[str, int]]
-"""Maps an epoch's leaves and a target's paths to leaf numbers by name of the target's leaf; a new leaf has none."""
 
 _ARRAYS = jax.ShapeDtypeStruct, jax.Array  # a tuple: `|` would make a union at each call
 _TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
 
 
-class LeafRequest(NamedTuple):
-    """The form in which one leaf is restored."""
+class RestoredForm(enum.Enum):
+    """What a leaf is restored as."""
 
-    leaf: int  # its number in the epoch; -1 for a value that is not restored
-    form: str  # jax, numpy, scalar (a NumPy scalar), python (a Python value), keep (`value`)
+    JAX = "jax"
+    NUMPY = "numpy"
+    SCALAR = "scalar"  # a NumPy scalar
+    PYTHON = "python"  # a Python value
+    KEPT = "kept"  # the value that the caller has given
+
+
+class LeafRequest(NamedTuple):
+    """How one leaf is restored."""
+
+    leaf: int  # its number in the epoch; -1 for a value that is kept
+    form: RestoredForm
     dtype: Any = None  # to cast to; None for the stored one
     sharding: Sharding | None = None
     kind: type | None = None  # Python type to convert to
     value: Any = None
     shape: tuple[int, ...] | None = None  # to cut or pad the array to; None for the stored one
 
-
-class Shardings:
-    """The recorded shardings of an item, as far as their devices exist in this job."""
-
-    def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
-        self._item = item
-        self._fallback = fallback
-        self._recorded: dict[int, Sharding | None] = {}  # a cache of a method would be a cycle of references
-        self._meshes: dict[int, Mesh] = {}
-
-    def of(self, leaf: Leaf) -> Sharding | None:
-        """The sharding that a leaf was saved with, else the fallback, else None."""
-        if leaf.sharding < 0:
-            return self._fallback
-        if leaf.sharding not in self._recorded:
-            self._recorded[leaf.sharding] = self._build(leaf.sharding)
-        found = self._recorded[leaf.sharding]
-        shape = logical_shape(leaf)
-        return found if found is not None and divides(found, shape) else self._fallback
-
-    @functools.cached_property
-    def _devices(self) -> dict[tuple[str, int], Any]:
-        return {(d.platform, d.id): d for d in jax.devices()}
-
-    def _build(self, number: int) -> Sharding | None:
-        try:
-            row = self._item.shardings[number]
-            if "device" not in row:
-                spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
-                if row["mesh"] not in self._meshes:
-                    self._meshes[row["mesh"]] = self._build_mesh(row["mesh"])
-                return NamedSharding(self._meshes[row["mesh"]], spec, memory_kind=row["memory"])
-            if jax.process_count() > 1:
-                return None
-            return SingleDeviceSharding(self._devices[row["platform"], row["device"]], memory_kind=row["memory"])
-        except Exception:  # jax raises many types, even bad_cast, for a row that it cannot express
-            return None
-
-    def _build_mesh(self, number: int) -> Mesh:
-        mesh = self._item.meshes[number]
-        devices = [self._devices[mesh["platform"], d] for d in mesh["devices"]]
-        if len(set(devices)) != len(devices):
-            raise ValueError("a mesh with one device in two places")
-        types = tuple(AxisType[t] for t in mesh["axis_types"])
-        return Mesh(np.array(devices).reshape(mesh["shape"]), tuple(mesh["axes"]), axis_types=types)
+    @classmethod
+    def kept(cls, value: Any) -> Self:
+        """No leaf of the epoch: the value that the caller has given."""
+        return cls(leaf=-1, form=RestoredForm.KEPT, value=value)
 
 
 def as_saved(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
@@ -95,9 +58,9 @@ def as_saved(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
     if leaf.kind in ("jax", "prng"):
         sharding = shardings.of(leaf)
         if leaf.kind == "prng" or (sharding is not None and _canonical(leaf.dtype)):
-            return LeafRequest(number, "jax", None, sharding)
-        return LeafRequest(number, "numpy")
-    return LeafRequest(number, leaf.kind if leaf.kind in ("numpy", "scalar") else "python")
+            return LeafRequest(number, RestoredForm.JAX, None, sharding)
+        return LeafRequest(number, RestoredForm.NUMPY)
+    return LeafRequest(number, RestoredForm(leaf.kind) if leaf.kind in ("numpy", "scalar") else RestoredForm.PYTHON)
 
 
 def _canonical(dtype: Any) -> bool:
@@ -121,7 +84,7 @@ class Matcher:
         self.needs_values = needs_values
         self.rows: list[Mismatch] = []  # the differences
         self.absent: list[str] = []  # names of the target's leaves that the epoch lacks, where that is allowed
-        self._fitting: dict[Any, Sequence[Any]] = {}  # requests but for the leaf's number, see `_form`
+        self._fitting: dict[Any, LeafRequest] = {}  # requests of other leaves of the same form, see `_form`
         self._alike: dict[int, tuple[Any, int]] = {}  # by the id of a sharding it, and the id of the first equal one
         self._distinct: dict[Sharding, int] = {}
 
@@ -135,45 +98,60 @@ class Matcher:
         """
         numbers = self.item.by_name if sources is None else sources
         requests = []
-        seen: set[int] = set()
+        used: set[int] = set()
         exact = frozenset(names)
         for target, name in zip(targets, names, strict=True):
             number = numbers.get(name)
+            # Most arrays of a tree differ in their number only.
             form = None if number is None else self._form(self.item.leaves[number], target, given.get(name))
-            if number is not None and (known := self._fitting.get(form)) is not None:
-                seen.add(number)
-                requests.append(LeafRequest._make((number, *known)))
+            alike = self._fitting.get(form)
+            if number is not None and alike is not None:
+                used.add(number)
+                requests.append(alike._replace(leaf=number))
                 continue
-            if number is None and sources is None:  # keys 0 and "0" read the same
-                number = self.item.by_either_name.get(readable(name))
-                if number is not None and self.item.leaves[number].name in exact:
-                    number = None
+            if number is None and sources is None:
+                number = self._number_by_either_name(name, exact)
             if number is not None:
-                seen.add(number)
-            wanted = target is not ... and not _is_empty(target)
-            if number is None or target is ... or target is None or (self.partial and not wanted):
-                if number is None and wanted and self.partial:
-                    self.absent.append(name)
-                    if self.needs_values and not _is_value(target):
-                        self._row(name, "no value", "-", describe(target))
-                elif number is None and wanted:
-                    self._row(name, "missing", "-", describe(target))
-                requests.append(LeafRequest(-1, "keep", value=target))
-                continue
-            leaf = self.item.leaves[number]
-            if leaf.name != name and readable(leaf.name) != readable(name):
-                leaf = leaf._replace(name=f"{name} (from {leaf.name})")
-            if name in given and wanted:
-                requests.append(self.with_restore_args(number, leaf, given[name], target))
-            else:
-                requests.append(self._leaf(number, leaf, target))
+                used.add(number)
+            request = self._request(name, number, target, given)
+            requests.append(request)
             if form is not None and not self.rows:
-                self._fitting[form] = requests[-1][1:]
+                self._fitting[form] = request
         if not self.partial:
             for number, leaf in enumerate(self.item.leaves):
-                if number not in seen and leaf.kind not in EMPTY_KINDS:
+                if number not in used and leaf.kind not in EMPTY_KINDS:
                     self._row(leaf.name, "unexpected", describe_leaf(leaf), "-")
         return requests
+
+    def _number_by_either_name(self, name: str, exact: Collection[str]) -> int | None:
+        """The leaf whose name reads the same, as the keys 0 and "0" do; None if the target names that leaf itself."""
+        number = self.item.by_either_name.get(readable(name))
+        return None if number is not None and self.item.leaves[number].name in exact else number
+
+    def _request(self, name: str, number: int | None, target: Any, given: Mapping[str, Any]) -> LeafRequest:
+        """The request of one leaf of the target; notes what forbids it."""
+        has_data = target is not ... and not _is_empty(target)
+        if number is None:
+            if has_data:
+                self._lacks(name, target)
+            return LeafRequest.kept(target)
+        if target is ... or target is None or (self.partial and not has_data):
+            return LeafRequest.kept(target)
+        leaf = self.item.leaves[number]
+        if leaf.name != name and readable(leaf.name) != readable(name):
+            leaf = leaf._replace(name=f"{name} (from {leaf.name})")
+        if name in given and has_data:
+            return self.with_restore_args(number, leaf, given[name], target)
+        return self._leaf(number, leaf, target)
+
+    def _lacks(self, name: str, target: Any) -> None:
+        """Notes that the epoch lacks a leaf of the target."""
+        if not self.partial:
+            self._row(name, "missing", "-", describe(target))
+            return
+        self.absent.append(name)
+        if self.needs_values and not _is_value(target):
+            self._row(name, "no value", "-", describe(target))
 
     def _form(self, leaf: Leaf, target: Any, args: Any) -> Any:
         """A key of the request of an array, equal for most arrays of a tree; None if the leaf needs its own request."""
@@ -202,7 +180,7 @@ class Matcher:
     def _row(self, leaf: str, problem: str, found: str, expected: str) -> LeafRequest:
         """Notes a difference. With any, nothing is restored: the request that is returned is never used."""
         self.rows.append(Mismatch(leaf, problem, found, expected))
-        return LeafRequest(-1, "keep")
+        return LeafRequest.kept(None)
 
     def _differs(self, problem: str, leaf: Leaf, target: Any) -> LeafRequest:
         return self._row(leaf.name, problem, describe_leaf(leaf), describe(target))
@@ -213,21 +191,21 @@ class Matcher:
         if leaf.kind in EMPTY_KINDS or _is_empty(target):
             if leaf.kind not in EMPTY_KINDS or not _is_empty(target):
                 self._differs("type", leaf, target)
-            return LeafRequest(-1, "keep", value=target)
+            return LeafRequest.kept(target)
         if leaf.kind in tree_lib.VALUE_KINDS and isinstance(target, ocp.metadata.ScalarMetadata):
-            return LeafRequest(number, "python")
+            return LeafRequest(number, RestoredForm.PYTHON)
         if isinstance(target, ocp.metadata.StringMetadata | str | bytes):
             fits = ["bytes"] if isinstance(target, bytes) else ["str"] if isinstance(target, str) else ["str", "bytes"]
             if leaf.kind.removeprefix("long") not in fits:
                 return self._row(leaf.name, "type", describe_leaf(leaf), fits[0])
-            return LeafRequest(number, "python")
+            return LeafRequest(number, RestoredForm.PYTHON)
         if getattr(target, "shape", None) is not None and getattr(target, "dtype", None) is not None:
             return self._array(number, leaf, target, self.resize)
         if not isinstance(target, bool | int | float | complex) or leaf.kind in _TEXT_KINDS:
             return self._differs("type", leaf, target)
         if leaf.kind in ARRAY_KINDS and (leaf.shape != () or leaf.kind == "prng"):
             return self._differs("shape", leaf, target)
-        return LeafRequest(number, "python", kind=type(target))
+        return LeafRequest(number, RestoredForm.PYTHON, kind=type(target))
 
     def _array(self, number: int, leaf: Leaf, target: Any, resize: bool) -> LeafRequest:
         shape = tuple(target.shape)
@@ -237,14 +215,14 @@ class Matcher:
         describes = described or hasattr(target, "sharding_metadata")  # of Orbax's v1, and ours
         if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
             # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
-            return LeafRequest(number, "jax", None, of_keys(self._sharding(target, leaf), leaf))
+            return LeafRequest(number, RestoredForm.JAX, None, of_keys(self._sharding(target, leaf), leaf))
         if typed or leaf.kind == "prng":
             logical = logical_shape(leaf)
-            if not typed or leaf.kind != "prng" or dtype != _abstract_key(leaf).dtype:
+            if not typed or leaf.kind != "prng" or dtype != abstract_key(leaf).dtype:
                 return self._differs("type", leaf, target)
             if shape != logical:
                 return self._row(leaf.name, "shape", str(list(logical)), str(list(shape)))
-            return LeafRequest(number, "jax", None, self._sharding(target, leaf))
+            return LeafRequest(number, RestoredForm.JAX, None, self._sharding(target, leaf))
         if leaf.kind in _TEXT_KINDS:
             return self._differs("type", leaf, target)
         resized = None
@@ -253,17 +231,17 @@ class Matcher:
                 return self._differs("shape", leaf, target)
             resized = shape
         if isinstance(target, np.ndarray | np.generic):
-            form = "numpy" if isinstance(target, np.ndarray) else "scalar"
+            form = RestoredForm.NUMPY if isinstance(target, np.ndarray) else RestoredForm.SCALAR
             return LeafRequest(number, form, np.dtype(dtype), shape=resized)
         sharding = self._sharding(target, leaf, resized)
         if sharding is None:
-            return LeafRequest(number, "numpy", np.dtype(dtype), shape=resized)
+            return LeafRequest(number, RestoredForm.NUMPY, np.dtype(dtype), shape=resized)
         if not _canonical(dtype):
             expected = f"{dtype}, which jax holds only with jax_enable_x64"
             return self._row(leaf.name, "dtype", describe_leaf(leaf), expected)
         if not divides(sharding, shape):
             return self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
-        return LeafRequest(number, "jax", np.dtype(dtype), sharding, shape=resized)
+        return LeafRequest(number, RestoredForm.JAX, np.dtype(dtype), sharding, shape=resized)
 
     def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:
         with contextlib.suppress(ValueError):  # Orbax's metadata of a sharding whose devices do not exist here
@@ -310,7 +288,7 @@ class Matcher:
         if kind in (str, int, float, bool, complex):
             return self._leaf(number, leaf, kind())
         if kind is np.ndarray or (kind is None and dtype is not None):
-            return LeafRequest(number, "numpy", None if dtype is None else np.dtype(dtype))
+            return LeafRequest(number, RestoredForm.NUMPY, None if dtype is None else np.dtype(dtype))
         return as_saved(number, leaf, self.shardings)
 
 
@@ -331,45 +309,6 @@ def _jax_sharding(described: Any) -> Any:
     return described.to_jax_sharding() if hasattr(described, "to_jax_sharding") else described
 
 
-def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
-    """Whether a sharding divides an array of this shape evenly."""
-    try:
-        sharding.shard_shape(tuple(shape))
-    except (ValueError, IndexError):
-        return False
-    return True
-
-
-def logical_shape(leaf: Leaf) -> tuple[int, ...]:
-    """Shape of a leaf; of typed keys without the dimensions of their data."""
-    return leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
-
-
-def of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:
-    """The sharding of typed keys, given that of their data, which has the dimensions of a key in addition."""
-    rank = len(leaf.shape) - key_dims(leaf)
-    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
-        return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rank]), memory_kind=sharding.memory_kind)
-
-
-def key_dims(leaf: Leaf) -> int:
-    """Trailing dimensions of a leaf of typed keys that are the data of one key; FormatError if jax has no such keys."""
-    try:
-        inner = jax.eval_shape(jax.random.key_data, _abstract_key(leaf))
-    except (ValueError, TypeError) as error:
-        problem = f"leaf {leaf.name!r}: this jax has no PRNG implementation {leaf.impl!r}"
-        raise FormatError("epoch.json", problem) from error
-    if inner.dtype != leaf.dtype or leaf.shape[max(0, len(leaf.shape) - inner.ndim) :] != inner.shape:
-        problem = f"leaf {leaf.name!r}: {leaf.dtype}{list(leaf.shape)} is no {leaf.impl} key data"
-        raise FormatError("epoch.json", problem)
-    return inner.ndim
-
-
-def _abstract_key(leaf: Leaf) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=leaf.impl))
-
-
 def describe(target: Any) -> str:
     """A target leaf for people."""
     if hasattr(target, "shape") and hasattr(target, "dtype"):
@@ -384,156 +323,3 @@ def describe_leaf(leaf: Leaf) -> str:
     if leaf.kind in ("jax", "numpy", "scalar"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return {"none": "nothing", "longstr": "str", "longbytes": "bytes", "node": "empty node"}.get(leaf.kind, leaf.kind)
-
-
-def by_rename(where: str, rename: Rename, leaves: Sequence[Leaf], paths: Sequence[KeyPath]) -> dict[str, int]:
-    """`Sources`, with the two first arguments given: they rename the leaves of the epoch, see `epochckpt._renaming`."""
-    renamed = new_names(where, rename, _text.public([leaf.name for leaf in leaves]))
-    numbers = {new: number for number, new in enumerate(renamed)}
-    found = dict[str, int]()
-    for name in map(tree_lib.leaf_name, paths):
-        number = numbers.get(name, numbers.get(readable(name)))
-        if number is not None:
-            found[name] = number
-    return found
-
-
-def by_transforms(item: str, transforms: Any, default_to_original: bool) -> Sources:
-    """Sources for Orbax's `PyTreeRestore(transforms=…)`; only renames are supported.
-
-    The keys of `transforms`, a pytree of `ocp.transform_utils.Transform`, are regular expressions over whole names in
-    the target; as in Orbax, the last match in JAX's order of keys counts. With `default_to_original`, a leaf without a
-    match comes from the epoch if it is there, and `use_fallback` means the target's value; without it, the other way
-    round. Refused are an `original_key` that the epoch lacks, and a transform that computes values.
-    """
-    patterns: list[tuple[re.Pattern[str], Any]] = []
-    for path, transform in tree_lib.flatten(transforms)[0]:
-        if tree_lib.leaf_kind(transform) in tree_lib.EMPTY_KINDS:
-            continue
-        where = _plain(path)
-        if not isinstance(transform, ocp.transform_utils.Transform):
-            problem = f"a {type(transform).__name__} at {where!r}; expected ocp.transform_utils.Transform"
-            raise InvalidArgumentError(f"item {item!r}: transforms has {problem}")
-        for name in ("value_fn", "multi_value_fn"):
-            if getattr(transform, name) is not None:
-                raise UnsupportedError(
-                    f"item {item!r}: transforms has a Transform({name}=…) at {where!r}, which is not supported: only "
-                    "original_key= and use_fallback= are. Restore the saved tree and compute the rest from it"
-                )
-        patterns.insert(0, (_compiled(item, "transforms", where), transform))
-
-    def sources(leaves: Sequence[Leaf], paths: Sequence[KeyPath]) -> dict[str, int]:
-        numbers = {_plain(leaf.path): number for number, leaf in enumerate(leaves)}
-        out: dict[str, int] = {}
-        for path in paths:
-            name = source = _plain(path)
-            from_epoch = default_to_original
-            for pattern, transform in patterns:
-                found = pattern.fullmatch(name)
-                if found is None:
-                    continue
-                from_epoch = not default_to_original if transform.use_fallback else True
-                key = transform.original_key
-                if key is not None:
-                    source = _expanded(item, "transforms", found, key if isinstance(key, str) else "/".join(key))
-                if from_epoch and source not in numbers:
-                    problem = f"transforms takes {name!r} from {source!r}, which the epoch lacks"
-                    raise InvalidArgumentError(f"item {item!r}: {problem}; {near(source, numbers)}")
-                break
-            if from_epoch and source in numbers:
-                out[tree_lib.leaf_name(path)] = numbers[source]
-        return out
-
-    return sources
-
-
-def _plain(path: KeyPath) -> str:
-    return "/".join(str(key) for _, key in path)
-
-
-def _compiled(item: str, argument: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        problem = f"{argument} has {pattern!r}, which is no regular expression ({error})"
-        raise InvalidArgumentError(f"item {item!r}: {problem}") from None
-
-
-def _expanded(item: str, argument: str, found: re.Match[str], template: str) -> str:
-    try:
-        return found.expand(template)
-    except (re.error, IndexError, TypeError, AttributeError) as error:
-        problem = f"{argument} turns {found.re.pattern!r} into {template!r}, which is no new name for it ({error})"
-        raise InvalidArgumentError(f"item {item!r}: {problem}") from None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Aside:
-    """Something that goes with a tree without being part of its structure: any two are equal."""
-
-    value: Any = dataclasses.field(compare=False)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class TreeMetadata:
-    """A pytree with properties, like Orbax's class of this name (`ocp.StandardCheckpointer().metadata(path)`).
-
-    It may be mapped over, indexed, and passed as a restore target. `tree` is the plain tree: dicts and lists of
-    `ocp.metadata.ArrayMetadata` and its kin, in the order of the saved tree. `custom_metadata` is the JSON that was
-    saved with the item, or None; `use_zarr3` is always False.
-    """
-
-    use_zarr3 = False
-
-    def __init__(self, tree: Any, custom_metadata: Any = None):
-        self.tree = tree
-        self.custom_metadata = custom_metadata
-
-    def tree_flatten_with_keys(self) -> tuple[Iterable[Any], Any]:
-        """The top level of the tree, as JAX wants it."""
-        aside = _Aside(self.custom_metadata)
-        if isinstance(self.tree, dict):  # JAX would sort the keys, which those of an OrderedDict are not
-            return [(jax.tree_util.DictKey(key), child) for key, child in self.tree.items()], (tuple(self.tree), aside)
-        found, treedef = jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=lambda node: node is not self.tree)
-        children = [(path[0] if path else jax.tree_util.GetAttrKey("tree"), child) for path, child in found]
-        return children, (treedef, aside)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Iterable[Any]) -> Self:
-        shape, aside = aux
-        tree = dict(zip(shape, children, strict=True)) if isinstance(shape, tuple) else shape.unflatten(children)
-        return cls(tree, aside.value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.tree[key]
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.tree
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.tree)
-
-    def __len__(self) -> int:
-        return len(self.tree)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, TreeMetadata):
-            return self.tree == other.tree and self.custom_metadata == other.custom_metadata
-        return self.tree == other
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("keys", "values", "items", "get"):
-            return getattr(self.tree, name)
-        if name in ("shape", "dtype", "sharding", "name", "directory") and not isinstance(self.tree, dict | list):
-            return getattr(self.tree, name)  # a bare array
-        raise AttributeError(f"TreeMetadata has no attribute {name!r}")
-
-    def __repr__(self) -> str:
-        return f"TreeMetadata(tree={self.tree!r}, custom_metadata={self.custom_metadata!r})"
-
-
-def plain_target(target: Any) -> Any:
-    """A target as a plain tree: `item_metadata` is one, too."""
-    return target.tree if isinstance(target, TreeMetadata) else target

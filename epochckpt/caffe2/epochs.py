@@ -29,8 +29,8 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt._threads import Deadline
-from epochckpt.arrays import Planner, items
-from epochckpt.arrays.items import RestoreContext
+from epochckpt.arrays import Planner, item_names, save_items
+from epochckpt.arrays.restore_items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.directory import staging_folder
 from epochckpt.directory.epoch_directory import ReplaceCondition, Staging
@@ -335,8 +335,8 @@ class NodeEpochs:
         """
         epoch_directory = self.epoch_directory
         epoch = epoch_number(epoch)
-        wanted = items.to_save(args, self._handlers)
-        items.check_names([item.name for item in wanted], (), ())
+        wanted = save_items.to_save(args, self._handlers)
+        item_names.check_names([item.name for item in wanted], (), ())
         writer = self.claim()
         self._tries += 1
         snapshot = dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot()

@@ -18,7 +18,7 @@ from absl import logging
 
 from epochckpt import _progress, _threads, _units
 from epochckpt.agreement import Coordinator, restore_vote
-from epochckpt.arrays import items
+from epochckpt.arrays import item_names
 from epochckpt.arrays.restore import ArraySource
 from epochckpt.convert import export_formats
 from epochckpt.convert.formats import EXPORTED
@@ -156,7 +156,7 @@ def export(
         kinds = reader.item_kinds()
         record = reader.record
         if item is not None and item not in kinds:
-            raise items.unknown_item(number, item, kinds)
+            raise item_names.unknown_item(number, item, kinds)
         if format != "orbax" or selection:
             source, name = _array_item(reader, kinds, item)
             arrays = SelectedArrays(source, name, selection)
@@ -210,7 +210,7 @@ def _array_item(reader: CheckpointReader, kinds: Mapping[str, str], item: str | 
     arrays = [name for name, kind in kinds.items() if kind == "arrays"]
     if item is None and not arrays:
         raise UnsupportedError(f"checkpoint {epoch} has no item of arrays, and only those become tensors")
-    chosen = item or items.chosen_arrays(epoch, arrays, None)
+    chosen = item or item_names.chosen_arrays(epoch, arrays, None)
     if chosen not in arrays:
         raise UnsupportedError(f"item {chosen!r} is not made of arrays; only those become tensors")
     return reader.arrays(chosen), chosen

@@ -14,8 +14,7 @@ from orbax.checkpoint import checkpoint_manager
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline
 from epochckpt.agreement import CollectiveCalls, coordination
-from epochckpt.arrays import EpochReader
-from epochckpt.arrays import items as items_lib
+from epochckpt.arrays import EpochReader, item_names, restore_items
 from epochckpt.arrays.snapshot import checked_json, root_metadata
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, RemovalError
 from epochckpt.format import Nodes, paths
@@ -168,7 +167,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             epoch_directory=opened.epoch_directory,
             pool=pool,
             verify=self._storage.verify,
-            context=items_lib.RestoreContext(self._handlers, opened.nodes, self._storage.restore_memory_limit_bytes),
+            context=restore_items.RestoreContext(
+                handlers=self._handlers,
+                nodes=opened.nodes,
+                memory_limit_bytes=self._storage.restore_memory_limit_bytes,
+            ),
             mirror=self._mirror,
             is_partial=lambda: opened.job_directory.is_partial,
         )
@@ -267,7 +270,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 f"{self.root}: nodes are named before the first save; this manager has saved as "
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
             )
-        items_lib.check_names(saves.arguments.item_names, nodes.folders, ())
+        item_names.check_names(saves.arguments.item_names, nodes.folders, ())
         self.parts.readers.take_nodes(nodes)
         saves.take_nodes(nodes)
         self._tell_nodes(nodes)

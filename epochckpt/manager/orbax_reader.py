@@ -18,9 +18,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import args as own
 from epochckpt import errors
-from epochckpt.arrays import Pack, Request, Shardings, items
+from epochckpt.arrays import Pack, Request, Shardings, item_names, restore_items
 from epochckpt.arrays.restore import ArraySource, restore_tree
-from epochckpt.arrays.targets import divides, logical_shape, of_keys
+from epochckpt.arrays.shardings import divides, logical_shape, of_keys
 from epochckpt.directory import EpochDirectory
 from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
@@ -41,7 +41,7 @@ class OrbaxReader(CheckpointReader):
     record: OrbaxRecord
 
     def __init__(
-        self, epoch_directory: EpochDirectory, folder: str, record: OrbaxRecord, context: items.RestoreContext
+        self, epoch_directory: EpochDirectory, folder: str, record: OrbaxRecord, context: restore_items.RestoreContext
     ):
         super().__init__(epoch_directory, folder, record, context)
         self.item = functools.cache(self._item)
@@ -65,7 +65,7 @@ class OrbaxReader(CheckpointReader):
         kind = self._kind(name)
         if kind == "arrays":
             handler = recorded or handlers.type_name(ocp.handlers.StandardCheckpointHandler)
-            request = items.tree_request(name, args, handler, self.context)
+            request = restore_items.tree_request(name, args, handler, self.context)
             target = request.target if request.target is not None else request.restore_args
             item = self.item(name, isinstance(args, ocp.args.ArrayRestore))
             with self.still_there():
@@ -75,7 +75,7 @@ class OrbaxReader(CheckpointReader):
             assert arrays is not None, "its kind says so"
             return restore_tree(source, name, request, self._shardings(name, arrays, request.fallback_sharding))
         if isinstance(args, own.RenamedRestore):
-            raise items.contradiction(name, recorded or kind, args)
+            raise restore_items.contradiction(name, recorded or kind, args)
         if kind == "json" and (args is None or isinstance(args, ocp.args.JsonRestore)):
             with self._readable(name), self._local(name) as path:
                 file = steps.json_file(self.store, self._at(name))
@@ -205,7 +205,7 @@ class OrbaxReader(CheckpointReader):
 
     def _at(self, name: str) -> str:
         if name not in self.record.folders:
-            raise items.unknown_item(self.record.epoch, name, self.record.names)
+            raise item_names.unknown_item(self.record.epoch, name, self.record.names)
         return paths.join(self.folder, self.record.folders[name])
 
     def _kind(self, name: str) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, items
-from epochckpt.arrays.items import MISSING, RestoreContext
+from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, item_names, restore_items
 from epochckpt.arrays.reader import once
 from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
+from epochckpt.arrays.restore_items import MISSING, RestoreContext
 from epochckpt.directory import EpochDirectory, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
@@ -84,15 +84,15 @@ class CheckpointReader(abc.ABC):
     def restore(self, args: Any) -> Any:
         """The items that `args` names, or all as they were saved: a Composite, or the item if it is unnamed."""
         names = self.item_kinds()
-        wanted, single = items.asked_for(args, names, self.record.default_item)
-        found = {name: self.restore_item(items.found_as(name, names), arg) for name, arg in wanted.items()}
+        wanted, single = item_names.requested_items(args, names, self.record.default_item)
+        found = {name: self.restore_item(item_names.stored_name(name, names), arg) for name, arg in wanted.items()}
         values = {name: value for name, value in found.items() if value is not MISSING}
         return values.get(paths.DEFAULT_ITEM) if single else ocp.args.Composite(**values)
 
     def restore_leaves(self, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
         """Single leaves; see `CheckpointManager.restore_leaves`."""
         arrays = [name for name, kind in self.item_kinds().items() if kind == "arrays"]
-        item = items.chosen_arrays(self.record.epoch, arrays, item)
+        item = item_names.chosen_arrays(self.record.epoch, arrays, item)
         return read_leaves(self.arrays(item), item, patterns)
 
     def value(self, item: str, leaf: str, node: str = "") -> Any:
@@ -244,7 +244,7 @@ class NativeReader(CheckpointReader):
         self.kept: dict[Any, Any] = {}
 
     def restore_item(self, name: str, args: Any) -> Any:
-        return items.restore_item(self.native, name, args, self.context)
+        return restore_items.restore_item(self.native, name, args, self.context)
 
     def arrays(self, item: str, node: str = "") -> EpochReader:
         source = self.of(item, node)
@@ -293,7 +293,7 @@ class NativeReader(CheckpointReader):
         return ocp.metadata.StorageMetadata(chunk_shape=cell, write_shape=cell if on_devices else None)
 
     def _files_metadata(self, name: str) -> Any:
-        return items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)
+        return restore_items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)
 
 
 def shown_path(root: str) -> epath.Path:

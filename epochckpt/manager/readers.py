@@ -16,7 +16,7 @@ from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.agreement.collective import hear_secs
 from epochckpt.arrays import EpochReader
 from epochckpt.arrays.broadcast import CHUNK_BYTES, Sharing, decide
-from epochckpt.arrays.items import RestoreContext
+from epochckpt.arrays.restore_items import RestoreContext
 from epochckpt.directory import EpochDirectory, directory_of
 from epochckpt.directory.head_record import HeadEpoch
 from epochckpt.errors import (

@@ -14,8 +14,7 @@ from absl import logging
 
 from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
-from epochckpt.arrays import Planner
-from epochckpt.arrays import items as items_lib
+from epochckpt.arrays import Planner, item_names, save_items
 from epochckpt.arrays.snapshot import Snapshot, checked_json
 from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.errors import (
@@ -256,8 +255,8 @@ class Saves:
             planned = time.monotonic()
             self.claim.check(step)
             directory.epoch_directory.names.check(step)
-            to_save = items_lib.to_save(call.args, self.arguments.handlers)
-            items_lib.check_names([item.name for item in to_save], self.nodes.folders, self.arguments.item_names)
+            to_save = save_items.to_save(call.args, self.arguments.handlers)
+            item_names.check_names([item.name for item in to_save], self.nodes.folders, self.arguments.item_names)
             plan = self.planner.plan(to_save)
             ready = time.monotonic()
             kept_metrics = self._metrics_of(step, call.metrics)

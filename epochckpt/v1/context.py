@@ -175,7 +175,7 @@ def restore_args(abstract: Any, context: Any) -> Any:
     if not context.pytree_options.loading.partial_load:
         return ocp.args.StandardRestore(target, strict=not resize)
     args: Any = ocp.args.PyTreeRestore(target, partial_restore=True)
-    args.strict = not resize  # as StandardRestore has it; see `arrays.items.tree_request`
+    args.strict = not resize  # as StandardRestore has it; see `arrays.restore_items.tree_request`
     return args
 
 

@@ -13,7 +13,7 @@ from epochckpt import _threads, errors
 from epochckpt._threads import Deadline, Future
 from epochckpt.agreement.collective import Timeouts, collective
 from epochckpt.agreement.coordination import RecentKeys
-from epochckpt.arrays import items
+from epochckpt.arrays import item_names
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
 from epochckpt.manager import CheckpointManager, CheckpointReader, Readers, Response, RestoreRequest
 from epochckpt.manager.numbers import epoch_number
@@ -246,10 +246,10 @@ class _ItemsByName(RestoreRequest[dict[str, Any]]):
     def result_of(self, reader: CheckpointReader) -> dict[str, Any]:
         kinds = reader.item_kinds()
         recorded = reader.item_handlers()
-        stored = {name: items.found_as(name, kinds) for name in self._abstract} or shown_names(reader, kinds)
+        stored = {name: item_names.stored_name(name, kinds) for name in self._abstract} or shown_names(reader, kinds)
         for name, item in stored.items():
             if item not in kinds:
-                raise items.unknown_item(reader.record.epoch, name, kinds)
+                raise item_names.unknown_item(reader.record.epoch, name, kinds)
         args = {}
         for name, item in stored.items():
             args[item] = bridge.restore_args(
@@ -270,7 +270,7 @@ def shown_names(reader: CheckpointReader, kinds: Mapping[str, str]) -> dict[str,
 def tree_name(reader: CheckpointReader) -> str:
     """The item that stands for an epoch if none is named: the unnamed one, else the first tree by name."""
     kinds = reader.item_kinds()
-    name = items.found_as(STATE, kinds)
+    name = item_names.stored_name(STATE, kinds)
     trees = sorted(item for item, kind in kinds.items() if kind == "arrays")
     if name not in kinds and not trees:
         raise UnknownNameError(f"checkpoint {reader.record.epoch} has no tree; it has: {', '.join(kinds) or 'nothing'}")

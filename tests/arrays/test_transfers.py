@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import epochckpt as ec
 from epochckpt.arrays import plan, snapshot, transfers, writer
-from epochckpt.arrays.items import SaveItem
+from epochckpt.arrays.save_items import SaveItem
 from epochckpt.errors import InvalidArgumentError, SaveError
 from tests.support.taps import fail_writes, hold_writes
 

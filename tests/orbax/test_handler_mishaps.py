@@ -26,7 +26,7 @@ from google.protobuf import empty_pb2, struct_pb2
 
 import epochckpt as ec
 from epochckpt.agreement.coordination import Preemption
-from epochckpt.arrays import items, writer
+from epochckpt.arrays import restore_items, save_items, writer
 from epochckpt.format import DataFile, NodeEntry, Nodes, paths
 from epochckpt.orbax import Handlers
 from epochckpt.saving.reports import NodeReport, ProcessReport
@@ -292,7 +292,7 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
 )
 def test_every_old_node_has_one_successor(old: str, new: str, expected: list[int]) -> None:
     """Nodes of one name go on as themselves; the others share out what is left; nothing is taken twice or lost."""
-    assert items.RestoreContext(Handlers(), Nodes(tuple(new))).successions(list(old)) == expected
+    assert restore_items.RestoreContext(Handlers(), Nodes(tuple(new))).successions(list(old)) == expected
 
 
 @pytest.mark.parametrize(
@@ -312,12 +312,12 @@ def test_integers_are_saved_in_another_type_only_if_they_fit(array: Any, dtype: 
     """Signs included."""
     tree, save_args = {"a": array}, {"a": ocp.SaveArgs(dtype=np.dtype(dtype))}
     if fits:
-        got = items.cast("x", tree, save_args)["a"]
+        got = save_items.cast("x", tree, save_args)["a"]
         assert got.dtype == dtype
         np.testing.assert_array_equal(got, np.asarray(array))
     else:
         with pytest.raises(ec.errors.InvalidArgumentError, match="leaf 'a': not every value"):
-            items.cast("x", tree, save_args)
+            save_items.cast("x", tree, save_args)
 
 
 def test_save_args_that_are_none_are_refused(tmp_path: pathlib.Path) -> None:

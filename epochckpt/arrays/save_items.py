@@ -1,0 +1,149 @@
+"""Turns Orbax's save arguments into items to save, with the casts that they ask for."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from google.protobuf import message, text_format
+
+from epochckpt import args as own
+from epochckpt.arrays.item_names import arguments_by_item
+from epochckpt.arrays.restore import keeps_kind
+from epochckpt.errors import (
+    InvalidArgumentError,
+)
+from epochckpt.format import checksums, paths
+from epochckpt.format import tree as tree_lib
+from epochckpt.format.records import MAX_RECORD_BYTES
+from epochckpt.orbax import Handlers, HandlerSave, handlers
+
+ONE_FILE = {"json": paths.JSON_FILE, "proto": "proto.pbtxt"}  # the names that Orbax's handlers use
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveItem:
+    """One item to save."""
+
+    name: str
+    kind: str  # as in `ItemRecord`
+    handler: str = ""  # type name of the Orbax handler, as Orbax records it
+    tree: Any = None  # the pytree, for `arrays` and `node`
+    by_node: bool = False  # the tree is a dict of pytrees by node name
+    custom_metadata: Any = None  # JSON that belongs to the item
+    file: tuple[str, bytes] | None = None  # name and content of its one file, which the primary alone writes
+    run: Callable[[], HandlerSave] | None = None  # starts the save of a handler that is not ours, on every node
+
+
+def to_save(args: Any, known_handlers: Handlers) -> list[SaveItem]:
+    """The items of a save argument; nothing is run or copied yet."""
+    return [
+        _save_item(name, value, known_handlers) for name, value in arguments_by_item(args).items() if value is not None
+    ]
+
+
+def _save_item(name: str, args: Any, known_handlers: Handlers) -> SaveItem:
+    if isinstance(args, own.NodeSave):
+        return SaveItem(name, "node", tree=args.item, by_node=args.by_node)
+    handler = known_handlers.find(name, args, saving=True)
+    kind = handlers.kind_of(handler)
+    handler_name = handlers.type_name(handler)
+    if kind == "other":
+        return SaveItem(name, "files", handler_name, run=functools.partial(HandlerSave, handler, name, args))
+    if kind in ONE_FILE:
+        data = _json(name, args.item) if kind == "json" else _proto(name, args.item)
+        file = file_name(handler, kind)
+        if not paths.is_file_path(file) or len(data) > MAX_RECORD_BYTES:
+            problem = f"{file!r} ({len(data)} bytes) is no file name, or holds more than {MAX_RECORD_BYTES} bytes"
+            raise InvalidArgumentError(f"item {name!r}: {problem}; pass an array item, or a handler of your own")
+        return SaveItem(name, "files", handler_name, file=(file, data))
+    if kind == "jax_key" and not isinstance(args.item, jax.Array):
+        raise InvalidArgumentError(f"item {name!r}: expected a jax random key, got a {type(args.item).__name__}")
+    if kind == "numpy_key" and not isinstance(args.item, tuple | dict):
+        raise InvalidArgumentError(f"item {name!r}: expected numpy.random.get_state(), got {type(args.item).__name__}")
+    if getattr(args, "ocdbt_target_data_file_size", None) is not None:
+        logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size has no effect: it is about Orbax's files", 1)
+    tree = cast(name, args.item, getattr(args, "save_args", None))
+    attached = checksums.pack_json(getattr(args, "custom_metadata", None), f"item {name!r}: custom_metadata")
+    return SaveItem(name, "arrays", handler_name, tree, custom_metadata=attached)
+
+
+def cast(item: str, tree: Any, save_args: Any) -> Any:
+    """The tree with its arrays cast as `save_args`, a pytree of `ocp.SaveArgs` of the same structure, asks.
+
+    A cast changes the precision of floating and complex arrays, or the width of integers. Python numbers, and arrays
+    whose kind would change (integers to floats), are saved as they are, with a warning.
+    """
+    if save_args is None:
+        return tree
+    wanted: dict[str, Any] = {}
+    for path, args in jax.tree_util.tree_leaves_with_path(save_args):
+        where = tree_lib.leaf_name(tree_lib.key_path(path))
+        if not isinstance(args, ocp.SaveArgs):
+            problem = f"save_args has a {type(args).__name__} at {where!r}, no SaveArgs"
+            raise InvalidArgumentError(f"item {item!r}: {problem}")
+        if args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()):
+            logging.log_first_n(logging.INFO, "SaveArgs: fields about Orbax's own files (chunks, …) have no effect", 1)
+        wanted[where] = args.dtype
+    if all(dtype is None for dtype in wanted.values()):
+        return tree
+    pairs, treedef = tree_lib.flatten(tree)
+    names = [tree_lib.leaf_name(path) for path, _ in pairs]
+    unknown = sorted(wanted.keys() - set(names))
+    if unknown:
+        raise InvalidArgumentError(f"item {item!r}: save_args has {unknown[0]!r}, which the item lacks")
+    leaves = [_cast(name, leaf, wanted.get(name)) for name, (_, leaf) in zip(names, pairs, strict=True)]
+    return tree_lib.unflatten(treedef, leaves)
+
+
+def _cast(name: str, leaf: Any, dtype: Any) -> Any:
+    if dtype is None or getattr(leaf, "dtype", dtype) == dtype:
+        return leaf
+    kinds = np.floating, np.complexfloating, np.integer
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and keeps_kind(leaf.dtype, np.dtype(dtype), kinds):
+        out = leaf.astype(dtype)
+        if tree_lib.issubdtype(leaf.dtype, np.integer) and not _fits(leaf, out):
+            raise InvalidArgumentError(f"leaf {name!r}: not every value of its {leaf.dtype} fits in {np.dtype(dtype)}")
+        return out
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    logging.log_first_n(
+        logging.WARNING, "leaf %s is saved as %s, not as %s: the cast would not keep its values", 3, name, kind, dtype
+    )
+    return leaf
+
+
+def _fits(before: Any, after: Any) -> bool:
+    """Whether a cast of integers kept the values that this process holds."""
+    if np.can_cast(before.dtype, after.dtype, "safe"):
+        return True
+    if isinstance(before, jax.Array):
+        shards = zip(before.addressable_shards, after.addressable_shards, strict=True)
+        return all(_fits(np.asarray(a.data), np.asarray(b.data)) for a, b in shards)
+    return bool(np.array_equal(before, after.astype(before.dtype)) and np.array_equal(before < 0, after < 0))
+
+
+def file_name(handler: Any, kind: str) -> str:
+    """The name of the one file of an item of this kind, as its handler calls it."""
+    return ONE_FILE[kind] if isinstance(handler, type) else getattr(handler, "_filename", ONE_FILE[kind])
+
+
+def _json(name: str, value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=True).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"item {name!r}: JsonSave expects JSON: {error}") from None
+
+
+def _proto(name: str, value: Any) -> bytes:
+    if not isinstance(value, message.Message):
+        raise InvalidArgumentError(f"item {name!r}: ProtoSave expects a protobuf message, got {type(value).__name__}")
+    data = text_format.MessageToString(value).encode()
+    again = text_format.Parse(data.decode(), type(value)())
+    if again.SerializeToString(deterministic=True) != value.SerializeToString(deterministic=True):
+        raise InvalidArgumentError(f"item {name!r}: Orbax's format, protobuf text, would lose fields unknown here")
+    return data

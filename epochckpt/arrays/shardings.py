@@ -1,0 +1,98 @@
+"""The recorded shardings of an item, built again on the devices of this job."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from epochckpt.errors import FormatError
+from epochckpt.format import ArrayItem, Leaf
+
+
+class Shardings:
+    """The recorded shardings of an item, as far as their devices exist in this job."""
+
+    def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
+        self._item = item
+        self._fallback = fallback
+        self._recorded: dict[int, Sharding | None] = {}  # a cache of a method would be a cycle of references
+        self._meshes: dict[int, Mesh] = {}
+
+    def of(self, leaf: Leaf) -> Sharding | None:
+        """The sharding that a leaf was saved with, else the fallback, else None."""
+        if leaf.sharding < 0:
+            return self._fallback
+        if leaf.sharding not in self._recorded:
+            self._recorded[leaf.sharding] = self._build(leaf.sharding)
+        found = self._recorded[leaf.sharding]
+        shape = logical_shape(leaf)
+        return found if found is not None and divides(found, shape) else self._fallback
+
+    @functools.cached_property
+    def _devices(self) -> dict[tuple[str, int], Any]:
+        return {(d.platform, d.id): d for d in jax.devices()}
+
+    def _build(self, number: int) -> Sharding | None:
+        try:
+            row = self._item.shardings[number]
+            if "device" not in row:
+                spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
+                if row["mesh"] not in self._meshes:
+                    self._meshes[row["mesh"]] = self._build_mesh(row["mesh"])
+                return NamedSharding(self._meshes[row["mesh"]], spec, memory_kind=row["memory"])
+            if jax.process_count() > 1:
+                return None
+            return SingleDeviceSharding(self._devices[row["platform"], row["device"]], memory_kind=row["memory"])
+        except Exception:  # jax raises many types, even bad_cast, for a row that it cannot express
+            return None
+
+    def _build_mesh(self, number: int) -> Mesh:
+        mesh = self._item.meshes[number]
+        devices = [self._devices[mesh["platform"], d] for d in mesh["devices"]]
+        if len(set(devices)) != len(devices):
+            raise ValueError("a mesh with one device in two places")
+        types = tuple(AxisType[t] for t in mesh["axis_types"])
+        return Mesh(np.array(devices).reshape(mesh["shape"]), tuple(mesh["axes"]), axis_types=types)
+
+
+def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
+    """Whether a sharding divides an array of this shape evenly."""
+    try:
+        sharding.shard_shape(tuple(shape))
+    except (ValueError, IndexError):
+        return False
+    return True
+
+
+def logical_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Shape of a leaf; of typed keys without the dimensions of their data."""
+    return leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
+
+
+def of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:
+    """The sharding of typed keys, given that of their data, which has the dimensions of a key in addition."""
+    rank = len(leaf.shape) - key_dims(leaf)
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rank]), memory_kind=sharding.memory_kind)
+
+
+def key_dims(leaf: Leaf) -> int:
+    """Trailing dimensions of a leaf of typed keys that are the data of one key; FormatError if jax has no such keys."""
+    try:
+        inner = jax.eval_shape(jax.random.key_data, abstract_key(leaf))
+    except (ValueError, TypeError) as error:
+        problem = f"leaf {leaf.name!r}: this jax has no PRNG implementation {leaf.impl!r}"
+        raise FormatError("epoch.json", problem) from error
+    if inner.dtype != leaf.dtype or leaf.shape[max(0, len(leaf.shape) - inner.ndim) :] != inner.shape:
+        problem = f"leaf {leaf.name!r}: {leaf.dtype}{list(leaf.shape)} is no {leaf.impl} key data"
+        raise FormatError("epoch.json", problem)
+    return inner.ndim
+
+
+def abstract_key(leaf: Leaf) -> Any:
+    """A description of one typed key with the implementation of a leaf of keys."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=leaf.impl))
