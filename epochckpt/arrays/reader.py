@@ -26,7 +26,18 @@ from epochckpt.errors import (
     FormatVersionError,
     unreadable,
 )
-from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeRecord, checksums, grid, parsing, paths
+from epochckpt.format import (
+    ArrayItem,
+    Box,
+    DataFile,
+    EpochRecord,
+    NodeCells,
+    NodeRecord,
+    checksums,
+    grid,
+    parsing,
+    paths,
+)
 from epochckpt.format.grid import slices, whole
 from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import events
@@ -276,15 +287,15 @@ class EpochReader:
         item: str,
         node: int,
         listed: Sequence[DataFile],
-        cells: tuple[np.ndarray, np.ndarray, np.ndarray],
+        cells: NodeCells,
         where: str,
     ) -> list[ArrayFile]:
         """The files in which a node has these cells of an item, as the record `where` lists them."""
         arrays = self._arrays(item)
         name = self.record.nodes[node].name
         ends = np.cumsum([f.cells for f in listed], dtype=np.int64).tolist()
-        if [f.part for f in listed] != list(range(len(listed))) or (ends[-1] if ends else 0) != len(cells[0]):
-            problem = f"node {name!r}, item {item!r}: its files do not hold the {len(cells[0])} cells it owns"
+        if [f.part for f in listed] != list(range(len(listed))) or (ends[-1] if ends else 0) != len(cells.leaves):
+            problem = f"node {name!r}, item {item!r}: its files do not hold the {len(cells.leaves)} cells it owns"
             raise FormatError(where, problem)
         found = []
         for recorded, part in zip(listed, arrays.cut(cells, ends), strict=True):
