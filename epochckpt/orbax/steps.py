@@ -14,6 +14,7 @@ named like an epoch and has no `epoch.json` is
 
 Orbax renames a finished step into place, so its folder under its final name is finished unless files were lost. On
 `gs://` it writes it in place, and `commit_success.txt` last: without that file the folder is foreign.
+`orbax.step_files` has what differs between the two.
 """
 
 from __future__ import annotations
