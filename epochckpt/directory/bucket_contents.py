@@ -59,7 +59,7 @@ class _Thing:
     kind: Kind
     epoch: int | None = None
     save_id: str = ""
-    set_aside: tuple[int, ...] = ()  # the epochs of what was set aside
+    set_aside: tuple[int, ...] = ()  # the epochs in a folder of epochs that were set aside
     numbers: tuple[str, ...] = ()
     counted: int | None = None
     files: list[File] = dataclasses.field(default_factory=list)  # by their paths in the directory

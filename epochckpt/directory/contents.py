@@ -1,4 +1,6 @@
-"""What lies in a directory, as plain values: epochs, saves under way or dead, what is kept, garbage, what is not ours.
+"""What lies in a directory, as plain values.
+
+There are epochs, saves under way or dead, epochs that are kept, garbage, and things that are not ours.
 
 `EpochDirectory.contents()` gives a `Contents`. It looks at storage when one of its methods is called, and not before.
 Its values say what a thing is (`Kind`), how large it is and when it was written last; they have no text for people.

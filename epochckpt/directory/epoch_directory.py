@@ -551,7 +551,7 @@ class EpochDirectory(abc.ABC):
         return max(2 * nodes, 10 if stock else 1)
 
     def is_about_store(self, error: Exception) -> bool:
-        """Whether an error of a look says nothing of what lies there, because the store has not answered."""
+        """Whether an error only says that the store has not answered; then it is not known what lies there."""
         del error
         return False
 

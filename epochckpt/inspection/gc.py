@@ -2,7 +2,7 @@
 
 - Committed epochs are never touched, nor what is named like an epoch, nor anything behind a symlink.
 - Nothing is removed that was written to or moved within `older_than_secs`, which is more than a save may take.
-- `directory.contents` says what lies there, and removes it: its modules for each kind of storage say how.
+- `directory.contents` says what lies there; `directory.posix_contents` and `bucket_contents` remove it safely.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies beside the epochs of a directory, as rows: saves, what is kept, garbage, and what is not ours."""
+"""Makes rows of what lies beside the epochs of a directory, and finds the words for it."""
 
 from __future__ import annotations
 

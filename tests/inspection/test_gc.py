@@ -18,7 +18,8 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.directory import posix_contents
-from epochckpt.directory.bucket import BucketSweep, BucketWriter
+from epochckpt.directory.bucket import BucketWriter
+from epochckpt.directory.bucket_sweep import BucketSweep
 from epochckpt.directory.contents import REMOVAL_PREFIX, DiskUsage
 from epochckpt.directory.epoch_directory import Rollback
 from epochckpt.directory.posix import PosixStaging, PosixWriter
