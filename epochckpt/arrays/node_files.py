@@ -24,7 +24,6 @@ from epochckpt.format import ArrayItem, DataFile, NodeRecord, PartCells, checksu
 from epochckpt.storage import Reader, Store, writing
 
 _Move = tuple[int, int, memoryview]  # bytes of a file, from start to end, and where they go
-_SPAN_BYTES = 16 * 2**20  # the most that one request reads
 _GAP_BYTES = 2**20  # unwanted bytes that a request may read to save another request
 
 
@@ -186,9 +185,9 @@ class NodeFile:
         return (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
 
     def _spans(self, blocks: Iterable[int]) -> Iterator[list[int]]:
-        """Groups blocks, ascending, that are read together: on an object store, neighbouring ones."""
+        """Groups blocks, ascending, that are read together: neighbouring ones, as far as that suits the store."""
         group: list[int] = []
-        longest = 0 if self.epoch.store.renames else _SPAN_BYTES
+        longest = self.epoch.store.read_span_bytes
         for block in blocks:
             start, end = self._bounds(block)
             if group and (end - self._bounds(group[0])[0] > longest or start - self._bounds(group[-1])[1] > _GAP_BYTES):

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from epochckpt._text import readable
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.format import ArrayItem, Box, Grid, Leaf, checksums, safetensors
+from epochckpt.format import ArrayItem, Box, Grid, Leaf, NodeCells, checksums, safetensors
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import MAX_ITEM_CELLS, blocks, cell_box, slices
 from epochckpt.format.tree import ARRAY_KINDS
@@ -74,7 +74,7 @@ class ItemPlan:
     """This node's part in saving one item."""
 
     item: ArrayItem
-    owned: tuple[np.ndarray, np.ndarray, np.ndarray]  # (leaf, cell, bytes) of every cell it writes, in file order
+    owned: NodeCells  # every cell that it writes
     sources: tuple[CellSource, ...]  # where each of these cells is found
     part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
     copied_bytes: int  # of leaves that are no jax arrays
@@ -89,7 +89,7 @@ class ItemPlan:
     @functools.cached_property
     def cell_ranges(self) -> list[CellRange]:
         """The buffers of a snapshot, in file order; each lies in one part of the data file."""
-        sizes = self.owned[2]
+        sizes = self.owned.nbytes
         count = len(self.sources)
         copied = (sizes <= COPY_BYTES) & ~np.array([source.staged for source in self.sources], bool)
         begins = np.ones(count, bool)
@@ -304,16 +304,21 @@ def plan_item(
     builder = _Builder(name, node_of_process, replica_split_bytes, cell_bytes, per_node)
     item = builder.item(paths, forms)
 
-    def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], replicas: ItemPlan | None = None) -> ItemPlan:
+    def planned(cells: NodeCells, replicas: ItemPlan | None = None) -> ItemPlan:
         sources = tuple(_sources(builder, item, forms, cells))
         taken = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
         if taken:  # A shard that is mostly wanted is copied whole, and the cells are views of that copy.
             shards = {k: _shard_bytes(forms.distinct[forms.of[k[0]]]) for k in taken}
             whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
             sources = tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
-        host = ~item.each(lambda leaf: leaf.is_global, bool)[cells[0]]
+        host = ~item.each(lambda leaf: leaf.is_global, bool)[cells.leaves]
         return ItemPlan(
-            item, cells, sources, tuple(item.part_ends(cells, part_bytes)), int(cells[2][host].sum()), replicas
+            item=item,
+            owned=cells,
+            sources=sources,
+            part_ends=tuple(item.part_ends(cells, part_bytes)),
+            copied_bytes=int(cells.nbytes[host].sum()),
+            replicas=replicas,
         )
 
     return planned(item.owned(node), planned(item.replicas(node)) if local_disks and not per_node else None)
@@ -569,14 +574,12 @@ def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
     return counts, dict(zip(devices.flat, cells.tolist(), strict=True))
 
 
-def _sources(
-    builder: "_Builder", item: ArrayItem, forms: Forms, cells: tuple[np.ndarray, np.ndarray, np.ndarray]
-) -> Iterator[CellSource]:
+def _sources(builder: "_Builder", item: ArrayItem, forms: Forms, cells: NodeCells) -> Iterator[CellSource]:
     """The sources of the cells that this node writes."""
     places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
     whole: dict[int, tuple[Any, ...]] = {}  # by form, of those of which a leaf is one cell: the source but for the leaf
     shards: dict[int, tuple[_Layout, dict[int, int], bool]] = {}  # by form: which shard is which cell
-    for leaf, cell in zip(cells[0].tolist(), cells[1].tolist(), strict=True):
+    for leaf, cell in zip(cells.leaves.tolist(), cells.cells.tolist(), strict=True):
         number = forms.of[leaf]
         if (rest := whole.get(number)) is not None:
             yield CellSource._make((leaf, *rest))

@@ -26,17 +26,24 @@ from epochckpt.errors import (
     FormatVersionError,
     unreadable,
 )
-from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeRecord, checksums, grid, parsing, paths
+from epochckpt.format import (
+    ArrayItem,
+    Box,
+    DataFile,
+    EpochRecord,
+    NodeCells,
+    NodeRecord,
+    checksums,
+    grid,
+    parsing,
+    paths,
+)
 from epochckpt.format.grid import slices, whole
 from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import events
 from epochckpt.storage import Store
 
 T = TypeVar("T")
-
-_CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
-_CHECK_OBJECTS_FROM = 2**30  # the same where that is a request for each file
-_OPEN_FILES = 64  # at the same time, of a file system: a process may have few descriptors
 
 
 class Request(NamedTuple):
@@ -201,11 +208,12 @@ class EpochReader:
     def check_files(self, item: str, leaf: int, box: Box) -> None:
         """Checks the sizes of the files that hold a part of a leaf, before memory is allocated for it."""
         arrays = self._arrays(item)
-        if (size := arrays.leaves[leaf].nbytes) < _CHECK_FROM:
+        nbytes = arrays.leaves[leaf].nbytes
+        if nbytes < self.store.size_check_from_bytes:
             return
         files = {self._place(item, leaf, cell)[0] for cell in arrays.cells_touching(leaf, box)}
         for file in sorted(files, key=lambda file: file.path):
-            if size >= (_CHECK_FROM if file.epoch.store.renames else _CHECK_OBJECTS_FROM):
+            if nbytes >= file.epoch.store.size_check_from_bytes:
                 self._check_size(file)
 
     def _check_size(self, file: NodeFile) -> None:
@@ -279,15 +287,15 @@ class EpochReader:
         item: str,
         node: int,
         listed: Sequence[DataFile],
-        cells: tuple[np.ndarray, np.ndarray, np.ndarray],
+        cells: NodeCells,
         where: str,
     ) -> list[ArrayFile]:
         """The files in which a node has these cells of an item, as the record `where` lists them."""
         arrays = self._arrays(item)
         name = self.record.nodes[node].name
         ends = np.cumsum([f.cells for f in listed], dtype=np.int64).tolist()
-        if [f.part for f in listed] != list(range(len(listed))) or (ends[-1] if ends else 0) != len(cells[0]):
-            problem = f"node {name!r}, item {item!r}: its files do not hold the {len(cells[0])} cells it owns"
+        if [f.part for f in listed] != list(range(len(listed))) or (ends[-1] if ends else 0) != len(cells.leaves):
+            problem = f"node {name!r}, item {item!r}: its files do not hold the {len(cells.leaves)} cells it owns"
             raise FormatError(where, problem)
         found = []
         for recorded, part in zip(listed, arrays.cut(cells, ends), strict=True):
@@ -424,7 +432,7 @@ def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence
         sizes += [int(pack.sizes.sum()) for _, _, packs in asked for pack in packs]
         _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), sum(sizes))
         waiting = [*files]
-        at_once = _OPEN_FILES if asked[0][0].store.renames else max(len(files), 1)
+        at_once = asked[0][0].store.max_open_files or max(len(files), 1)
         for first in range(0, len(waiting), at_once):
             batch = waiting[first : first + at_once]
             try:

@@ -56,7 +56,7 @@ def write_arrays(
             if not buffer.unchanged():
                 raise BufferChangedError(epoch, plan.name(cells))
 
-    if not store.renames:  # each file is a stream: one thread writes and finishes it
+    if store.sequential_writes:  # one thread writes and finishes each file
         pool.run([functools.partial(file.write_all, store) for file in files])
         check()
         return [file.written() for file in files]

@@ -90,7 +90,7 @@ class NodeDirectory(PosixDirectory):
     """The epochs of one node in a directory that need not exist yet. With a `lead`, for reading: in `<lead><epoch>`."""
 
     def __init__(self, store: Store, node: str, lead: str = ""):
-        if not store.renames:
+        if not self.suits(store):
             raise UnsupportedError(
                 f"{store.root}: epochs of single nodes need a file system with an atomic rename; expected the path of "
                 "a directory. On object stores use epochckpt.CheckpointManager"

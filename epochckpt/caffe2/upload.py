@@ -16,7 +16,7 @@ def node_upload(manager: Manager, epoch: int, requested: CopyUpload) -> Callable
     """A task that copies an epoch, for each node of its workspace."""
     source = open_store(manager.db_prefix)
     target = open_store(requested.address)
-    if not (source.renames and target.renames):
+    if not (NodeDirectory.suits(source) and NodeDirectory.suits(target)):
         problem = "epochs of single nodes can be copied from a file system only to a directory of one"
         raise UnsupportedError(f"{source.root}: {problem}; the destination is {target.root}")
     check_place(source, target)

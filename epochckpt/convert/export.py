@@ -187,7 +187,7 @@ def export(
                 listed(), run, lambda _: (listed(), {}), Coordinator(), "", 0.0, store.root
             )
     except NotADirectoryError as error:
-        if not store.renames or os.path.isdir(store.root):
+        if store.local_path is None or os.path.isdir(store.local_path):
             raise
         problem = f"{store.root} is a file, or lies below one; expected a directory of epochs"
         raise NotACheckpointDirectoryError(problem) from error
@@ -237,8 +237,8 @@ def _destination(destination: str | os.PathLike[str], store: Store) -> str:
     if "://" in path:
         raise InvalidArgumentError(f"destination {plain(path)!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(expanded(path))
-    root = os.path.realpath(store.root) if store.renames else store.root
-    if store.renames and os.path.commonpath([root, path]) == root:
+    root = None if store.local_path is None else os.path.realpath(store.local_path)
+    if root is not None and os.path.commonpath([root, path]) == root:
         raise InvalidArgumentError(
             f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "
             "choose a folder outside"

@@ -61,6 +61,7 @@ from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Conflicts, Store, rounds
 
 _KEPT, _KEPT_BYTES = 4, 1 << 20  # records that are remembered, and the largest of them
+_unsure: set[tuple[str, str | None]] = set()  # (directory, save id) of steps of stock Orbax whose record leaves doubts
 
 CHECKED_REQUESTS = 10
 """About how many requests a look at a bucket takes to check files: two for an epoch of some hundred nodes."""
@@ -68,6 +69,8 @@ CHECKED_REQUESTS = 10
 
 class BucketDirectory(EpochDirectory):
     """Epochs are what the head names."""
+
+    save_ids_in_paths = True
 
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
@@ -204,6 +207,28 @@ class BucketDirectory(EpochDirectory):
     def deleted(self) -> dict[int, metrics_log.Line]:
         return object_log.deleted(self.store, self.head.seen() or Head())
 
+    def check_shallow(self, record: EpochRecord, *, is_partial: bool = False) -> None:
+        """See EpochDirectory."""
+        del record, is_partial
+
+    def has_something(self, epoch: int) -> bool:
+        return epoch in self.list_epochs()
+
+    def is_ours(self, epoch: int) -> bool:
+        """As of the last look."""
+        save_id = self.seen_save_id(epoch)
+        return save_id is not None and paths.save_id_in(save_id) is not None
+
+    def is_certain_step(self, epoch: int) -> bool:
+        """See EpochDirectory. A step that was found not to be certain is not read again."""
+        step = self.store.root, self.seen_save_id(epoch)
+        if step in _unsure:
+            return False
+        sure = super().is_certain_step(epoch)
+        if not sure:
+            _unsure.add(step)
+        return sure
+
     def _is_copy(self, folder: str) -> bool:
         return self.store.exists(paths.join(folder, paths.EPOCH_RECORD))
 
@@ -285,10 +310,6 @@ class BucketDirectory(EpochDirectory):
 
     @property
     def has_cheap_reads(self) -> bool:
-        return False
-
-    @property
-    def may_be_of_one_host(self) -> bool:
         return False
 
     def refresh(self) -> bool:

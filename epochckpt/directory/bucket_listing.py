@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError
 from epochckpt.format import parsing, paths
-from epochckpt.orbax import StepNames, object_view, steps
+from epochckpt.orbax import StepNames, object_view, step_files, steps
 
 if TYPE_CHECKING:
     from epochckpt.storage import Store
@@ -65,6 +65,6 @@ def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head
             if gone is None or gone.save_id != step.save_id:
                 found[folder] = step
 
-    if steps.saves_to(store):
+    if step_files.saves_to(store):
         store.each(look, [folder for folder in among if folder not in known.stock])
     return found

@@ -32,7 +32,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from absl import logging
 
@@ -150,7 +150,14 @@ _ignored: set[str] = set()  # paths that were logged as ignored, once per proces
 
 
 class EpochDirectory(abc.ABC):
-    """The epochs of one directory, as any process may look at them. It writes nothing: a `claim` gives who does."""
+    """The epochs of one directory, as any process may look at them. It writes nothing: a `claim` gives who does.
+
+    Attributes:
+        save_ids_in_paths: all saves of one number share a folder, so the paths of their files contain the save's id
+            (`EpochRecord.objects`).
+    """
+
+    save_ids_in_paths: ClassVar[bool] = False
 
     def __init__(self, store: Store, names: StepNames):
         self.store, self.names = store, names
@@ -303,7 +310,8 @@ class EpochDirectory(abc.ABC):
     def check_shallow(self, record: EpochRecord, *, is_partial: bool = False) -> None:
         """Raises DamagedError for the first file that is missing or has another size than recorded; reads none.
 
-        A partial directory has the parts of one host, and the nodes of the others lie elsewhere.
+        A partial directory has the parts of one host, and the nodes of the others lie elsewhere. In a bucket nothing is
+        looked at, because that would take a request for each file: a restore finds the damage, and falls back, too.
         """
         folder = self.folder(record.epoch)
         if isinstance(record, steps.OrbaxRecord):
@@ -346,7 +354,7 @@ class EpochDirectory(abc.ABC):
         for epoch, entry in named:
             if not entry.is_folder:
                 where = f"{self.store.root}/{entry.name}"
-                if self.store.renames and where not in _ignored:
+                if where not in _ignored:
                     _ignored.add(where)
                     logging.warning("%s is a symlink or a file, not a folder: not followed, and no epoch", where)
             elif records[entry.name] in found or self._is_orbax(entry.name):
@@ -382,8 +390,25 @@ class EpochDirectory(abc.ABC):
         return steps.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
 
     def lost_records(self, folder: str) -> bool:
-        """Whether a foreign folder is an epoch of ours that lost its records."""
-        return self.store.renames and steps.lost_records(self.store, folder)
+        """Whether a foreign folder is an epoch of ours that lost its records; a bucket does not tell."""
+        del folder
+        return False
+
+    def is_of_host(self) -> bool:
+        """Whether the directory is on a disk of one host, and has only that host's parts of epochs."""
+        return False
+
+    @abc.abstractmethod
+    def has_something(self, epoch: int) -> bool:
+        """Whether there is something in the place of an epoch, which a new one of the number finds in its way."""
+
+    @abc.abstractmethod
+    def is_ours(self, epoch: int) -> bool:
+        """Whether a listed epoch has a commit record of epochckpt; else it is a step of stock Orbax."""
+
+    def is_certain_step(self, epoch: int) -> bool:
+        """Whether a listed epoch that is not ours is a step of stock Orbax without doubt; raises as `read_record`."""
+        return self.read_record(epoch).sure
 
     def write_refusal(self) -> errors.AccessError | None:
         """Why this process may not write to the directory, if that can be seen without trying."""
@@ -470,11 +495,6 @@ class EpochDirectory(abc.ABC):
     @property
     def has_cheap_reads(self) -> bool:
         """Whether a small file can be read without a request that counts."""
-        return True
-
-    @property
-    def may_be_of_one_host(self) -> bool:
-        """Whether the directory may lie on a disk of one host, and have that host's parts of epochs only."""
         return True
 
     def refresh(self) -> bool:

@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 
 def directory_of(store: Store, names: StepNames) -> EpochDirectory:
     """How attempts become epochs on this store."""
-    return PosixDirectory(store, names) if store.renames else BucketDirectory(store, names)
+    return PosixDirectory(store, names) if PosixDirectory.suits(store) else BucketDirectory(store, names)

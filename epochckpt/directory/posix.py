@@ -36,7 +36,7 @@ from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.metrics_log import Line
 from epochckpt.directory.posix_contents import PosixContents
 from epochckpt.format import EpochRecord, parsing, paths
-from epochckpt.orbax import StepNames, Views, linked_view, step_names
+from epochckpt.orbax import StepNames, Views, linked_view, step_names, steps
 from epochckpt.storage.posix import owner_of, this_user
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class PosixDirectory(EpochDirectory):
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
         self.claims: set[str] = set()  # claims by this object, also those that failed half-way
+
+    @staticmethod
+    def suits(store: Store) -> bool:
+        """Whether epochs can be staged and renamed into place there."""
+        return store.atomic_folder_rename
 
     def exists(self) -> bool:
         return os.path.lexists(self.store.root)
@@ -102,6 +107,18 @@ class PosixDirectory(EpochDirectory):
         found, rollback = super().deleted(), self.rollback()
         to = None if rollback is None else rollback.to
         return {epoch: line for epoch, line in found.items() if to is None or epoch <= to}
+
+    def lost_records(self, folder: str) -> bool:
+        return steps.lost_records(self.store, folder)
+
+    def is_of_host(self) -> bool:
+        return self.store.exists(paths.HOST_RECORD)
+
+    def has_something(self, epoch: int) -> bool:
+        return self.store.exists(self.folder(epoch))
+
+    def is_ours(self, epoch: int) -> bool:
+        return self.store.exists(paths.join(self.folder(epoch), paths.EPOCH_RECORD))
 
     # -- claiming ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from epochckpt.directory.epoch_directory import EpochDirectory, Rollback
 from epochckpt.directory.kinds import directory_of
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.errors import UnsupportedError
-from epochckpt.format import paths
+from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import StepNames, step_names
 from epochckpt.storage import open_file
 
@@ -55,9 +55,20 @@ class SingleEpochDirectory(EpochDirectory):
     def has_cheap_reads(self) -> bool:
         return self._around.has_cheap_reads
 
-    @property
-    def may_be_of_one_host(self) -> bool:
-        return self._around.may_be_of_one_host
+    def is_of_host(self) -> bool:
+        return self._around.is_of_host()
+
+    def has_something(self, epoch: int) -> bool:
+        return self.store.exists(self.folder(epoch))
+
+    def is_ours(self, epoch: int) -> bool:
+        return self.store.exists(paths.join(self.folder(epoch), paths.EPOCH_RECORD))
+
+    def lost_records(self, folder: str) -> bool:
+        return self._around.lost_records(folder)
+
+    def check_shallow(self, record: EpochRecord, *, is_partial: bool = False) -> None:
+        self._around.check_shallow(record, is_partial=is_partial)
 
     def sizes(self, folder: str) -> Mapping[str, int] | None:
         return self._around.sizes(folder)
@@ -141,5 +152,5 @@ def single_epoch(store: Store, names: set[str]) -> SingleEpochDirectory | None:
     """The directory of the one epoch that lies in a folder with these entries; None if the folder is no epoch."""
     if not step_names.is_single(names) or step_names.is_item(store, names):
         return None
-    above, name = open_file(os.path.realpath(store.root) if store.renames else store.address)
+    above, name = open_file(os.path.realpath(store.root) if store.atomic_folder_rename else store.address)
     return SingleEpochDirectory(directory_of(above, _OneName(name, step_names.number_of(store))), name)

@@ -4,7 +4,7 @@ Promises: pure functions and frozen values; no policy, and no I/O but the readin
 is parsed here may be damaged or hostile, and every error says where it lies.
 """
 
-from epochckpt.format.grid import ArrayItem, Box, Grid, Leaf, PartCells
+from epochckpt.format.grid import ArrayItem, Box, Grid, Leaf, NodeCells, PartCells
 from epochckpt.format.nodes import Nodes
 from epochckpt.format.records import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord, RunEntry
 from epochckpt.format.tree import KeyPath
@@ -18,6 +18,7 @@ __all__ = [
     "ItemRecord",
     "KeyPath",
     "Leaf",
+    "NodeCells",
     "NodeEntry",
     "NodeRecord",
     "Nodes",

@@ -167,6 +167,14 @@ class Leaf(NamedTuple):
         return self.kind in ("jax", "prng")
 
 
+class NodeCells(NamedTuple):
+    """Cells of one item that one node has, in the order of its file; three arrays of the same length."""
+
+    leaves: np.ndarray  # numbers of their leaves
+    cells: np.ndarray  # their numbers in the grids of these leaves
+    nbytes: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class PartCells:
     """The cells in one part of a node's data file, in file order."""
@@ -304,12 +312,12 @@ class ArrayItem:
         holders = self.grids[info.grid].holders[cell]
         return holders[(cell + info.rotation) % len(holders)]
 
-    def owned(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(leaf, cell, bytes) of every cell that `node` writes, in file order."""
-        return self._listed(self._file_order, lambda info: self.grids[info.grid].owned(info.rotation, node))
+    def owned(self, node: int) -> NodeCells:
+        """Every cell that `node` writes, in file order."""
+        return self._cells_of(self._file_order, lambda info: self.grids[info.grid].owned(info.rotation, node))
 
-    def replicas(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(leaf, cell, bytes) of every cell that `node` holds and another node writes; not of `inlined` leaves."""
+    def replicas(self, node: int) -> NodeCells:
+        """Every cell that `node` holds and another node writes; not of `inlined` leaves."""
 
         def held(info: Leaf) -> list[int]:
             if info.nbytes == 0:
@@ -318,7 +326,7 @@ class ArrayItem:
                 return [] if self.grids[info.grid].owned(info.rotation, node) else [0]
             return self.grids[info.grid].owned(info.rotation, node, others=True)
 
-        return self._listed(self._file_order[~np.isin(self._file_order, [*self.inlined])], held)
+        return self._cells_of(self._file_order[~np.isin(self._file_order, [*self.inlined])], held)
 
     @functools.cached_property
     def inlined(self) -> frozenset[int]:
@@ -335,10 +343,8 @@ class ArrayItem:
                 left -= size
         return frozenset(inlined)
 
-    def _listed(
-        self, leaves: np.ndarray, chosen: Callable[[Leaf], list[int]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(leaf, cell, bytes) of the chosen cells of each of some leaves, in this order."""
+    def _cells_of(self, leaves: np.ndarray, chosen: Callable[[Leaf], list[int]]) -> NodeCells:
+        """The chosen cells of each of some leaves, in this order."""
         of, firsts = self._forms
         cells = [chosen(self.leaves[i]) if self.leaves[i].grid >= 0 else [] for i in firsts]
         counts = np.array([*map(len, cells)], np.int64)
@@ -349,22 +355,22 @@ class ArrayItem:
         within = np.arange(len(number)) - np.repeat(np.cumsum(each) - each, each)
         sizes = np.array([self.cell_bytes(i) if cell else 0 for i, cell in zip(firsts, cells, strict=True)], np.int64)
         every = np.array([*itertools.chain.from_iterable(cells)], np.int64)
-        return np.repeat(leaves, each), every[begins[number] + within], sizes[number]
+        return NodeCells(leaves=np.repeat(leaves, each), cells=every[begins[number] + within], nbytes=sizes[number])
 
-    def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[PartCells]:
+    def cut(self, owned: NodeCells, ends: Sequence[int]) -> list[PartCells]:
         """The parts of a node's cells that end after the given numbers of cells."""
-        leaves, cells, sizes = owned
         parts = []
         start = 0
         for end in ends:
-            offsets = np.concatenate([[0], np.cumsum(sizes[start:end])])
-            parts.append(PartCells(leaves[start:end], cells[start:end], offsets))
+            offsets = np.concatenate([[0], np.cumsum(owned.nbytes[start:end])])
+            parts.append(PartCells(owned.leaves[start:end], owned.cells[start:end], offsets))
             start = end
         return parts
 
-    def part_ends(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], part_bytes: int | None) -> list[int]:
+    def part_ends(self, owned: NodeCells, part_bytes: int | None) -> list[int]:
         """Numbers of cells after which a new part begins, because of `part_bytes` or the size of the header."""
-        leaves, _, sizes = owned
+        leaves = owned.leaves
+        sizes = owned.nbytes
         if not len(leaves):
             return []
         names = np.array([len(leaf.name) for leaf in self.leaves], np.int64)

@@ -65,7 +65,7 @@ def check_both_changeable(epoch_directory: EpochDirectory, mirror: str | None, t
 
 
 def _check_whole(epoch_directory: EpochDirectory, verb: str) -> None:
-    host = read_host_record(epoch_directory.store) if epoch_directory.may_be_of_one_host else None
+    host = read_host_record(epoch_directory.store) if epoch_directory.is_of_host() else None
     if host is not None:
         raise InvalidArgumentError(
             f"{epoch_directory.store.root} is on a disk of one host (of node {host.node}), and has only that host's "

@@ -151,7 +151,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._access = Access(self.root, self._options.read_only)
         self._notifier = HandlerNotifier(metadata_handler, coordinator.primary and not self._options.read_only)
         pool = _threads.Pool(max(self._storage.io_threads, opened.store.concurrency))
-        ledger = LedgerFile(opened.epoch_directory, serials=self._storage.local_disks)
+        ledger = LedgerFile(opened.epoch_directory, on_each_disk=opened.job_directory.one_per_host)
 
         policy = retention.save_policy(self._options)
         asynchronous = self._options.enable_async_checkpointing and self._handlers.asynchronous

@@ -100,7 +100,7 @@ class CheckedHandler(AbstractMetadataHandler):
         prefix = expanded(path_text(db_prefix, "set_params(db_prefix)"))
         store, texts = open_store(prefix), {"db_type": db_type, "path_prefix": path_prefix, "path_type": path_type}
         params: dict[str, Any] = {name: None if v is None else str(v) for name, v in texts.items()}
-        params = {"db_prefix": prefix if store.renames else store.root, **params}
+        params = {"db_prefix": store.root if store.local_path is None else prefix, **params}
         self._begin(params, [str(name) for name in node_names], store)
         self._store = store
 
@@ -149,13 +149,10 @@ class CheckedHandler(AbstractMetadataHandler):
         if self._store is None:
             raise InvalidArgumentError(f"{type(self).__name__}: call set_params first")
         try:
-            if self._store.renames:
-                return os.path.isdir(self._store.root)
-            self._store.exists(_KIND)
+            return self._store.is_reachable()
         except OSError as error:
             logging.warning("%s cannot be reached: %s", self._store.root, say(error))
             return False
-        return True
 
 
 def check_handler(handler: T) -> T:

@@ -172,7 +172,7 @@ class Readers:
         """A reader of an epoch of ours; with a disk per host, of this host's part of it."""
         store = self.epoch_directory.store
         local_nodes: frozenset[int] | None = None
-        if store.renames and not record.per_node and self._is_partial():
+        if not record.per_node and self._is_partial():
             try:
                 found = {entry.name for entry in store.list(folder)}
             except FileNotFoundError as error:

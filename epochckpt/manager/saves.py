@@ -146,7 +146,7 @@ class Saves:
             self._storage,
             self._storage.part_bytes or store.preferred_part_bytes,
             writers=self._threads,
-            cut=not store.renames,
+            cut=store.sequential_writes,
         )
 
     def last_name(self) -> str:

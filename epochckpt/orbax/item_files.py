@@ -24,8 +24,8 @@ _RETRIES = {"max_retries": 8, "initial_delay": "0.2s", "max_delay": "8s"}  # of 
 @contextlib.contextmanager
 def local_folder(store: Store, at: str, names: Collection[str] | None = None) -> Generator[str]:
     """A path of a folder, or of these files in it, that any program can read; of a bucket a copy that is removed."""
-    if store.renames:
-        yield os.path.join(store.root, at)
+    if store.local_path is not None:
+        yield os.path.join(store.local_path, at)
         return
     with tempfile.TemporaryDirectory(prefix="epochckpt-") as folder:
         _fetch(store, at, folder, names)
@@ -67,9 +67,9 @@ class TensorFiles:
 
     def kvstore(self) -> dict[str, Any]:
         """The spec of the folder as a key-value store; the first call may make the copy."""
+        if self._store.local_path is not None:
+            return {"driver": "file", "path": f"{os.path.join(self._store.local_path, self._at)}/"}
         place = os.path.join(self._store.root, self._at)
-        if self._store.renames:
-            return {"driver": "file", "path": f"{place}/"}
         driver = scheme_of(self._store.root).tensorstore
         advice = ""
         if driver is not None:

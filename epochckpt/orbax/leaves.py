@@ -27,7 +27,7 @@ import tensorstore as ts
 from epochckpt.errors import DamagedError, EpochCheckpointError, StorageError, UnsupportedError, is_passing, unreadable
 from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
-from epochckpt.orbax import steps
+from epochckpt.orbax import step_files, steps
 from epochckpt.orbax.item_files import TensorFiles, local_folder
 from epochckpt.storage import Store
 
@@ -106,7 +106,7 @@ class OrbaxItem:
         self._numbers: dict[int, Any] = {}  # the reads of scalars
         self._ahead = threading.Lock()  # threads may share a reader
         try:
-            steps.check_files(store, at)
+            step_files.of(store).check(at)
             if store.exists(paths.join(at, steps.TREE_RECORD)):
                 rows = self._recorded(steps.tree_record(store, at, epoch))
             else:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError
 from epochckpt.format import EpochRecord
 from epochckpt.format import paths as layout
-from epochckpt.orbax import ocdbt, steps
+from epochckpt.orbax import ocdbt, step_files, steps
 from epochckpt.orbax.linked_view import check_known, compare_file, damage_of, same
 from epochckpt.orbax.steps import COMMIT, STEP_RECORD
 from epochckpt.orbax.view import METRICS_FILE, View, Views, copies
@@ -35,7 +35,7 @@ _SMALL = {
 
 def is_of_use(store: Store) -> bool:
     """Whether a view is read there, by stock Orbax."""
-    return not store.renames and steps.saves_to(store)
+    return not store.symlinks and step_files.saves_to(store)
 
 
 def put(store: Store, folder: str, view: View, still: Callable[[], bool]) -> bool:
@@ -167,7 +167,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
 def repair(store: Store, folder: str, record: EpochRecord, still: Callable[[], bool]) -> list[str]:
     """Writes anew what is damaged or missing of a view; returns its paths in the epoch's folder. `still`: see `put`."""
     where = f"{store.root}/{folder}"
-    if store.renames:
+    if store.symlinks:
         raise UnsupportedError(
             f"{where}: the epoch was copied out of an object store: its Orbax view can be repaired only there. An "
             "export has one"

@@ -186,8 +186,10 @@ def is_item(store: Store, names: set[str]) -> bool:
     """Whether such a folder of a tree is only one item of the epoch above it."""
     if names & set(RECORDS):
         return False
-    above = os.path.dirname(store.root.rstrip("/"))
-    return store.renames and any(os.path.exists(os.path.join(above, record)) for record in RECORDS)
+    if store.local_path is None:
+        return False
+    above = os.path.dirname(store.local_path)
+    return any(os.path.exists(os.path.join(above, record)) for record in RECORDS)
 
 
 def number_of(store: Store) -> int:

@@ -22,7 +22,6 @@ import dataclasses
 import errno
 import functools
 import os
-import stat
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -30,21 +29,14 @@ from absl import logging
 
 from epochckpt.errors import DamagedError, FormatError, StorageError, kept, unreadable
 from epochckpt.format import EpochRecord, checksums, paths
-from epochckpt.storage import Store, patiently, read_json, scheme_of
+from epochckpt.orbax import step_files
+from epochckpt.orbax.step_files import ARRAY_RECORDS, COMMIT, MAX_BYTES, OCDBT, STEP_RECORD, TREE_RECORD
+from epochckpt.storage import Store, patiently, read_json
 
-STEP_RECORD = "_CHECKPOINT_METADATA"
-TREE_RECORD = "_METADATA"
-COMMIT = "commit_success.txt"
-OCDBT = "manifest.ocdbt"
-ARRAY_RECORDS = "array_metadatas"
 AGGREGATE = "checkpoint"  # a whole tree as msgpack, or its structure: before there was a `_METADATA`
 METRICS = "metrics"
-MAX_BYTES = 256 * 2**20
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")  # of leaves, as `_METADATA` names them: those stored as arrays
 
-# Files of metadata, wherever they lie in a step.
-_SMALL = frozenset({OCDBT, TREE_RECORD, STEP_RECORD, COMMIT, "_sharding", "_strings.json", "metadata"})
-_SMALL |= {".zarray", ".zattrs", "zarr.json"}
 _OUR_INDEX = "index.0"  # beside the manifest; Orbax's own databases have no such file
 _OUR_RECORD = b'"format":"epochckpt"'  # early in every record of ours
 _KEY_FOLDERS = ("jax_random_key", "np_random_key")  # where Orbax's items of random keys have their arrays
@@ -59,14 +51,10 @@ _JSON_HANDLER = (
 )  # v0 and v1; the view says v0's of a node's folder
 
 
-def saves_to(store: Store) -> bool:
-    """Whether stock Orbax saves to such a store: to file systems, and to one kind of bucket."""
-    return scheme_of(store.root).stock_orbax
-
-
 def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
     """Whether a folder without a commit record of ours is a step of stock Orbax; a deleted one is not."""
-    if os.path.islink(_full(store, folder)) if store.renames else not saves_to(store):
+    files = step_files.of(store)
+    if not files.may_be_step(folder):
         return False
 
     def holds_tree() -> bool:
@@ -78,8 +66,8 @@ def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
         return any(STEP_RECORD not in (found := look(store, at)) and _has_tree(store, at, found) for at in items)
 
     try:
-        entries = look(store, folder)
-        if not store.renames and entries.get(COMMIT) != "file":  # there Orbax writes it in place, and this file last
+        entries = files.look(folder)
+        if not files.is_committed(entries):
             return False
         try:
             record = step_record(store, folder)
@@ -172,82 +160,8 @@ def _json(store: Store, path: str, problems: dict[str, str], unread: dict[str, S
 
 
 def look(store: Store, at: str) -> dict[str, str]:
-    """The entries of a folder by name: `folder`, `link` (not followed), `file`, or `other`: a pipe or a device."""
-    if not store.renames:
-        return {entry.name: "folder" if entry.is_folder else "file" for entry in store.list(at)}
-    place = _full(store, at)
-
-    def read() -> list[tuple[str, str]]:
-        with os.scandir(place) as entries:
-            return [(entry.name, _kind(entry)) for entry in entries]
-
-    return dict(sorted(patiently(place, read)))
-
-
-def check_files(store: Store, at: str) -> None:
-    """Raises DamagedError for the first thing below a folder that Orbax and TensorStore would read and must not.
-
-    That is a symlink that leads out of the directory, which could be any file of this user's; a pipe, for which
-    TensorStore would wait for ever; metadata so large that TensorStore, which reads it whole, would end the process.
-    """
-    for file in () if store.renames else store.files(at):
-        *_, above, name = f"{at}/{file.path}".split("/")
-        if (name in _SMALL or above == ARRAY_RECORDS) and file.size > MAX_BYTES:
-            raise _too_large(paths.join(at, file.path), file.size)
-    if not store.renames:
-        return
-    root = os.path.realpath(store.root)
-    waiting = [(at, os.path.realpath(_full(store, at)))]
-    seen = set[str]()
-    while waiting:
-        folder, place = waiting.pop()
-        if place in seen:  # links may lead in a circle
-            continue
-        seen.add(place)
-        for name, kind in look(store, place).items():
-            path = paths.join(folder, name)
-            target = os.path.join(place, name)
-            if kind == "link":
-                target = os.path.realpath(target)
-                if os.path.commonpath([root, target]) != root:
-                    raise DamagedError(
-                        path,
-                        f"is a symlink that leads out of {store.root}, to {target}: not followed. Nothing was changed: "
-                        "put the file itself in the link's place",
-                    )
-                kind = _kind_of(path, target)
-            if kind == "folder":
-                waiting.append((path, target))
-            elif kind == "other":
-                raise DamagedError(path, "is neither a file nor a folder, but a pipe or a device: it is not read")
-            elif kind == "file" and (name in _SMALL or os.path.basename(place) == ARRAY_RECORDS):
-                try:
-                    size = os.path.getsize(target)
-                except OSError:  # reading it will fail, too
-                    continue
-                if size > MAX_BYTES:
-                    raise _too_large(path, size)
-
-
-def _too_large(path: str, size: int) -> DamagedError:
-    return DamagedError(path, f"has {size} bytes; expected at most {MAX_BYTES} of such a file: it is not read")
-
-
-def _kind(entry: os.DirEntry[str]) -> str:
-    if entry.is_symlink():
-        return "link"
-    return "folder" if entry.is_dir() else "file" if entry.is_file() else "other"
-
-
-def _kind_of(path: str, target: str) -> str:
-    """The same of what a link leads to; `nothing` if that is missing."""
-    try:
-        mode = patiently(path, functools.partial(os.stat, target)).st_mode
-    except StorageError:
-        raise
-    except OSError:  # missing, or a link to itself
-        return "nothing"
-    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
+    """See `StepFiles.look`."""
+    return step_files.of(store).look(at)
 
 
 def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapping[str, Any] | None) -> bool:
@@ -354,15 +268,8 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
         logging.warning("%s/%s %s; the step is read without it", store.root, path, problem)
     committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
     save_id = f"orbax-{committed}"
-    if committed is None and not store.renames:
-        if not (files := store.files(folder)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{store.root}/{folder}")
-        committed = max(file.written_ns for file in files)
-        save_id = f"orbax-folder-{committed}"
-    elif committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
-        found = patiently(folder, lambda: os.stat(os.path.join(store.root, folder)))
-        committed = found.st_mtime_ns
-        save_id = f"orbax-folder-{found.st_ino}"
+    if committed is None:
+        committed, save_id = step_files.of(store).commit_of(folder)
     started = _nanoseconds(info.get("init_timestamp_nsecs"))
     custom = info.get("custom_metadata")
     return OrbaxRecord(
@@ -397,7 +304,7 @@ def check(store: Store, folder: str, record: OrbaxRecord) -> None:
                     f"is a symlink, which is not followed, so checkpoint {record.epoch} cannot be read here. Nothing "
                     "was changed: open the directory that the data lies in, or put the folder in the link's place",
                 )
-        check_files(store, folder)
+        step_files.of(store).check(folder)
         for entry in store.list(folder):
             if paths.TMP_SUFFIX in entry.name:
                 item = entry.name.partition(paths.TMP_SUFFIX)[0]
@@ -495,20 +402,8 @@ def unexpected(path: str, error: Exception) -> FormatError:
 
 
 def nbytes(store: Store, folder: str) -> int:
-    """Bytes of all files of a step. Symlinks to folders, and special files, are left out."""
-    if not store.renames:
-        return sum(file.size for file in store.files(folder))
-    total = 0
-    waiting = [folder]
-    while waiting:
-        at = waiting.pop()
-        for name, kind in look(store, at).items():
-            path = os.path.join(store.root, at, name)
-            if kind == "folder":
-                waiting.append(paths.join(at, name))
-            elif os.path.isfile(path):
-                total += os.path.getsize(path)
-    return total
+    """See `StepFiles.nbytes`."""
+    return step_files.of(store).nbytes(folder)
 
 
 def array_key(param: str, file: str) -> str:

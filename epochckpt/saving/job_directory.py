@@ -61,10 +61,12 @@ class JobDirectory(abc.ABC):
         commits: what this process reads, once it is open.
         coordinator: the processes of the job.
         is_partial: whether it has only the parts of epochs that one host wrote, as of the last look.
+        one_per_host: whether each process has another directory, on its own disk.
         first_word: the key under which the primary tells the other processes first how a save has gone.
         tells_commits: whether this process sees in it that a save is committed.
     """
 
+    one_per_host: ClassVar[bool]
     first_word: ClassVar[str]
     tells_commits: ClassVar[bool]
 

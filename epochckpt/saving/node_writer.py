@@ -32,7 +32,7 @@ def write_nodes(*, staging: Staging, nodes: Nodes, save: Save, options: StorageO
         replicas = save.snapshot.replicas
         for each in writers:
             each.write_arrays(pool)
-        planned_bytes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *replicas])
+        planned_bytes = sum(int(tree.plan.owned.nbytes.sum()) for tree in [*trees, *replicas])
         written_bytes = sum(each.nbytes for each in writers)
         events.wrote(staging.store.root, time.monotonic() - began, planned_bytes, written_bytes)
         if nodes.process == 0:
@@ -97,7 +97,7 @@ class _NodeWriter:
     def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
         """Keeps the inlined values, for the commit record, and digests of per-process values, for comparison."""
         item = plan.item
-        sizes = plan.owned[2].tolist()
+        sizes = plan.owned.nbytes.tolist()
         for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
             end = 0
             for source, size in zip(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -23,8 +22,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, step_names
 from epochckpt.saving.job_directory import JobDirectory, Kind, Place
 from epochckpt.saving.survey import Completing, Survey
-from epochckpt.storage import Store, patiently
-from epochckpt.storage.posix import is_folder
+from epochckpt.storage import Store
 
 T = TypeVar("T")
 
@@ -181,7 +179,7 @@ def _decide(
 def looked_at(store: Store, options: ocp.CheckpointManagerOptions, look: Callable[[], T]) -> T:
     """What `look` finds in a directory, which is made if it is missing and may be; errors say what is wrong with it."""
     try:
-        is_there = _check_directory(store)
+        is_there = store.check_root()
         if not options.read_only and (is_there or options.create):
             store.make_root()
         elif not is_there:
@@ -217,17 +215,3 @@ def _look_beside(store: Store, names: StepNames) -> None:
     otherwise = step_names.named_otherwise(store, [one for one in entries if names.parse(one[0]) is None])
     if otherwise:
         logging.warning("%s has no epoch under the names that are expected, but %s", store.root, otherwise)
-
-
-def _check_directory(store: Store) -> bool:
-    """Whether a directory is there; raises NotACheckpointDirectoryError if something else is."""
-    if not store.renames:
-        return True
-    try:
-        found = patiently(store.root, lambda: os.lstat(store.root))
-    except FileNotFoundError:
-        return False
-    if not is_folder(store.root):
-        kind = "a broken link" if stat.S_ISLNK(found.st_mode) and not os.path.exists(store.root) else "a file"
-        raise errors.NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")
-    return True

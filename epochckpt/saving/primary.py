@@ -183,7 +183,7 @@ class Primary(Part):
 
     def _record(self, save: Save) -> EpochRecord:
         """The commit record, with the runs of the directory; writes the Orbax view that belongs to it."""
-        record = save.record(self.save_id(save), objects=not self._epoch_directory.store.renames)
+        record = save.record(self.save_id(save), objects=self._epoch_directory.save_ids_in_paths)
         runs = self._history.run.committing(
             save.epoch,
             self._directory.incarnation,

@@ -49,7 +49,6 @@ from epochckpt.saving.survey import Survey
 _STEP = operator.attrgetter("step")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
 _left_alone: set[tuple[str, int]] = set()  # (directory, epoch) of steps that are not deleted, and logged
-_unsure: set[tuple[str, str]] = set()  # (directory, attempt) of such steps whose record says so
 
 
 class EpochInfo:
@@ -458,17 +457,10 @@ def _may_delete(epoch_directory: EpochDirectory, info: EpochInfo) -> bool:
     epoch = info.step
     if info.is_unknown:  # nobody can judge its worth
         return False
-    if not epoch_directory.store.renames:
-        if paths.save_id_in(info.save_id) is not None:
-            return True
-        if (epoch_directory.store.root, info.save_id) in _unsure:
-            return False
-    elif epoch_directory.store.exists(paths.join(epoch_directory.folder(epoch), paths.EPOCH_RECORD)):
+    if epoch_directory.is_ours(epoch):
         return True
     try:
-        sure = epoch_directory.read_record(epoch).sure
-        if not sure:
-            _unsure.add((epoch_directory.store.root, info.save_id))
+        sure = epoch_directory.is_certain_step(epoch)
     except EpochNotFoundError:  # as every other epoch
         return True
     except EpochCheckpointError:

@@ -29,8 +29,10 @@ class Phase(enum.IntEnum):
     """Where a save is on one process. A save moves forward only, and each move is made by whoever is first.
 
         QUEUED ──► CLAIMING ──► WRITING ──► WRITTEN ──► COMMITTING ──► COMMITTED
-           │           └───────────┴───────────┴──► FAILED ◄──┤
-           └──► DROPPED                                       └──► UNCERTAIN ──► COMMITTED | FAILED
+        CLAIMING ──► WRITTEN                                 there was nothing to write, or no place to write to
+        QUEUED, CLAIMING, WRITING, WRITTEN, COMMITTING ──► FAILED
+        WRITTEN, COMMITTING ──► UNCERTAIN ──► COMMITTED, FAILED
+        QUEUED ──► DROPPED
 
     | move to | made by |
     | --- | --- |
@@ -252,7 +254,7 @@ class Save:
 
         Args:
             save_id: the save's id, which the record keeps as `attempt`.
-            objects: the store has no rename.
+            objects: see `EpochDirectory.save_ids_in_paths`.
             per_node: this is the epoch of one node by itself.
         """
         nodes = self.node_reports

@@ -181,10 +181,7 @@ def _look_at(epoch_directory: EpochDirectory, epoch: int, is_partial: bool) -> R
         try:
             record = epoch_directory.read_record(epoch)
             save_id = record.save_id
-            if (
-                epoch_directory.store.renames
-            ):  # elsewhere a request for each file; a restore finds it, and falls back, too
-                epoch_directory.check_shallow(record, is_partial=is_partial)
+            epoch_directory.check_shallow(record, is_partial=is_partial)
             return record
         except (errors.DamagedError, errors.FormatError) as error:
             if save_id is None or epoch_directory.read_head(epoch).save_id == save_id:

@@ -54,7 +54,9 @@ class ObjectStore(Store):
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
     """
 
-    renames = False
+    atomic_folder_rename = False
+    symlinks = False
+    sequential_writes = True
     preferred_part_bytes = PART_BYTES
 
     def __init__(self, url: str, settings: Mapping[str, Any] | None = None):

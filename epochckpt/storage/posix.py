@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from epochckpt.errors import StorageError
+from epochckpt.errors import NotACheckpointDirectoryError, StorageError
 from epochckpt.storage.store import Entry, Reader, Store, Tally, Writer, check_path, check_piece, patiently, writing
 
 WRITE_BACK_BYTES = 1 << 20  # a write of at least this size goes to the disk at once, as direct I/O or write-back
@@ -94,14 +94,23 @@ _renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
 class PosixStore(Store):
     """A directory of a POSIX file system, which is made absolute now and need not exist yet; see `open_store`."""
 
-    renames = True
+    atomic_folder_rename = True
+    symlinks = True
+    sequential_writes = False
     preferred_part_bytes = None
+    read_span_bytes = 0
+    max_open_files = 64  # a process may have few descriptors
+    size_check_from_bytes = 2**20
 
     def __init__(self, directory: str | os.PathLike[str], *, folder_mode: int | None = None, direct_io: bool = True):
         self.root = os.path.abspath(directory)
         self._folder_mode = folder_mode
         self._direct = direct_io
         self._prefix = os.path.join(self.root, "")
+
+    @property
+    def local_path(self) -> str:
+        return self.root
 
     def exists(self, path: str) -> bool:
         """One stat(2). A link that leads to itself exists, too."""
@@ -213,6 +222,19 @@ class PosixStore(Store):
         os.mkdir(path)
         if self._folder_mode is not None:
             os.chmod(path, self._folder_mode)  # mkdir(2) would subtract the umask
+
+    def check_root(self) -> bool:
+        try:
+            found = patiently(self.root, lambda: os.lstat(self.root))
+        except FileNotFoundError:
+            return False
+        if not is_folder(self.root):
+            kind = "a broken link" if stat.S_ISLNK(found.st_mode) and not os.path.exists(self.root) else "a file"
+            raise NotACheckpointDirectoryError(f"{self.root} is {kind}; expected a directory for checkpoints")
+        return True
+
+    def is_reachable(self) -> bool:
+        return os.path.isdir(self.root)
 
     def make_root(self) -> None:
         """Creates the missing folders from the top down, and flushes each folder that got a new entry."""

@@ -10,7 +10,8 @@
   that says nothing about the data. A write is never repeated, except after a signal: the caller decides.
 - Every path is checked before it is used, and no read leaves the root through a symlink.
 
-Stores with `renames` have folders that exist on their own: `make_folder` and `rename` fail where a parent is missing,
+Stores differ, and each difference has a name of its own among the attributes of `Store`. A store with
+`atomic_folder_rename` has folders that exist on their own: `make_folder` and `rename` fail where a parent is missing,
 which is what fences off an older run. On other stores a folder exists while a file lies below it.
 """
 
@@ -20,6 +21,7 @@ import errno
 import functools
 import io
 import json
+import os
 import random
 import threading
 import time
@@ -43,6 +45,7 @@ _MAX_PUT_BYTES = 256 * 2**20  # of a file that `put` replaces
 _PAUSES_SECS = (0.05, 0.2, 0.75)  # before storage is asked again
 _ROUNDS_SECS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *(5.0,) * 8)  # before each try of a change
 _ROUNDS_LIMIT_SECS = 120.0  # after which no further try of it begins
+_PROBE = "epochckpt-is-reachable"  # a name that nothing has
 _NO_NAMES = frozenset(("", ".", ".."))  # what no component of a path may be
 
 
@@ -149,16 +152,29 @@ class Store(ABC):
 
     Attributes:
         root: the directory as the user sees it: an absolute path or a URL.
-        renames: folders can be renamed atomically (POSIX). Other stores can only put a file if it is absent.
+        atomic_folder_rename: `rename` moves a folder atomically (POSIX). Other stores need `replace`, which changes a
+            small file on condition that nobody else has changed it.
+        symlinks: `link` makes symlinks. The Orbax view of an epoch consists of them, and elsewhere of copies.
+        sequential_writes: a file is written from its beginning to its end, as one stream. So one thread writes each
+            file, and an array that is larger than a part is cut into several files.
         preferred_part_bytes: largest file that suits this store; None for any size.
+        read_span_bytes: neighbouring blocks of a file are read with one call up to this size; 0: each by itself.
+        max_open_files: how many files a restore has open at the same time; None for any number.
+        size_check_from_bytes: for an array of at least this size, a restore checks the sizes of the files before it
+            allocates memory. Where each size takes a request, that pays for large arrays only.
         concurrency: how many requests at once suit it.
         endpoint: the server of a bucket, if it is not the cloud's own; else empty.
         settings: how a bucket is reached.
     """
 
     root: str
-    renames: bool
+    atomic_folder_rename: bool
+    symlinks: bool
+    sequential_writes: bool
     preferred_part_bytes: int | None
+    read_span_bytes: int = 16 * 2**20
+    max_open_files: int | None = None
+    size_check_from_bytes: int = 2**30
     concurrency: int = 1
     endpoint: str = ""
     settings: BucketSettings = BucketSettings()
@@ -167,6 +183,11 @@ class Store(ABC):
     def written(self) -> Tally:
         """What its writers have written so far, as far as the store tells."""
         return Tally()
+
+    @property
+    def local_path(self) -> str | None:
+        """The path of the root, by which any program on this host reaches the same files; None in a bucket."""
+        return None
 
     @property
     def address(self) -> str:
@@ -180,6 +201,13 @@ class Store(ABC):
     def is_same(self, other: Store) -> bool:
         """Whether the other one is the same directory, whatever the settings."""
         return (self.root.rstrip("/"), self.endpoint) == (other.root.rstrip("/"), other.endpoint)
+
+    def lies_in(self, other: Store) -> bool:
+        """Whether the root is the other one's or a folder below it, with symlinks followed; False in a bucket."""
+        if self.local_path is None or other.local_path is None:
+            return False
+        above = os.path.realpath(other.local_path)
+        return os.path.commonpath([above, os.path.realpath(self.local_path)]) == above
 
     @abstractmethod
     def exists(self, path: str) -> bool:
@@ -286,6 +314,18 @@ class Store(ABC):
         """
         check_path(path)
 
+    def check_root(self) -> bool:
+        """Whether the root exists; a bucket needs no folder, and is not asked.
+
+        NotACheckpointDirectoryError if there is something of that name, and no directory.
+        """
+        return True
+
+    def is_reachable(self) -> bool:
+        """Whether the root is a directory. A bucket has no folders: OSError if it does not answer."""
+        self.exists(_PROBE)
+        return True
+
     def make_root(self) -> None:
         """Creates the root and its missing parents durably; nothing to do on object stores."""
         return
@@ -301,7 +341,7 @@ class Store(ABC):
     def link(self, path: str, target: str) -> None:
         """Creates a symlink to a target that is relative to the link's folder; durable after `sync_folder`.
 
-        FileExistsError if there is something of that name, io.UnsupportedOperation if the store has no symlinks.
+        FileExistsError if there is something of that name, io.UnsupportedOperation without `symlinks`.
         """
         raise io.UnsupportedOperation(f"{self.root}: an object store has no symlinks")
 
@@ -323,7 +363,7 @@ class Store(ABC):
             FileNotFoundError: `src` or the folder of `dst` is missing.
             OSError: with EXDEV, no rename can move it, because parts of it lie on another file system or in a lower
                 layer of this one (overlayfs); `copy_tree` can.
-            io.UnsupportedOperation: this store cannot rename (see `renames`).
+            io.UnsupportedOperation: this store cannot rename (see `atomic_folder_rename`).
         """
         check_path(src, root_allowed=False)
         check_path(dst, root_allowed=False)
@@ -355,10 +395,11 @@ class Store(ABC):
 
         A reader, and what a crash leaves, has all of the old content or all of the new one, unlike after `create`.
         With `replace` an existing file is replaced, and of several callers the last one wins; else it raises
-        FileExistsError. With `renames` the content is first written to `draft`, a path that nothing else uses on the
-        same file system; a crash may leave it. StorageError: on an object store others were faster at every try.
+        FileExistsError. With `atomic_folder_rename` the content is first written to `draft`, a path that nothing else
+        uses on the same file system; a crash may leave it. StorageError: on an object store others were faster at
+        every try.
         """
-        if self.renames:
+        if self.atomic_folder_rename:
             self.create(draft, data)
             try:
                 self.rename(draft, path, replace=replace)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +46,8 @@ class StoreContract:
         store: a new, empty store, a different one for each test.
         reopened: a second `Store` object on the same directory as `store`.
 
-    The tests call every abstract method of `Store`. Where stores may differ, the tests ask `Store.renames`. What a
-    crash or a full disk leaves behind is not tested here.
+    The tests call every abstract method of `Store`. Where stores may differ, the tests ask the store's attributes, such
+    as `Store.atomic_folder_rename`. What a crash or a full disk leaves behind is not tested here.
     """
 
     def test_created_content_is_read_back(self, store: Store) -> None:
@@ -287,16 +288,56 @@ class StoreContract:
                 call(path)
 
     def test_rename_moves_a_folder_or_says_that_it_cannot(self, store: Store) -> None:
-        """A store renames whole folders if `Store.renames` says so, and else refuses."""
+        """A store renames whole folders if `Store.atomic_folder_rename` says so, and else refuses."""
         store.make_folder("staging")
         store.create("staging/epoch.json", b"{}")
-        if not store.renames:
+        if not store.atomic_folder_rename:
             with pytest.raises(io.UnsupportedOperation, match="no atomic rename"):
                 store.rename("staging", "12")
             return
         store.rename("staging", "12")
         assert store.list("") == [Entry("12", True)]
         assert store.read("12/epoch.json", limit_bytes=10) == b"{}"
+
+    def test_a_link_leads_to_its_target_or_the_store_says_that_it_has_none(self, store: Store) -> None:
+        """A store makes symlinks if `Store.symlinks` says so, and else refuses."""
+        store.make_folder("view")
+        store.create("view/data", b"bytes")
+        if not store.symlinks:
+            with pytest.raises(io.UnsupportedOperation, match="no symlinks"):
+                store.link("view/link", "data")
+            return
+        store.link("view/link", "data")
+        assert store.read("view/link", limit_bytes=10) == b"bytes"
+        with pytest.raises(FileExistsError):
+            store.link("view/link", "data")
+
+    def test_replace_changes_a_file_only_if_it_has_the_old_content(self, store: Store) -> None:
+        """A store without `Store.atomic_folder_rename` has such conditional writes; another one may refuse."""
+        store.create("head", b"first")
+        if store.atomic_folder_rename:
+            with contextlib.suppress(io.UnsupportedOperation):
+                store.replace("head", b"other", b"second")
+            assert store.read("head", limit_bytes=10) == b"first"
+            return
+        store.replace("head", b"first", b"second")
+        with pytest.raises(FileExistsError):
+            store.replace("head", b"first", b"third")
+        assert store.read("head", limit_bytes=10) == b"second"
+
+    def test_a_local_path_leads_other_programs_to_the_same_files(self, store: Store) -> None:
+        """What is written below `Store.local_path` is in the store; a store without one lies in no other."""
+        store.create("ours", b"1")
+        assert store.check_root()
+        assert store.is_reachable()
+        if store.local_path is None:
+            assert not store.lies_in(store)
+            return
+        path = pathlib.Path(store.local_path)
+        assert path.joinpath("ours").read_bytes() == b"1"
+        path.joinpath("theirs").write_bytes(b"2")
+        assert store.read("theirs", limit_bytes=1) == b"2"
+        assert store.lies_in(store)
 
     def test_another_store_on_the_same_directory_sees_the_same(self, store: Store, reopened: Store) -> None:
         """A store keeps no state in memory: a second object on the same directory sees what the first wrote."""

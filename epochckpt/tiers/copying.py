@@ -660,7 +660,7 @@ class Worker:
     def _publish(self, task: dict[str, Any]) -> int:
         """Publishes a task for the other processes; returns its number."""
         self._tasks += 1
-        if self._job.options.local_disks:
+        if self._ledger.on_each_disk:
             task = {**task, "record": self._ledger.known().to_bytes().decode()}
         task_key = f"{self._job.prefix}/task/{self._tasks}"
         report_key = f"{self._job.prefix}/report/{self._tasks}"

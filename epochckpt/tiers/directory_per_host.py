@@ -44,6 +44,7 @@ _KEPT = 64  # keys in the coordination service
 class DirectoryPerHost(JobDirectory):
     """A directory on a disk of each process; see `JobDirectory`."""
 
+    one_per_host = True
     first_word = "record"
     tells_commits = False  # the own disk does not tell of the others
 
@@ -62,7 +63,7 @@ class DirectoryPerHost(JobDirectory):
 
     def introduce(self, node: str) -> dict[str, Any]:
         epoch_directory = self.place.epoch_directory()
-        if not epoch_directory.store.renames:
+        if epoch_directory.store.local_path is None:
             raise errors.UnsupportedError(f"local_disks: {epoch_directory.store.root} is on no disk; leave it out")
         url = self._mirror.url
         made = opening.looked_at(

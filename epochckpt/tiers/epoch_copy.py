@@ -8,8 +8,7 @@ it is published, and the next claim of that directory sweeps what a killed copy 
 import contextlib
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 
 from absl import logging
 
@@ -28,7 +27,7 @@ from epochckpt.errors import (
     unreadable,
 )
 from epochckpt.format import EpochRecord, NodeEntry, checksums, paths
-from epochckpt.orbax import object_view
+from epochckpt.orbax import step_files
 from epochckpt.storage import Store
 
 _THREADS = 2
@@ -62,9 +61,11 @@ class EpochCopy:
 
     @property
     def _save_id(self) -> str:
-        if self._given or self.epoch_directory.store.renames:
-            return self._given or self._reader.record.save_id
-        return f"{self._joined.incarnation}-{self._epoch}-0"
+        if self._given:
+            return self._given
+        if self.epoch_directory.save_ids_in_paths:
+            return f"{self._joined.incarnation}-{self._epoch}-0"
+        return self._reader.record.save_id
 
     @property
     def _joined(self) -> Stager:
@@ -132,7 +133,7 @@ class EpochCopy:
         self._replaces = None
         store = self.epoch_directory.store
         folder = self.epoch_directory.folder(self._epoch)
-        if not (store.exists(folder) if store.renames else self._epoch in self.epoch_directory.list_epochs()):
+        if not self.epoch_directory.has_something(self._epoch):
             return False
         try:
             record = self.epoch_directory.read_in(folder, self._epoch)
@@ -183,13 +184,19 @@ class EpochCopy:
     def _record(self) -> EpochRecord:
         """The commit record of the copy: on object stores the attempt is in the paths, and few have an Orbax view."""
         record = self._reader.record
-        store = self.epoch_directory.store
-        unsupported = None
-        if store.renames or object_view.is_of_use(store):  # where it was saved perhaps none could be made
+        unsupported: Mapping[str, Mapping[str, str]] | None = None
+        if step_files.saves_to(self.epoch_directory.store):  # where it was saved perhaps no view could be made
             unsupported = {} if record.objects else record.orbax_unsupported
         origin = record.origin if self._save_id != record.origin else ""
-        changes = {"objects": not store.renames, "orbax_unsupported": unsupported, "orbax_view": None, "inlined": {}}
-        return dataclasses.replace(record, save_id=self._save_id, copied_from=origin, **changes)
+        return dataclasses.replace(
+            record,
+            save_id=self._save_id,
+            copied_from=origin,
+            objects=self.epoch_directory.save_ids_in_paths,
+            orbax_unsupported=unsupported,
+            orbax_view=None,
+            inlined={},
+        )
 
     def copy_nodes(self, names: Collection[str]) -> list[NodeEntry]:
         """Copies the folders of these nodes; returns the entries of their copies."""
@@ -288,13 +295,9 @@ class EpochCopy:
 
 def check_place(source: Store, target: Store) -> None:
     """Refuses a destination that lies in the source."""
-    home = source.root
-    there = target.root
-    if source.renames and target.renames:
-        root = os.path.realpath(home)
-        if os.path.commonpath([root, os.path.realpath(there)]) == root:
-            raise InvalidArgumentError(
-                f"destination {there} lies in the checkpoint directory {home}; copy to one outside"
-            )
-    elif source.is_same(target):
-        raise InvalidArgumentError(f"destination {there} is the checkpoint directory itself; choose another")
+    if target.lies_in(source):
+        raise InvalidArgumentError(
+            f"destination {target.root} lies in the checkpoint directory {source.root}; copy to one outside"
+        )
+    if source.is_same(target):
+        raise InvalidArgumentError(f"destination {target.root} is the checkpoint directory itself; choose another")

@@ -44,7 +44,7 @@ class HostRecord:
 
 def read_host_record(store: Store) -> HostRecord | None:
     """The record of a directory; None if it is no host's. Raises DamagedError, FormatError or StorageError."""
-    return parsing.read_record(store, paths.HOST_RECORD, _parse)
+    return parsing.read_local(store, paths.HOST_RECORD, _parse)
 
 
 def _parse(path: str, data: bytes) -> HostRecord:

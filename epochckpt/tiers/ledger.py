@@ -212,7 +212,7 @@ def read_ledger(store: Store) -> Ledger | None:
 
     Raises DamagedError, FormatError or StorageError.
     """
-    return parsing.read_record(store, paths.MIRROR_RECORD, parse) if store.renames else None
+    return parsing.read_local(store, paths.MIRROR_RECORD, parse)
 
 
 def newest(texts: Sequence[str], where: str) -> Ledger | None:
@@ -269,10 +269,10 @@ class LedgerFile:
     The lock is never taken on the caller's thread: a signal handler may call what it has interrupted.
     """
 
-    def __init__(self, local: EpochDirectory, serials: bool):
-        """With `serials`, each change is numbered: several disks have copies of the ledger."""
+    def __init__(self, local: EpochDirectory, on_each_disk: bool):
+        """`on_each_disk`: every host keeps a copy of the ledger on its own disk, so each change is numbered."""
         self._local = local
-        self._serials = serials
+        self.on_each_disk = on_each_disk
         self._writer: Writer | None = None  # of the directory, once it is claimed
         self._lock = threading.Lock()
         self._acting = 0  # calls of `withdraw` that are under way
@@ -321,7 +321,7 @@ class LedgerFile:
         return "" if ledger is None else ledger.to_bytes().decode()
 
     def _write(self, ledger: Ledger) -> Ledger:
-        if self._serials:
+        if self.on_each_disk:
             ledger = dataclasses.replace(ledger, serial=ledger.serial + 1)
         assert self._writer is not None, "the ledger is written by the run that has claimed the directory"
         self._writer.overwrite(paths.MIRROR_RECORD, ledger.to_bytes())
@@ -341,9 +341,6 @@ class LedgerFile:
         The ledger says so first. Whatever happens then, what is listed here decides: an epoch that is still listed
         does not leave the mirror. If that cannot be written now, `settle` does so later.
         """
-        if not self._local.store.renames:
-            act()
-            return
         self._acting += 1
         try:
             _threads.start(lambda: self._plan(to, epochs)).result()

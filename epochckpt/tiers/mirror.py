@@ -15,9 +15,9 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import orbax.checkpoint as ocp
@@ -134,16 +134,14 @@ class Mirror:
 
     def _check_apart(self, local: Store) -> None:
         """Refuses a directory that cannot have this mirror."""
-        if not local.renames:
+        if local.local_path is None:
             problem = f"only a directory on a file system has a mirror, not {local.root}"
             raise UnsupportedError(f"mirror={self.url}: {problem}")
         there = self._there.store
         same = there.root.rstrip("/") == local.root.rstrip("/")
-        if there.renames and not same:
-            try:
-                same = os.path.samefile(there.root, local.root)
-            except OSError:  # not there yet, or not to be looked at: what is done there will tell
-                same = False
+        if not same:
+            with contextlib.suppress(OSError):  # not to be looked at: a write there will fail
+                same = there.root_id() == local.root_id() != ()
         if same:
             raise InvalidArgumentError(f"mirror={self.url} is the directory itself ({local.root}); choose another")
 
@@ -361,7 +359,7 @@ class Mirror:
         self._local = local
         self._ledger = ledger
         self._writer = stager if isinstance(stager, Writer) else None
-        if not self._options.local_disks:  # else `DirectoryPerHost` does so on each disk
+        if not ledger.on_each_disk:  # else `DirectoryPerHost` does so on each disk
             self._set_aside(local)
         job = MirrorJob(
             url=self.url,
@@ -393,7 +391,7 @@ class Mirror:
     def _first_ledger(self, local: EpochDirectory, file: LedgerFile) -> Ledger:
         """The ledger with which this run begins."""
         found = file.read()  # of a run that was alive until now, perhaps
-        if found is not None and not self._options.local_disks and not found.identity.is_of(local.store):
+        if found is not None and not file.on_each_disk and not found.identity.is_of(local.store):
             logging.info("%s is a copy of another directory, and gets an id of its own", local.store.root)
             found = None
         identity = Identity.of(local.store, paths.new_id() if found is None else found.identity.directory)

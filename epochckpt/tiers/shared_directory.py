@@ -9,7 +9,6 @@ from epochckpt import errors
 from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.directory import EpochDirectory
 from epochckpt.directory.epoch_directory import ReplaceCondition, Staging, Writer
-from epochckpt.format import paths
 from epochckpt.saving import Save, survey
 from epochckpt.saving.job_directory import JobDirectory, Place
 from epochckpt.saving.survey import Completing, Survey
@@ -19,6 +18,7 @@ from epochckpt.tiers.host_record import read_host_record
 class SharedDirectory(JobDirectory):
     """One directory for all processes; see `JobDirectory`."""
 
+    one_per_host = False
     first_word = "verdict"
     tells_commits = True
 
@@ -37,7 +37,7 @@ class SharedDirectory(JobDirectory):
         root = epoch_directory.store.root
         if any(one is not None for one in told):
             raise errors.InvalidArgumentError(f"{root}: StorageOptions.local_disks differs between the processes")
-        if self.place.options.read_only or not epoch_directory.store.renames:
+        if self.place.options.read_only:
             return
         record = read_host_record(epoch_directory.store)
         if record is not None:
@@ -51,7 +51,7 @@ class SharedDirectory(JobDirectory):
         self, epoch_directory: EpochDirectory, told: Sequence[Any], known: Mapping[int, ReplaceCondition]
     ) -> Survey:
         del told
-        self.is_partial = epoch_directory.store.renames and epoch_directory.store.exists(paths.HOST_RECORD)
+        self.is_partial = epoch_directory.is_of_host()
         return survey.survey(epoch_directory, self.place.options, known, self._mirror, is_partial=self.is_partial)
 
     def address(self, resolved: str) -> str:

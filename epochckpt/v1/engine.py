@@ -19,8 +19,8 @@ from epochckpt.manager import CheckpointManager, CheckpointReader, Readers, Resp
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.parts import Parts
 from epochckpt.options import StorageOptions
+from epochckpt.orbax import object_view
 from epochckpt.saving import EpochInfo, Save
-from epochckpt.storage import scheme_of
 from epochckpt.v1 import bridge
 
 T = TypeVar("T")
@@ -141,8 +141,7 @@ class Engine:
         """The argument of a save: of several items by name, or of the one unnamed item."""
         if [*by_name] != [STATE]:
             return ocp.args.Composite(**by_name)
-        store = self._directory.store
-        if not store.renames and scheme_of(store.root).stock_orbax:
+        if object_view.is_of_use(self._directory.store):
             return ocp.args.Composite(**{_IN_BUCKETS: by_name[STATE]})
         return by_name[STATE]
 

@@ -18,6 +18,7 @@ import epochckpt as ec
 from epochckpt.arrays import EpochReader, Request, node_files, restore
 from epochckpt.format import grid
 from epochckpt.storage import object_client
+from epochckpt.storage.object_store import ObjectStore
 
 BLOCK, SPAN, GAP = 4096, 20_000, 6_000
 TREE = {
@@ -33,7 +34,7 @@ TREE = {
 def source() -> Iterator[EpochReader]:
     """The arrays in a store that has no rename, in three files of many blocks each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_files, "_SPAN_BYTES", SPAN)
+        patch.setattr(ObjectStore, "read_span_bytes", SPAN)
         patch.setattr(node_files, "_GAP_BYTES", GAP)
         storage = ec.StorageOptions(block_bytes=BLOCK, part_bytes=40_000)
         with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}", storage=storage) as manager:

@@ -197,7 +197,7 @@ def test_an_error_of_storage_at_open_is_raised_and_condemns_no_epoch(
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1, 2])
         store = type(manager.parts.directory.store)
-    method = "size" if store.renames else "read"
+    method = "size" if store.atomic_folder_rename else "read"
     once = Once(monkeypatch, store, method, timed_out(), lambda _, path: path.startswith("2/"))
     with pytest.raises(StorageError):
         ec.CheckpointManager(directory)
@@ -506,7 +506,7 @@ def test_a_deleted_epoch_is_gone_even_if_its_bytes_stay(
     manager = ec.CheckpointManager(directory)
     save_all(manager, [1, 2])
     with monkeypatch.context() as patch:
-        method = "remove_tree" if manager.parts.directory.store.renames else "remove_all"
+        method = "remove_tree" if manager.parts.directory.store.atomic_folder_rename else "remove_all"
         once = Once(patch, manager.parts.directory.store, method, OSError(errno.EBUSY, "busy, says the server"))
         manager.delete(2)
         assert list(manager.all_steps()) == on_storage(directory) == [1]

@@ -320,7 +320,7 @@ def test_pieces_of_one_holder_each_leave_no_holder_with_more() -> None:
     """Three pieces on two nodes: the one that has two of a leaf has one of the next one."""
     sharding = NamedSharding(fake_mesh((2, 1), ("x", "y"), 1), PartitionSpec())
     plan = plan_on(0, 2, [(f"a{i}", (3, 128), np.uint8, sharding) for i in range(4)], 2**40, part_bytes=128)
-    assert len(plan.owned[0]) == 6
+    assert len(plan.owned.leaves) == 6
 
 
 def test_a_cell_belongs_only_to_a_node_that_holds_it() -> None:
@@ -430,7 +430,7 @@ def test_replicated_bytes_spread_evenly_over_their_holders(
     mesh = fake_mesh(shape, ("data", "model"), per_process)
     nodes = math.prod(shape) // per_process
     item = plan_on(0, nodes, transformer(mesh, 12)).item
-    loads = np.array([item.owned(n)[2].sum() for n in range(nodes)])
+    loads = np.array([item.owned(n).nbytes.sum() for n in range(nodes)])
     assert loads.sum() == sum(leaf.nbytes for leaf in item.leaves)
     assert loads.max() / loads.mean() <= limit, loads.tolist()
 
@@ -524,7 +524,7 @@ def test_what_a_node_owns_is_found_without_walking_all_cells_in_python() -> None
     """The cells of one of 1000 nodes: each appears once, and all nodes together own every cell."""
     item = record_of(1000, 50).items["default"].arrays
     assert item is not None
-    total = sum(len(item.owned(n)[0]) for n in range(1000))
+    total = sum(len(item.owned(n).leaves) for n in range(1000))
     assert total == sum(len(item.grids[leaf.grid].holders) for leaf in item.leaves)
 
 

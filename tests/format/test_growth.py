@@ -225,7 +225,7 @@ def test_fields_that_a_reader_does_not_know_do_not_disturb(directory: str) -> No
     store = open_store(directory)
     for path in record_paths(store, 1):
         change(store, path, {"future": {"items": [1, {"a": None}], "default_item": True}})
-    if not store.renames:
+    if not store.atomic_folder_rename:
         change(store, paths.HEAD, {"future": {"epochs": 3}})
         head_record.parse(paths.HEAD, read(store, paths.HEAD))
     with ec.CheckpointManager(directory) as manager:

@@ -548,7 +548,7 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
     monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.0)
     m = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(m, [0])
-    if committing and store_of(m).renames:
+    if committing and store_of(m).atomic_folder_rename:
         tap = Tap(m, "rename", lambda path: "/1-" in path)
     elif committing:
         before = hold_commits(m)
@@ -558,7 +558,7 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
         before.let_go()
     else:
         tap = Tap(m, "open_writer", is_data)
-    assert (committing and not store_of(m).renames) or save(m, 1)
+    assert (committing and not store_of(m).atomic_folder_rename) or save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
     m.parts.saves.queue.pending()[0].deadline = Deadline(0)
     m.parts.saves.queue.drain()
@@ -994,7 +994,7 @@ def test_an_explicit_delete_may_take_the_newest(directory: str, m: ec.Checkpoint
     assert m.all_steps() == read_only(directory).all_steps() == [0]
     assert m.status(1).state == "absent"
     m.wait_until_finished()
-    assert not list(store_of(m).list("1")) if not store_of(m).renames else not (m.directory / "1").exists()
+    assert not list(store_of(m).list("1")) if not store_of(m).atomic_folder_rename else not (m.directory / "1").exists()
     save_all(m, [1])
     assert m.all_steps() == [0, 1]
 
@@ -1189,7 +1189,7 @@ def test_status_of_every_kind(directory: str, m: ec.CheckpointManager) -> None:
         m.wait_until_finished()
     tap.remove()
     assert m.status(3).state == "failed"
-    record = "1/epoch.json" if store_of(m).renames else f"1/{m.save_id(1)}.json"
+    record = "1/epoch.json" if store_of(m).atomic_folder_rename else f"1/{m.save_id(1)}.json"
     store_of(m).remove(record)
     store_of(m).create(record, b"{}")
     assert m.status(1).state == "damaged"

@@ -13,7 +13,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.errors import DamagedError
-from epochckpt.orbax import steps
+from epochckpt.orbax import step_files
 from epochckpt.storage.object_client import Client
 from tests.support import stock_steps
 from tests.support.object_servers import Bucket, Fault, Request
@@ -94,7 +94,7 @@ def test_one_damaged_answer_of_a_named_epoch_is_no_damage(
 ) -> None:
     """Each answer in turn: the manager does not take the epoch for damaged, and goes on listing it."""
     if written_by == "stock Orbax":
-        monkeypatch.setattr(steps, "saves_to", lambda store: True)
+        monkeypatch.setattr(step_files, "saves_to", lambda store: True)
         url = cloud.new_url()
         stock_steps.simple(tmp_path, 1, 2)
         stock_steps.upload(tmp_path, url, 1, 2)

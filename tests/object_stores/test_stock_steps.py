@@ -17,7 +17,7 @@ from epochckpt.directory.head_changes import Incarnation
 from epochckpt.directory.stock_steps import StockStepRemoval
 from epochckpt.inspection import rows
 from epochckpt.inspection.gc import collect
-from epochckpt.orbax import leaves, object_view, steps
+from epochckpt.orbax import leaves, object_view, step_files
 from epochckpt.storage import open_store
 from epochckpt.storage.object_store import ObjectStore
 from tests.support import stock_steps
@@ -37,7 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture
 def url(written: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory with these steps in a bucket, of a kind that stock Orbax saves to."""
-    monkeypatch.setattr(steps, "saves_to", lambda store: True)
+    monkeypatch.setattr(step_files, "saves_to", lambda store: True)
     url = f"memory://{uuid.uuid4().hex}"
     stock_steps.upload(written, url, 1, 2, 3)
     return url

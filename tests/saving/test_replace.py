@@ -82,7 +82,7 @@ def test_the_next_save_takes_the_epochs_place(directory: str, exchange: bool, mo
             manager.save(2, args=args(0), force=True)
         replace(manager, 2, 200)
         assert value_of(manager, 2) == 200
-        if not manager.parts.directory.store.renames:
+        if not manager.parts.directory.store.atomic_folder_rename:
             assert old not in {e.name for e in manager.parts.directory.store.list("2/process_0")}
     with ec.CheckpointManager(directory) as manager:
         assert manager.all_steps() == [1, 2, 3]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
+import re
 import threading
 
 import pytest
@@ -45,6 +47,22 @@ ROADS = {
     Phase.FAILED: (Phase.FAILED,),
     Phase.DROPPED: (Phase.DROPPED,),
 }
+
+
+def pictured(picture: str) -> set[tuple[Phase, Phase]]:
+    """The moves that a picture shows: lines of phases, with an arrow between those that a move joins."""
+    moves = set()
+    for line in picture.splitlines():
+        groups = [[Phase[name] for name in re.findall(r"[A-Z]{6,}", group)] for group in line.split("──►")]
+        for before, after in itertools.pairwise(groups):
+            moves |= set(itertools.product(before, after))
+    return moves
+
+
+def test_the_pictures_show_every_move() -> None:
+    assert pictured((Phase.__doc__ or "").partition("\n    |")[0]) == MOVES
+    page = pathlib.Path(__file__).parents[2].joinpath("docs/architecture.md").read_text("utf-8")
+    assert pictured(page.partition("### The phases of a save")[2].split("```")[1]) == MOVES
 
 
 def in_phase(phase: Phase, refusal: Exception | None = None) -> Save:

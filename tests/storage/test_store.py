@@ -122,12 +122,14 @@ def test_a_directory_is_opened_by_its_form(tmp_path: pathlib.Path, monkeypatch: 
     """URLs are object stores, anything else becomes an absolute POSIX path; nothing is created."""
     monkeypatch.chdir(tmp_path)
     here = open_store("runs/one")
-    assert (here.root, here.renames, here.preferred_part_bytes) == (str(tmp_path / "runs/one"), True, None)
+    assert (here.root, here.local_path, here.atomic_folder_rename) == (str(tmp_path / "runs/one"), here.root, True)
+    assert (here.symlinks, here.sequential_writes, here.preferred_part_bytes) == (True, False, None)
     monkeypatch.chdir("/")
     assert not here.exists("")
     assert open_store(f"file://{tmp_path}/a%20b%FF/").root == str(tmp_path / "a b\udcff")
     there = open_store("memory://name/")
-    assert (there.root, there.renames, there.preferred_part_bytes) == ("memory://name", False, 64 << 20)
+    assert (there.root, there.local_path, there.atomic_folder_rename) == ("memory://name", None, False)
+    assert (there.symlinks, there.sequential_writes, there.preferred_part_bytes) == (False, True, 64 << 20)
     assert not (tmp_path / "runs").exists()
 
 

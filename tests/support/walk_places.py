@@ -15,7 +15,7 @@ import obstore
 import pytest
 
 from epochckpt import _threads
-from epochckpt.orbax import steps
+from epochckpt.orbax import step_files
 from epochckpt.storage import object_client
 from epochckpt.storage.object_client import Client
 from tests.support.object_servers import Bucket, Fault, Proxy, Request
@@ -172,7 +172,7 @@ class MemoryPlace(Place):
 
     def _prepare(self, patch: pytest.MonkeyPatch) -> None:
         if self._stock:
-            patch.setattr(steps, "saves_to", lambda store: True)
+            patch.setattr(step_files, "saves_to", lambda store: True)
         init, ask = Client.__init__, Client.ask
         older: set[int] = set()
 
