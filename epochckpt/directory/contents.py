@@ -280,7 +280,10 @@ class Contents(abc.ABC):
 
     @abc.abstractmethod
     def remover(self, clock: Callable[[], float]) -> GarbageRemover:
-        """What removes garbage; `clock` gives the time in seconds since 1970."""
+        """What removes garbage. It is made before the look that finds the garbage, so that nothing looks too old.
+
+        `clock` gives the time in seconds since 1970.
+        """
 
 
 class GarbageRemover(abc.ABC):

@@ -571,7 +571,7 @@ class EpochDirectory(abc.ABC):
         return max(2 * nodes, 10 if stock else 1)
 
     def is_about_store(self, error: Exception) -> bool:
-        """Whether an error only says that the store has not answered; then it is not known what lies there."""
+        """Whether an error is about the store, which did not answer, and says nothing about the files."""
         del error
         return False
 

@@ -1,4 +1,4 @@
-"""Makes rows of what lies beside the epochs of a directory, and finds the words for it."""
+"""Makes rows and words of the things beside the epochs of a directory, see `directory.contents`."""
 
 from __future__ import annotations
 
