@@ -110,10 +110,9 @@ class BucketDirectory(EpochDirectory):
 
     def entries(self) -> dict[int, HeadEpoch]:
         """What the head says of each epoch; as of the last look, or of one that is made now."""
-        found = self.head.seen()
-        if found is None and self._headless is None:
+        if self.head.last is None and self._headless is None:
             self.scan()
-        found = found or self._headless or Head()
+        found = self.head.last or self._headless or Head()
         if self._entries[0] is not found:
             self._take_folders(found)
             self._entries = found, {epoch: found.listed[folder] for epoch, folder in self._folders.items()}

@@ -30,9 +30,9 @@ from epochckpt.format import checksums, paths
 from epochckpt.inspection import gc, scan, text, views
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
 from epochckpt.inspection.watch import DELETED, FAILED, SAVED, SAVING, Watcher
-from epochckpt.orbax import StepNames
+from epochckpt.orbax import StepNames, step_files
 from epochckpt.storage import open_store
-from tests.support import bucket_jobs
+from tests.support import bucket_jobs, stock_steps
 from tests.support.object_servers import Bucket, Fault, Request, bucket
 from tests.support.processes import start_processes
 
@@ -506,3 +506,20 @@ def test_500_saved_epochs_are_listed_in_few_requests(scheme: str, capsys: pytest
             assert "500 epochs" in ec.inspect(url)._repr_html_()
         with within(cloud, 3 + len(open_store(url).files("")) // 1000):
             assert main.main(["du", url]) == 0
+
+
+def test_a_bucket_of_stock_orbax_has_its_head_looked_for_a_few_times(
+    cloud: Bucket, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none, and no step costs another request for it."""
+    monkeypatch.setattr(step_files, "saves_to", lambda store: True)
+    stock_steps.simple(tmp_path, *range(1, 9))
+
+    def looks_for_head(count: int) -> int:
+        url = cloud.new_url()
+        stock_steps.upload(tmp_path, url, *range(1, count + 1))
+        cloud.proxy.requests.clear()
+        assert len(scan.look(url, check=False).epochs) == count
+        return sum(paths.HEAD in urllib.parse.unquote(request.target) for request in cloud.proxy.requests)
+
+    assert looks_for_head(8) == looks_for_head(2) <= 6
