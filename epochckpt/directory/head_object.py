@@ -123,7 +123,7 @@ class HeadObject:
 
     @property
     def last(self) -> Head | None:
-        """The head as of the last look or change; None if there was none, or nobody has looked."""
+        """The head as of the last look or change; None before the first look, and where there is no head."""
         return self._seen.head if self._seen else None
 
     def seen(self) -> Head | None:
