@@ -24,7 +24,9 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.directory import attached_metrics, bucket_listing, head_turns, metrics_log, object_log, owners
+from epochckpt.directory import bucket_listing, head_turns, metrics_log, object_log, owners
+from epochckpt.directory.bucket_contents import BucketContents, sizes
+from epochckpt.directory.bucket_sweep import BucketSweep
 from epochckpt.directory.epoch_directory import EpochDirectory, ReplaceCondition, Rollback, Stager, Staging, Writer
 from epochckpt.directory.head_changes import (
     BeginSave,
@@ -42,9 +44,8 @@ from epochckpt.directory.head_object import HeadObject
 from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.object_log import ObjectLog
-from epochckpt.directory.object_views import ObjectViews
-from epochckpt.directory.stock_steps import StockStepRemoval
 from epochckpt.errors import (
+    AccessError,
     DamagedError,
     EpochCheckpointError,
     EpochNotFoundError,
@@ -52,6 +53,7 @@ from epochckpt.errors import (
     FormatError,
     NotACheckpointDirectoryError,
     SaveError,
+    StorageError,
     UncertainError,
 )
 from epochckpt.format import EpochRecord, parsing, paths, records
@@ -60,6 +62,9 @@ from epochckpt.storage import Conflicts, Store, rounds
 
 _KEPT, _KEPT_BYTES = 4, 1 << 20  # records that are remembered, and the largest of them
 _unsure: set[tuple[str, str | None]] = set()  # (directory, save id) of steps of stock Orbax whose record leaves doubts
+
+CHECKED_REQUESTS = 10
+"""About how many requests a look at a bucket takes to check files: two for an epoch of some hundred nodes."""
 
 
 class BucketDirectory(EpochDirectory):
@@ -76,8 +81,6 @@ class BucketDirectory(EpochDirectory):
         self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
 
     def scan(self) -> tuple[list[int], dict[int, str]]:
-        if self.names.only:
-            return super().scan()
         found = self.head.read()
         if found is None:
             beside, stock = self.beside(Head())
@@ -107,10 +110,9 @@ class BucketDirectory(EpochDirectory):
 
     def entries(self) -> dict[int, HeadEpoch]:
         """What the head says of each epoch; as of the last look, or of one that is made now."""
-        found = self.head.seen()
-        if found is None and self._headless is None:
+        if self.head.last is None and self._headless is None:
             self.scan()
-        found = found or self._headless or Head()
+        found = self.head.last or self._headless or Head()
         if self._entries[0] is not found:
             self._take_folders(found)
             self._entries = found, {epoch: found.listed[folder] for epoch, folder in self._folders.items()}
@@ -126,20 +128,14 @@ class BucketDirectory(EpochDirectory):
         return self.read_head(epoch) if entry.large else entry
 
     def read_save_id(self, epoch: int) -> str | None:
-        if self.names.only:
-            return super().read_save_id(epoch)
         self.head.read()
         return self.seen_save_id(epoch)
 
     def seen_save_id(self, epoch: int) -> str | None:
-        if self.names.only:
-            return super().seen_save_id(epoch)
         entry = self.entries().get(epoch)
         return entry.save_id if entry else None
 
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
-        if self.names.only:
-            return super()._read(epoch, parse)
         self.head.read()
         return self.read_seen(epoch, parse)
 
@@ -196,7 +192,7 @@ class BucketDirectory(EpochDirectory):
     def read_in(
         self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
     ) -> EpochRecord | None:
-        if self.names.only or "/" in folder:
+        if "/" in folder:
             return super().read_in(folder, epoch, parse)
         found = self.head.seen() or Head()
         return self.record_of(folder, found.epochs[folder].save_id, parse) if folder in found.epochs else None
@@ -205,12 +201,10 @@ class BucketDirectory(EpochDirectory):
         return None  # it is one change of the head
 
     def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]] | None:
-        if self.names.only:
-            return None  # the folder has copies
         return {epoch: (entry.save_id, entry.attached) for epoch, entry in self.entries().items() if entry.attached}
 
     def deleted(self) -> dict[int, metrics_log.Line]:
-        return {} if self.names.only else object_log.deleted(self.store, self.head.seen() or Head())
+        return object_log.deleted(self.store, self.head.seen() or Head())
 
     def check_shallow(self, record: EpochRecord, *, is_partial: bool = False) -> None:
         """See EpochDirectory."""
@@ -296,49 +290,80 @@ class BucketDirectory(EpochDirectory):
     def join(self, incarnation: str) -> BucketStager:
         return BucketStager(self, incarnation)
 
+    # -- contents ------------------------------------------------------------------------------------------------
 
-class BucketSweep:
-    """Removes objects that nobody needs any more, as the head says. A claim is not needed: the head stays the judge.
+    def sweep(self) -> BucketSweep:
+        """What removes objects that nobody needs any more."""
+        return BucketSweep(self.store, self.head, partial(self.record_of, parse=parsing.parse_epoch))
 
-    Attributes:
-        views: the Orbax views of the epochs.
-    """
+    def contents(self, todelete_subdir: str | None = None) -> BucketContents:
+        return BucketContents(
+            epoch_directory=self,
+            head=self.head,
+            sweep=self.sweep(),
+            entries=self.entries,
+            todelete_subdir=todelete_subdir,
+        )
 
-    def __init__(self, directory: BucketDirectory):
-        self._store = directory.store
-        self._head = directory.head
-        read = partial(directory.record_of, parse=parsing.parse_epoch)
-        self.views = ObjectViews(directory.store, directory.head, read)
-        self._steps = StockStepRemoval(directory.store, directory.head)
+    # -- the cheapest looks --------------------------------------------------------------------------------------
 
-    def finish_step(self, folder: str, incarnation: Incarnation | None = None) -> None:
-        """Removes what is left of a step of stock Orbax that counts no more, or moves it; for this run, or for any."""
-        self._steps.finish(folder, incarnation)
+    @property
+    def has_cheap_reads(self) -> bool:
+        return False
 
-    def remove_dead(self, dead: Mapping[str, str]) -> None:
-        """Removes what attempts wrote that are dead, by attempt the folder."""
-        for folder in sorted(set(dead.values())):
-            self._remove(folder, {save_id for save_id, where in dead.items() if where == folder})
-        self._head.swept |= dead.keys()
+    def refresh(self) -> bool:
+        return self.head.read() is not None
 
-    def _remove(self, folder: str, save_ids: Collection[str]) -> None:
-        """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""
-        path, found = paths.join(folder, paths.EPOCH_RECORD), [file.path for file in self._store.files(folder)]
-        self.views.remove_all(folder, save_ids, found)
-        gone = [paths.join(folder, name) for name in found if paths.save_id_in(name) in save_ids]
-        metrics = [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]
-        copy: EpochRecord | None = None
-        with suppress(EpochCheckpointError):
-            copy = parsing.read_record(self._store, path, parsing.parse_head) if paths.EPOCH_RECORD in found else None
-        if copy is not None and copy.save_id in save_ids:
-            gone += [path, *metrics]
-            if not copy.objects:  # the folder was copied from a file system
-                gone += [paths.join(folder, below) for below in copy.sizes()]
-        else:
-            gone += [each for each in metrics if attached_metrics.save_id_of(self._store, each) in save_ids]
-        # A reader that misses something looks for the record: it is gone first.
-        self._store.remove_all([path for path in gone if path.count("/") == 1])
-        self._store.remove_all([path for path in gone if path.count("/") > 1])
+    def check_is_named(self) -> None:
+        self.scan()
+
+    def seen_epochs(self) -> list[int]:
+        return sorted(self.entries())
+
+    def folders(self, hidden: Collection[int]) -> dict[int, str]:
+        return {epoch: self.folder(epoch) for epoch in self.entries() if epoch not in hidden}
+
+    def current_folder(self, epoch: int) -> str | None:
+        self.head.read()
+        return self.folder(epoch) if epoch in self.entries() else None
+
+    def look_in(self, folder: str, epoch: int) -> EpochRecord:
+        del folder
+        return self.read_seen(epoch)
+
+    def summary(self, folder: str, epoch: int) -> HeadEpoch:
+        """See EpochDirectory. No request; raises EpochNotFoundError if the head named no such epoch."""
+        del folder
+        entry = self.entries().get(epoch)
+        if entry is None:
+            raise EpochNotFoundError(epoch, self.store.root, list(self.entries()))
+        return entry
+
+    def lacking_metrics(self) -> Collection[int]:
+        return {epoch for epoch, entry in self.entries().items() if entry.large}
+
+    def replaced(self, seen: Mapping[int, str]) -> set[int]:
+        """See EpochDirectory. The head as it was seen last tells it of all epochs."""
+        return {epoch for epoch, save_id in seen.items() if self.seen_save_id(epoch) not in (None, save_id)}
+
+    def sizes(self, folder: str) -> Mapping[str, int]:
+        return sizes(self.store, folder)
+
+    @property
+    def check_budget(self) -> int:
+        return CHECKED_REQUESTS
+
+    def check_cost(self, epoch: int, nodes: int, *, stock: bool) -> int:
+        """See EpochDirectory: one request for the record, and one for each thousand objects."""
+        del nodes, stock
+        entry = self.entries().get(epoch)
+        return 2 + 2 * (entry.nodes if entry else 0) // 1000
+
+    def is_about_store(self, error: Exception) -> bool:
+        return isinstance(error, StorageError | AccessError)
+
+    def named_otherwise(self) -> str:
+        return ""  # the head knows the epochs by their folders
 
 
 class BucketStager(Stager):
@@ -377,7 +402,7 @@ class BucketWriter(Writer):
         self._head = directory.head
         self._claimed = Incarnation(directory.store.root, incarnation)
         self._stager = BucketStager(directory, incarnation)
-        self._sweep = BucketSweep(directory)
+        self._sweep = directory.sweep()
         self._views = self._sweep.views
         self._log = ObjectLog(directory.store, directory.head)
         self._copying = threading.RLock()  # held where the copy of a record is written, or removed

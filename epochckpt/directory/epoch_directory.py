@@ -31,7 +31,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from absl import logging
@@ -41,9 +41,11 @@ from epochckpt.directory import metrics_log
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.format import EpochRecord, codec, parsing, paths
 from epochckpt.format.codec import stored
-from epochckpt.orbax import StepNames, steps
+from epochckpt.orbax import StepNames, step_names, steps
+from epochckpt.storage import listing
 
 if TYPE_CHECKING:
+    from epochckpt.directory.contents import Contents
     from epochckpt.directory.head_record import HeadEpoch
     from epochckpt.storage import Store
 
@@ -141,6 +143,9 @@ class Staging(abc.ABC):
             raise self.lost() from None
 
 
+CHECKED_FILES = 2000
+"""About how many files a look checks; the newest epochs come first."""
+
 _ignored: set[str] = set()  # paths that were logged as ignored, once per process
 
 
@@ -159,6 +164,19 @@ class EpochDirectory(abc.ABC):
         self.taken_over: tuple[str, int] | None = None  # incarnation and claim of a run that had not closed it
         self.ignored: frozenset[int] = frozenset()  # epochs on this disk that do not belong to the job, see `disks`
         self._folders: dict[int, str] = {}
+
+    @property
+    def place(self) -> str:
+        """Where the epochs lie, for people."""
+        return self.store.root
+
+    def exists(self) -> bool:
+        """Whether something lies at the directory's path; in a bucket there is no need for it."""
+        return True
+
+    def is_folder(self) -> bool:
+        """Whether a folder is there, or none is needed; raises PermissionError where this user may not look."""
+        return True
 
     def folder(self, epoch: int) -> str:
         """Folder of an epoch, relative to the directory."""
@@ -465,6 +483,101 @@ class EpochDirectory(abc.ABC):
     @abc.abstractmethod
     def join(self, incarnation: str) -> Stager:
         """What another process of the run has that has claimed: it stages, and changes nothing else."""
+
+    # -- contents ------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def contents(self, todelete_subdir: str | None = None) -> Contents:
+        """All that lies there, beside the epochs, too. Deleted epochs may be kept in the folder `todelete_subdir`."""
+
+    # -- the cheapest looks --------------------------------------------------------------------------------------
+
+    @property
+    def has_cheap_reads(self) -> bool:
+        """Whether a small file can be read without a request that counts."""
+        return True
+
+    def refresh(self) -> bool:
+        """Reads anew what names all epochs; False where there is no such object, and each folder speaks for itself."""
+        return False
+
+    def check_is_named(self) -> None:
+        """Raises NotACheckpointDirectoryError where epochs lie, and what should name all of them is lost."""
+        return
+
+    def seen_epochs(self) -> list[int]:
+        """The committed epochs, ascending, as of the last look where one look tells them."""
+        return self.list_epochs()
+
+    def folders(self, hidden: Collection[int]) -> dict[int, str]:
+        """The folder of each epoch that is not `hidden`.
+
+        Also folders that are only named like an epoch, where nothing but a look into each tells them from epochs.
+        """
+        entries = dict(listing.names(self.store, ""))
+        self.names.learn(entries)
+        found: dict[int, str] = {}
+        for name, is_folder in entries.items():
+            epoch = self.names.parse(name) if is_folder else None
+            if epoch is not None and epoch not in hidden and (epoch not in found or name == self.names.build(epoch)):
+                found[epoch] = name
+        return found
+
+    def current_folder(self, epoch: int) -> str | None:
+        """The folder of an epoch as it is now; None if it is known, without a look at the folder, not to count."""
+        return None if epoch in self.hidden() else self.folder(epoch)
+
+    def look_in(self, folder: str, epoch: int) -> EpochRecord | None:
+        """The commit record in an epoch's folder, without the items; None if it is no epoch that all nodes saved.
+
+        A record that can be remembered is that of the last look.
+        """
+        record = self.read_in(folder, epoch)
+        if record is None and self._is_orbax(folder):
+            return steps.read(self.store, folder, epoch)
+        return record
+
+    def summary(self, folder: str, epoch: int) -> EpochRecord | HeadEpoch | None:
+        """What the cheapest look tells of an epoch, see `look_in`: without a request where the last look has told it.
+
+        Of some epochs it leaves out the metrics, see `lacking_metrics`.
+        """
+        return self.look_in(folder, epoch)
+
+    def lacking_metrics(self) -> Collection[int]:
+        """The epochs whose `summary` leaves out metrics, because they are large."""
+        return ()
+
+    def replaced(self, seen: Mapping[int, str]) -> set[int]:
+        """Which of the epochs are another save than the one seen, as far as the cheapest look tells: at the newest."""
+        newest = max(seen, default=None)
+        if newest is None or self.seen_save_id(newest) in (None, seen[newest]):
+            return set()
+        return {newest}
+
+    def sizes(self, folder: str) -> Mapping[str, int] | None:
+        """Bytes of the files in a folder, by path in it, where one request tells all; None where each is asked for."""
+        del folder
+        return None
+
+    @property
+    def check_budget(self) -> int:
+        """What a look at a directory may spend on checks of epochs' files, in the unit of `check_cost`."""
+        return CHECKED_FILES
+
+    def check_cost(self, epoch: int, nodes: int, *, stock: bool) -> int:
+        """About what it takes to check the files of an epoch that so many nodes, or stock Orbax, have saved."""
+        del epoch
+        return max(2 * nodes, 10 if stock else 1)
+
+    def is_about_store(self, error: Exception) -> bool:
+        """Whether an error is about the store, which did not answer, and says nothing about the files."""
+        del error
+        return False
+
+    def named_otherwise(self) -> str:
+        """What to say of epochs that are not named as readers expect; empty if none is known."""
+        return step_names.named_otherwise(self.store, listing.names(self.store, ""))
 
 
 class Stager(abc.ABC):

@@ -121,6 +121,11 @@ class HeadObject:
             self._seen = seen
         return seen
 
+    @property
+    def last(self) -> Head | None:
+        """The head as of the last look or change; None before the first look, and where there is no head."""
+        return self._seen.head if self._seen else None
+
     def seen(self) -> Head | None:
         """The head as of the last look or change, or of a look that is made now."""
         return self._seen.head if self._seen else self.read()

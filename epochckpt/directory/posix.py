@@ -34,6 +34,7 @@ from epochckpt.directory.epoch_directory import (
 )
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.metrics_log import Line
+from epochckpt.directory.posix_contents import PosixContents
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.orbax import StepNames, Views, linked_view, step_names, steps
 from epochckpt.storage.posix import owner_of, this_user
@@ -55,6 +56,14 @@ class PosixDirectory(EpochDirectory):
     def suits(store: Store) -> bool:
         """Whether epochs can be staged and renamed into place there."""
         return store.atomic_folder_rename
+
+    def exists(self) -> bool:
+        return os.path.lexists(self.store.root)
+
+    def is_folder(self) -> bool:
+        with suppress(FileNotFoundError):  # `isdir` says no where this user may not look
+            os.lstat(self.store.root)
+        return os.path.isdir(self.store.root)
 
     def owners(self) -> list[Any]:
         homes = [entry.name for entry in self.store.list("") if paths.parse_incarnation(entry.name) is not None]
@@ -152,6 +161,11 @@ class PosixDirectory(EpochDirectory):
 
     def join(self, incarnation: str) -> PosixStager:
         return PosixStager(self.store, incarnation)
+
+    # -- contents ------------------------------------------------------------------------------------------------
+
+    def contents(self, todelete_subdir: str | None = None) -> PosixContents:
+        return PosixContents(self, todelete_subdir)
 
 
 class PosixStager(Stager):

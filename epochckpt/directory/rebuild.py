@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping
 from epochckpt import errors
 from epochckpt.directory import attached_metrics, metrics_log, owners
 from epochckpt.directory.bucket import BucketDirectory
+from epochckpt.directory.epoch_directory import EpochDirectory
 from epochckpt.directory.head_changes import TakeIn, head_has_changed
 from epochckpt.directory.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing, paths
@@ -27,6 +28,16 @@ class Rebuilt:
     seen: bytes | None  # the head that was looked at, if it cannot be used; None if there was none
     change: str  # of the head that was looked at, if it can be used
     problem: str = ""  # what is wrong with the head; empty: it can be used, and other epochs lie beside its own
+
+
+def with_head(epoch_directory: EpochDirectory) -> BucketDirectory:
+    """The directory where it has a head; raises InvalidArgumentError where it can have none."""
+    if not isinstance(epoch_directory, BucketDirectory):
+        raise errors.InvalidArgumentError(
+            f"{epoch_directory.store.root} is on a file system, where folders alone say which epochs there are: there "
+            "is nothing to repair. `epochckpt verify --repair-view` repairs what stock Orbax reads"
+        )
+    return epoch_directory
 
 
 def look(epoch_directory: BucketDirectory) -> Rebuilt:

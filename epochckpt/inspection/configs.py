@@ -44,7 +44,7 @@ def config_of(epoch_directory: EpochDirectory, first: EpochRow, newest: EpochRow
     item's name stands before it. Values with names like secrets are left out, and so are values of items
     that cannot be read. Of a directory in a bucket nothing is read.
     """
-    if not epoch_directory.store.atomic_folder_rename:
+    if not epoch_directory.has_cheap_reads:
         return RunConfig()
     ours = _of_epoch(epoch_directory, newest)
     earlier = ours if first is newest else _of_epoch(epoch_directory, first)

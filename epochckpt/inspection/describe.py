@@ -20,12 +20,11 @@ from epochckpt.directory import EpochDirectory
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, EpochNotFoundError, FormatError, say
 from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, Leaf, paths
 from epochckpt.format import tree as tree_lib
-from epochckpt.inspection import leftovers
 from epochckpt.inspection.leaf_reader import PerNodeReader, open_reader
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
 from epochckpt.orbax import OrbaxRecord, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
-from epochckpt.storage import Store
+from epochckpt.storage import Store, listing
 from epochckpt.tiers import Mirror
 
 MAX_DRAWN = 64  # parts of an array whose nodes a row lists
@@ -322,7 +321,7 @@ def _counts(sizes: Mapping[str, int], spec: Sequence[Any], shape: Sequence[int])
 def _files(store: Store, at: str) -> list[FileRow]:
     """The files below a folder; links are not followed."""
     found = []
-    for path, is_folder in itertools.islice(leftovers.walk(store, at), _MAX_FILES):
+    for path, is_folder in itertools.islice(listing.walk(store, at), _MAX_FILES):
         name = path.removeprefix(f"{at}/")
         if not is_folder and name.rpartition("/")[2] != steps.COMMIT:
             found.append(FileRow(name, "", store.size(path)))

@@ -115,7 +115,7 @@ class Inspection(NamedContents):
     @property
     def directory(self) -> str:
         """Its path or URL, in full."""
-        return scan.place(self.epoch_directory)
+        return self.epoch_directory.place
 
     def viewed_mirror(self) -> Mirror | None:
         """The mirror that the caller has named, looked at now; None without one."""
@@ -141,7 +141,8 @@ class Inspection(NamedContents):
         return self._look(limit, check)
 
     def _look(self, limit: int | None, check: bool) -> Overview:
-        known = self.epoch_directory if self._has_head() else None
+        with scan.access(self.epoch_directory.store):
+            known = self.epoch_directory if self.epoch_directory.refresh() else None
         found = scan.look(
             self._given,
             metric=self.metric,
@@ -153,15 +154,6 @@ class Inspection(NamedContents):
             mirror=self._mirror,
         )
         return dataclasses.replace(found, asked=self._asked, unit=self._unit or found.unit)
-
-    def _has_head(self) -> bool:
-        """Whether it is a bucket, and has its head as when it was opened."""
-        with scan.access(self.epoch_directory.store):
-            return (
-                scan.in_bucket(self.epoch_directory)
-                and not self.epoch_directory.names.only
-                and self.epoch_directory.head.read() is not None
-            )
 
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
         """The row of every committed epoch, also of those that cannot be read, ascending.
@@ -297,7 +289,7 @@ class Inspection(NamedContents):
         """The epoch that is chosen; another one is, if a run has deleted it meanwhile."""
         for left in reversed(range(_LOOKS)):
             number = choose()
-            if number is None or not self.epoch_directory.store.atomic_folder_rename:
+            if number is None or not self.epoch_directory.has_cheap_reads:
                 return None if number is None else self._at(self.epoch_directory, number)
             try:
                 return self[number]  # it may be in the mirror alone

@@ -1,33 +1,26 @@
 """Finds and removes garbage in a directory: dead attempts, and deleted or replaced things that were moved away.
 
 - Committed epochs are never touched, nor what is named like an epoch, nor anything behind a symlink.
-- Nothing is removed that was written to or moved within `older_than_secs`, which is more than a save may take. It is
-  measured just before it goes, and once more out of sight: what was written to meanwhile goes back.
-- A run's staging folder itself stays: the run may be alive, and idle.
-- A rename takes a thing out of sight, durably; then its bytes go. The next removal finishes one that was killed.
-- On object stores an attempt is first declared dead in the head, so that it can never be committed. What no head of the
-  directory has named is not touched; age is that of the newest object.
+- Nothing is removed that was written to or moved within `older_than_secs`, which is more than a save may take.
+- `directory.contents` says what lies there; `directory.posix_contents` and `bucket_contents` remove it safely.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from epochckpt import _threads, _units
-from epochckpt.directory import EpochDirectory, staging_folder
-from epochckpt.directory.bucket import BucketDirectory, BucketSweep
-from epochckpt.directory.head_changes import ForgetDead, ForgetKept, GiveUp, Refresh, RemoveKeptSteps
-from epochckpt.directory.head_record import Head
+from epochckpt.directory import EpochDirectory
+from epochckpt.directory.contents import KEPT, NOT_OURS, Contents, Kind, Leftover, UnfinishedSave
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
-from epochckpt.format import paths
-from epochckpt.inspection import leftovers, objects, scan
-from epochckpt.inspection.leftovers import KEPT
-from epochckpt.inspection.rows import ATTEMPT, COMMITTED, DELETED, FOREIGN, OTHER, ROLLED_BACK, EpochRow, LeftoverRow
+from epochckpt.inspection import leftovers, scan
+from epochckpt.inspection.rows import ATTEMPT, LeftoverRow
 from epochckpt.options import StorageOptions
 
 if TYPE_CHECKING:
@@ -76,17 +69,20 @@ def collect(
             "(StorageOptions.save_timeout_secs), and must not be taken for dead; expected more than that"
         )
     epoch_directory = scan.open_commits(directory, options)
-    search = _GarbageSearch(epoch_directory, older_than_secs, epochs_too, clock)
+    contents = epoch_directory.contents(options.todelete_subdir if options else None)
+    search = _GarbageSearch(epoch_directory, older_than_secs, epochs_too)
+    remover = contents.remover(clock)
     rows = list[LeftoverRow]()
     kept = dict[str, str]()
     with scan.access(epoch_directory.store):
-        found = search.look(options.todelete_subdir if options else None)
+        found = search.look(contents, remover.now_ns())
     try:
-        for row in found:
-            reason = search.reason(row)
+        for each in found:
+            row = each.row
+            reason = search.reason(each, row.age_secs or 0.0)
             if delete and not reason:
                 try:
-                    reason = search.remove(row)
+                    reason = remover.remove(each.thing, functools.partial(search.reason, each))
                 except (EpochCheckpointError, OSError) as error:
                     reason = f"could not be removed: {say(error)}"
             if reason:
@@ -96,62 +92,48 @@ def collect(
             if delete:
                 progress(row)
     finally:
-        _threads.logged(f"{epoch_directory.store.root}: the folder of this clean-up stays", search.end)
-    return Garbage(epoch_directory.store.root, tuple(rows), kept, tuple(row for row in found if row.path in kept))
+        _threads.logged(f"{epoch_directory.store.root}: the folder of this clean-up stays", remover.close)
+    others = tuple(each.row for each in found if each.row.path in kept)
+    return Garbage(epoch_directory.store.root, tuple(rows), kept, others)
+
+
+class _Found(NamedTuple):
+    """A thing that lies in the directory, and its row."""
+
+    thing: UnfinishedSave | Leftover
+    row: LeftoverRow
 
 
 class _GarbageSearch:
-    """What may go, why the rest may not, and removing it."""
+    """What may go, and why the rest may not."""
 
-    def __init__(
-        self, epoch_directory: EpochDirectory, older_than_secs: float, epochs_too: bool, clock: Callable[[], float]
-    ):
+    def __init__(self, epoch_directory: EpochDirectory, older_than_secs: float, epochs_too: bool):
         self._epoch_directory = epoch_directory
-        self._store = epoch_directory.store
         self._older_than_secs = older_than_secs
         self._epochs_too = epochs_too
-        self._clock = clock
-        self._ahead_secs = 0.0  # of our clock before the storage's
-        self._home = ""  # from the first removal on a folder of our own, or in an object store that of the head
 
-    def look(self, todelete_subdir: str | None) -> list[LeftoverRow]:
+    def look(self, contents: Contents, now_ns: int) -> list[_Found]:
         """Everything that is no epoch, as it is now."""
-        if isinstance(self._epoch_directory, BucketDirectory):
-            return self._in_bucket(self._epoch_directory, todelete_subdir)
-        found = leftovers.find(self._epoch_directory, self._now_ns(), todelete_subdir)
-        return sorted([*map(_row, found.attempts), *found.others], key=lambda row: row.path)
+        found = contents.all_leftovers()
+        things = [_Found(save, _row(save, now_ns)) for save in found.saves]
+        root = self._epoch_directory.store.root
+        things += [_Found(thing, leftovers.leftover_row(thing, root, now_ns)) for thing in found.others]
+        return sorted(things, key=lambda found: found.row.path)
 
-    def _in_bucket(self, epoch_directory: BucketDirectory, todelete_subdir: str | None) -> list[LeftoverRow]:
-        things = objects.all_things(epoch_directory, todelete_subdir)
-        now_ns = self._now_ns()
-        head = epoch_directory.head.seen() or Head()
-        found = list[LeftoverRow]()
-        for thing in things:
-            if thing.kind == ATTEMPT:
-                attempt = objects.attempt_row(epoch_directory, head, thing, now_ns)
-                found.append(dataclasses.replace(_row(attempt), path=thing.path))
-            elif thing.kind not in (COMMITTED, OTHER):
-                found.append(objects.leftover_row(thing, now_ns))
-        return found
-
-    def _now_ns(self) -> int:
-        """The time by our clock, or by the storage's if that is behind."""
-        return int((self._clock() - self._ahead_secs) * 1e9)
-
-    def reason(self, row: LeftoverRow) -> str:
-        """Why something stays; empty if it may go."""
-        if row.kind == FOREIGN:
+    def reason(self, found: _Found, age_secs: float) -> str:
+        """Why something stays that was last written to so many seconds ago; empty if it may go."""
+        kind = Kind.SAVE if isinstance(found.thing, UnfinishedSave) else found.thing.kind
+        if kind in NOT_OURS:
             return "not known: nobody but you can say whether it is needed"
-        if row.kind in KEPT and "/" in row.path:
-            return row.detail  # on the move, in a run's staging
-        if row.kind in KEPT and not self._epochs_too:
+        if kind in (Kind.MOVING, Kind.HOLDS_MOVING):
+            return found.row.detail
+        if kind in KEPT and not self._epochs_too:
             return "holds epochs; removed only when asked for"
-        if row.kind == ROLLED_BACK and self._is_rolling_back(row.path):
+        if kind is Kind.ROLLED_BACK and self._is_rolling_back(found.row.path):
             return "a rollback is under way"
-        age = row.age_secs or 0.0
         bound = self._older_than_secs
-        if age < bound:
-            return f"something was written to it {_units.secs(age)} ago; it may go after {_units.secs(bound)}"
+        if age_secs < bound:
+            return f"something was written to it {_units.secs(age_secs)} ago; it may go after {_units.secs(bound)}"
         return ""
 
     def _is_rolling_back(self, folder: str) -> bool:
@@ -162,88 +144,8 @@ class _GarbageSearch:
             return True
         return rollback is not None and rollback.folder == folder
 
-    def remove(self, row: LeftoverRow) -> str:
-        """Removes one thing; returns why not, or nothing."""
-        if isinstance(self._epoch_directory, BucketDirectory):
-            return self._remove_objects(self._epoch_directory, row)
-        store = self._store
-        path = row.path
-        if not self._home:
-            self._home = f"{leftovers.GC_PREFIX}{paths.new_id()}{paths.TMP_SUFFIX}"
-            store.make_folder(self._home)
-            # The storage's clock dates that folder. If ours is ahead of it, everything looks older than it is.
-            made_ns = os.lstat(os.path.join(store.root, self._home)).st_mtime_ns
-            self._ahead_secs = max(time.time() - made_ns / 1e9, 0.0)
-        # It is measured just before it goes, and again when it is out of sight: a write in between takes it back.
-        before = leftovers.extent(store, path)
-        if before is None:
-            return ""  # its own job, or the next one, has removed it
-        reason = self.reason(dataclasses.replace(row, age_secs=before.age_secs(self._now_ns()))) or before.problem
-        if reason:
-            return reason
-        away = staging_folder.removed(self._home)  # without the former name, which may be too long for another
-        try:
-            store.rename(path, away)
-        except FileNotFoundError:
-            return ""
-        after = leftovers.extent(store, away)
-        if after is not None and (after.newest_ns, after.entries) != (before.newest_ns, before.entries):
-            store.rename(away, path)
-            return "something was written to it just now"
-        store.sync_folder(path.rpartition("/")[0])
-        store.sync_folder(self._home)
-        store.remove_tree(away)
-        return ""
 
-    def _remove_objects(self, epoch_directory: BucketDirectory, row: LeftoverRow) -> str:
-        """Removes an attempt, or epochs that were set aside, from an object store; returns why not, or nothing."""
-        if not self._home:
-            self._home = objects.OWN
-            self._ahead_secs = max(time.time() - _clock_ns(epoch_directory) / 1e9, 0.0)
-        if reason := self.reason(dataclasses.replace(row, age_secs=(row.age_secs or 0.0) - self._ahead_secs)):
-            return reason
-        folder, _, name = row.path.rpartition("/")
-        sweep = BucketSweep(epoch_directory)
-        if row.kind == DELETED and not folder:  # a step of stock Orbax
-            sweep.finish_step(name)
-        elif row.kind in (ATTEMPT, DELETED):
-            _bury(epoch_directory, sweep, {name: folder})
-        else:
-            _bury_aside(epoch_directory, sweep, row.path)
-        return ""
-
-    def end(self) -> None:
-        """Removes our own folder, unless something is still in it."""
-        if self._home and self._store.atomic_folder_rename and not leftovers.names(self._store, self._home):
-            self._store.remove_tree(self._home)
-            self._store.sync_folder("")
-
-
-def _row(attempt: EpochRow) -> LeftoverRow:
-    """An attempt: its folder."""
+def _row(save: UnfinishedSave, now_ns: int) -> LeftoverRow:
+    attempt = leftovers.attempt_row(save, now_ns)
     detail = f"a save; {attempt.detail}"
-    return LeftoverRow(attempt.folder, ATTEMPT, attempt.nbytes, attempt.age_secs, (attempt.epoch,), detail)
-
-
-def _clock_ns(epoch_directory: BucketDirectory) -> int:
-    """The time by the store's clock, nanoseconds since 1970: that of a change of the head, which is made now."""
-    folder, _, name = paths.HEAD.partition("/")
-    epoch_directory.head.write(Refresh())
-    return next(file.written_ns for file in epoch_directory.store.files(folder) if file.path == name)
-
-
-def _bury(epoch_directory: BucketDirectory, sweep: BucketSweep, attempts: Mapping[str, str]) -> None:
-    """Removes attempts, by id the folder, also those that a run has begun: from now on they are dead."""
-    named = epoch_directory.head.write(GiveUp(incarnation=None, save_ids=frozenset(attempts))).head.named
-    sweep.remove_dead({a: f for a, f in attempts.items() if a not in named})
-    epoch_directory.head.write(ForgetDead(frozenset(epoch_directory.head.swept)))
-
-
-def _bury_aside(epoch_directory: BucketDirectory, sweep: BucketSweep, name: str) -> None:
-    """Removes the epochs that were set aside under a name."""
-    now = epoch_directory.head.write(RemoveKeptSteps(name)).head
-    kept = {place: entry for place, entry in now.aside.items() if place.startswith(f"{name}/")}
-    for folder in (folder for folder, step in now.removed_steps.items() if not step.kept_in):
-        sweep.finish_step(folder)
-    epoch_directory.store.remove_tree(name)  # named by the head until nothing is left: the next one goes on
-    _bury(epoch_directory, sweep, epoch_directory.head.write(ForgetKept(kept)).head.dead)
+    return LeftoverRow(save.path, ATTEMPT, save.nbytes, attempt.age_secs, (save.epoch,), detail)

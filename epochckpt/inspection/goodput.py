@@ -28,8 +28,8 @@ def measure(epoch_directory: EpochDirectory) -> Goodput:
                 problems[epoch_directory.folder(epoch)] = str(error)
                 continue
             if runs:
-                return Goodput(scan.place(epoch_directory), _rows(runs), problems)
-    return Goodput(scan.place(epoch_directory), (), problems)
+                return Goodput(epoch_directory.place, _rows(runs), problems)
+    return Goodput(epoch_directory.place, (), problems)
 
 
 def _rows(runs: tuple[RunEntry, ...]) -> tuple[RunGoodput, ...]:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from epochckpt import _text, errors
 from epochckpt._metrics import numbers
 from epochckpt.directory import owners
-from epochckpt.inspection import configs, leftovers, scan, suggest
+from epochckpt.inspection import configs, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import NamedContents
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, DirectoryRow, Overview, RunsOverview
-from epochckpt.storage import Store, open_store
+from epochckpt.storage import Store, listing, open_store
 
 if TYPE_CHECKING:
     from epochckpt._lazy import ocp
@@ -207,7 +207,7 @@ def _visit(store: Store, path: str, depth: int) -> Iterator[tuple[str, bool]]:
 
 def _folders(store: Store, folder: str) -> list[str]:
     """The folders in a folder that may be runs, or have runs in them."""
-    entries = leftovers.names(store, folder)
+    entries = listing.names(store, folder)
     return [f"{folder}/{name}".lstrip("/") for name, is_folder in entries if is_folder and not name.startswith(".")]
 
 

@@ -8,23 +8,22 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
 from epochckpt import _metrics, _text, errors
 from epochckpt._lazy import ocp
 from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
-from epochckpt.directory.bucket import BucketDirectory
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.contents import DiskUsage, Kind, Leftover, is_sign
+from epochckpt.directory.single import SingleEpochDirectory, single_epoch
 from epochckpt.format import EpochRecord, parsing, paths
-from epochckpt.inspection import leftovers, objects, suggest, tiers, whole_run
+from epochckpt.inspection import leftovers, suggest, tiers, whole_run
 from epochckpt.inspection.rows import (
     COMMITTED,
     DAMAGED,
     ELSEWHERE,
-    FOREIGN,
     NEWER,
     EpochRow,
     LeftoverRow,
@@ -33,44 +32,18 @@ from epochckpt.inspection.rows import (
     facts_of,
 )
 from epochckpt.jobs.notes import NOTES
-from epochckpt.orbax import StepNames, step_names, steps
-from epochckpt.storage import Store, open_file, open_store
+from epochckpt.orbax import StepNames, steps
+from epochckpt.storage import Store, open_store
 
 if TYPE_CHECKING:
+    from epochckpt.directory.head_record import HeadEpoch
     from epochckpt.directory.metrics_log import Line
-
-CHECKED_FILES = 2000
-"""About how many files a look checks; the newest epochs come first."""
-
-CHECKED_REQUESTS = 10
-"""About how many requests a look at an object store takes to check files: two for an epoch of some hundred nodes."""
 
 _TRIES = 5  # looks at the files of an epoch that is replaced during each look
 _CAFFE2_NOTES, _CAFFE2_BLOBS = "notes", "blobs"  # keys that the managers of `ec.caffe2` use
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
-
-
-class _OneName(StepNames):
-    """The folder of one epoch, whatever it is called."""
-
-    def __init__(self, only: str, epoch: int):
-        self.only = only
-        self._epoch = epoch
-
-    @property
-    def several(self) -> bool:
-        return False
-
-    def build(self, epoch: int) -> str:
-        return self.only if epoch == self._epoch else f"{self.only}.{epoch}"
-
-    def parse(self, name: str) -> int | None:
-        return self._epoch if name == self.only else None
-
-    def learn(self, names: Iterable[str]) -> None:
-        del names
 
 
 def open_commits(
@@ -80,28 +53,17 @@ def open_commits(
     store = open_store(directory)
     epoch_directory = directory_of(store, StepNames.of(options))
     with access(store):
-        if store.atomic_folder_rename:
-            with contextlib.suppress(FileNotFoundError):  # `isdir` says no where this user may not look
-                os.lstat(store.root)
-            if not os.path.isdir(store.root):
-                raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
-        if in_bucket(epoch_directory) and epoch_directory.head.read() is not None:
+        if not epoch_directory.is_folder():
+            raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
+        if epoch_directory.refresh():
             return epoch_directory
         found = {entry.name: entry.is_folder for entry in store.list("")}
-        if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
-            # The epoch that lies in the folder, seen from the directory above it.
-            above, name = open_file(os.path.realpath(store.root) if store.atomic_folder_rename else store.address)
-            return directory_of(above, _OneName(name, step_names.number_of(store)))
-        if in_bucket(epoch_directory):
-            epoch_directory.scan()  # raises where there are epochs without a head
+        if single and (one := single_epoch(store, set(found))) is not None:
+            return one
+        epoch_directory.check_is_named()
         if not any(_is_sign(epoch_directory, name, is_folder) for name, is_folder in reversed(found.items())):
             raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
     return epoch_directory
-
-
-def in_bucket(epoch_directory: EpochDirectory) -> TypeGuard[BucketDirectory]:
-    """Whether a head says which epochs there are."""
-    return isinstance(epoch_directory, BucketDirectory) and not epoch_directory.names.only
 
 
 @contextlib.contextmanager
@@ -115,37 +77,16 @@ def access(store: Store) -> Generator[None]:
         raise errors.AccessError(f"{store.root}: {error}; this user (uid {os.getuid()}) needs read access") from error
 
 
-def place(epoch_directory: EpochDirectory) -> str:
-    """Where the epochs lie, for people: the directory, or the folder of the one epoch."""
-    only = epoch_directory.names.only
-    return paths.join(epoch_directory.store.root.rstrip("/"), only) if only else epoch_directory.store.root
-
-
 def _is_sign(epoch_directory: EpochDirectory, name: str, is_folder: bool) -> bool:
     """Whether an entry shows that the directory is one of checkpoints."""
     if not is_folder:
         return name == paths.ROLLBACK_RECORD
     epoch = epoch_directory.names.parse(name)
     return (
-        leftovers.is_sign(epoch_directory, name)
+        is_sign(epoch_directory.store, epoch_directory.names, name)
         if epoch is None
         else isinstance(read(epoch_directory, name, epoch), EpochRow)
     )
-
-
-def folders_of(epoch_directory: EpochDirectory, entries: Mapping[str, bool], hidden: Collection[int]) -> dict[int, str]:
-    """The folder of each epoch that is not hidden, going by the names in a POSIX directory."""
-    found: dict[int, str] = {}
-    epoch_directory.names.learn(entries)
-    for name, is_folder in entries.items():
-        epoch = epoch_directory.names.parse(name) if is_folder else None
-        if (
-            epoch is not None
-            and epoch not in hidden
-            and (epoch not in found or name == epoch_directory.names.build(epoch))
-        ):
-            found[epoch] = name
-    return found
 
 
 # -- one epoch ---------------------------------------------------------------------------------------------------------
@@ -159,21 +100,35 @@ def read(
     An epoch whose record cannot be used is damaged. With `sure`, an error of storage is raised instead of shown as
     damage. The row of a step of stock Orbax has no size, see `with_size`.
     """
+    return _row_in(epoch_directory, folder, epoch, epoch_directory.look_in, sure=sure)
+
+
+def brief(
+    epoch_directory: EpochDirectory, folder: str, epoch: int, *, sure: bool = False
+) -> EpochRow | LeftoverRow | None:
+    """The same by the cheapest look, which may leave out what `read` and `checked` have."""
+    return _row_in(epoch_directory, folder, epoch, epoch_directory.summary, sure=sure)
+
+
+def _row_in(
+    epoch_directory: EpochDirectory,
+    folder: str,
+    epoch: int,
+    look_in: Callable[[str, int], EpochRecord | HeadEpoch | None],
+    *,
+    sure: bool,
+) -> EpochRow | LeftoverRow | None:
     try:
-        if in_bucket(epoch_directory):
-            return _of_any(epoch_directory.read_seen(epoch), folder)
-        record = epoch_directory.read_in(folder, epoch)
+        record = look_in(folder, epoch)
+        if isinstance(record, EpochRecord):
+            return _of_any(record, folder)
         if record is not None:
-            return _of_record(record, folder)
+            return _of_summary(record, folder, epoch)
         if not epoch_directory.store.exists(folder):
             return None
-        return (
-            _of_orbax(epoch_directory, folder, epoch)
-            or _of_nodes(epoch_directory, folder, epoch)
-            or _of_none(epoch_directory, folder)
-        )
+        return _of_nodes(epoch_directory, folder, epoch) or _of_none(epoch_directory, folder)
     except (errors.EpochCheckpointError, OSError) as error:
-        if _says_nothing(epoch_directory, error) or (sure and isinstance(error, errors.StorageError)):
+        if epoch_directory.is_about_store(error) or (sure and isinstance(error, errors.StorageError)):
             raise
         with contextlib.suppress(OSError):
             if isinstance(error, errors.EpochNotFoundError) or not epoch_directory.store.exists(folder):
@@ -189,26 +144,19 @@ def _state(error: Exception) -> str:
 def unit_of(epoch_directory: EpochDirectory) -> str:
     """What the job counts that saved the newest three epochs: `epoch` or `step`; `epoch` if they do not tell."""
     with contextlib.suppress(errors.EpochCheckpointError, OSError):  # whoever reads on is told
-        epochs = epoch_directory.entries() if in_bucket(epoch_directory) else epoch_directory.list_epochs()
-        newest = sorted(epochs)[:-4:-1]  # several: one may be damaged, or no runner's
+        newest = epoch_directory.seen_epochs()[:-4:-1]  # several: one may be damaged, or no runner's
         rows = (read(epoch_directory, epoch_directory.folder(epoch), epoch) for epoch in newest)
         return next((row.unit for row in rows if isinstance(row, EpochRow) and row.notes), "epoch")
     return "epoch"
 
 
-def _says_nothing(epoch_directory: EpochDirectory, error: Exception) -> bool:
-    """Whether an error of an object store is about the store, and not about what lies there."""
-    is_bucket = not epoch_directory.store.atomic_folder_rename
-    return is_bucket and isinstance(error, errors.StorageError | errors.AccessError)
-
-
-def brief(epoch_directory: BucketDirectory, epoch: int, entry: HeadEpoch) -> EpochRow:
-    """The row of an epoch in an object store, as the head tells it; `read` and `checked` have the rest."""
+def _of_summary(entry: HeadEpoch, folder: str, epoch: int) -> EpochRow:
+    """The row of an epoch whose record was not read; `read` and `checked` have the rest."""
     metrics = entry.metrics if isinstance(entry.metrics, Mapping) else {"metrics": entry.metrics}
     row = EpochRow(
         epoch,
         COMMITTED,
-        folder=epoch_directory.folder(epoch),
+        folder=folder,
         save_id=entry.save_id,
         nodes=tuple(NodeRow(name, None, secs) for name, secs in entry.node_secs.items()),
         nbytes=entry.nbytes,
@@ -218,18 +166,15 @@ def brief(epoch_directory: BucketDirectory, epoch: int, entry: HeadEpoch) -> Epo
         metrics={} if entry.metrics is None else metrics,
         custom_metadata=None,
         notes=None,
-        writer="orbax" if paths.save_id_in(entry.save_id) is None else "epochckpt",
+        writer="orbax" if entry.stock else "epochckpt",
     )
     return _with_sources(row, entry.attached)
 
 
 def find(epoch_directory: EpochDirectory, epoch: int) -> EpochRow | None:
     """The row of an epoch, from its record and the attached metrics; None if the epoch does not exist."""
-    if in_bucket(epoch_directory):
-        epoch_directory.head.read()  # as it is now
-        if epoch not in epoch_directory.entries():
-            return None
-    row = None if epoch in epoch_directory.hidden() else read(epoch_directory, epoch_directory.folder(epoch), epoch)
+    folder = epoch_directory.current_folder(epoch)
+    row = None if folder is None else read(epoch_directory, folder, epoch)
     if not isinstance(row, EpochRow):
         return None
     try:
@@ -281,14 +226,6 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
         unit="step" if isinstance(notes, Mapping) and notes.get("unit") == "step" else "epoch",
         **facts_of(record),
     )
-
-
-def _of_orbax(epoch_directory: EpochDirectory, folder: str, epoch: int) -> EpochRow | None:
-    """The row of a step of stock Orbax; None if the folder is no step."""
-    store = epoch_directory.store
-    if not steps.is_step(store, folder, lambda name: epoch_directory.names.parse(name) is not None):
-        return None
-    return _of_any(steps.read(store, folder, epoch), folder)
 
 
 def _of_any(record: EpochRecord, folder: str) -> EpochRow:
@@ -372,12 +309,17 @@ def _of_none(epoch_directory: EpochDirectory, folder: str) -> EpochRow | Leftove
     """What else a folder with an epoch's name may be: an epoch that lost its record, or somebody else's folder."""
     if epoch_directory.lost_records(folder):
         detail = f"its commit record, {paths.EPOCH_RECORD}, is missing: nothing of it can be verified, it is not read"
-        size = leftovers.extent(epoch_directory.store, folder) or leftovers.DiskUsage()
+        size = epoch_directory.contents().measure(folder) or DiskUsage()
         return EpochRow(
             epoch_directory.names.parse(folder) or 0, DAMAGED, detail=detail, folder=folder, nbytes=size.nbytes
         )
-    detail = "named like an epoch, and none: neither ours nor stock Orbax's on a file system"
-    return leftovers.row_of(epoch_directory.store, folder, FOREIGN, time.time_ns(), (), detail)
+    size = epoch_directory.contents().measure(folder)
+    if size is None:
+        return None
+    thing = Leftover(
+        path=folder, kind=Kind.NOT_AN_EPOCH, nbytes=size.nbytes, last_ns=size.last_ns, problem=size.problem
+    )
+    return leftovers.leftover_row(thing, epoch_directory.store.root, time.time_ns())
 
 
 # -- the files of one epoch --------------------------------------------------------------------------------------------
@@ -389,57 +331,53 @@ def checked(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     An epoch that is replaced meanwhile is looked at again. The row of an epoch that is deleted meanwhile stays.
     """
     for _ in range(_TRIES):
-        if in_bucket(epoch_directory):
-            found = _checked_objects(epoch_directory, row)
-            if found.state == COMMITTED:
-                return found
-            epoch_directory.head.read()
-            save_id = epoch_directory.seen_save_id(row.epoch)
-            if save_id in (None, found.save_id):
-                return row if save_id is None else found
-            continue
-        if row.state == DAMAGED and not row.nodes:
+        if row.state == DAMAGED and not row.nodes and not row.save_id:
             return row
         found = _checked(epoch_directory, row)
-        fresh = row if found.state == COMMITTED else read(epoch_directory, row.folder, row.epoch)
+        if found.state == COMMITTED:
+            return found
+        epoch_directory.refresh()
+        fresh = brief(epoch_directory, row.folder, row.epoch)
         if not isinstance(fresh, EpochRow):
             return row
-        if all(getattr(fresh, name) == getattr(row, name) for name in ("state", "save_id", "committed_ns", "nodes")):
+        if _is_same(found, fresh, row.nodes):
             return found
         row = fresh
     return row
 
 
-def _checked_objects(epoch_directory: BucketDirectory, row: EpochRow) -> EpochRow:
-    """The row in full after a look at the objects: one request for the record and one for their sizes."""
-    try:
-        record = epoch_directory.read_seen(row.epoch)
-        fresh = _with_attached(epoch_directory, _of_any(record, row.folder))
-        if isinstance(record, steps.OrbaxRecord):
-            steps.check(epoch_directory.store, row.folder, record)
-            return dataclasses.replace(fresh, checked=True)
-        nodes = list(_nodes(record, row.folder, epoch_directory, objects.sizes(epoch_directory, row.folder)))
-        return dataclasses.replace(_with_nodes(fresh, nodes), checked=True)
-    except (errors.EpochCheckpointError, OSError) as error:
-        if _says_nothing(epoch_directory, error):
-            raise
-        fields = {"state": _state(error), "detail": errors.say(error), "checked": True}
-        return dataclasses.replace(row, save_id=epoch_directory.seen_save_id(row.epoch) or row.save_id, **fields)
+def _in_full(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
+    """The row as its record tells it; damaged if the record cannot be used. That of a deleted epoch stays."""
+    found = read(epoch_directory, row.folder, row.epoch)
+    if not isinstance(found, EpochRow):
+        return row
+    return found if found.save_id else dataclasses.replace(row, state=found.state, detail=found.detail)
+
+
+def _is_same(row: EpochRow, fresh: EpochRow, nodes: tuple[NodeRow, ...]) -> bool:
+    """Whether a second look, by the cheapest means, has found the same epoch; `nodes` are those of the first look."""
+    if row.save_id and fresh.save_id:
+        return row.save_id == fresh.save_id
+    return not row.save_id and not fresh.save_id and row.committed_ns == fresh.committed_ns and nodes == fresh.nodes
 
 
 def _checked(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
+    """The row in full after one look at the files. In a bucket that takes two requests."""
+    folder = row.folder
     try:
-        if row.writer == "orbax":
-            steps.check(epoch_directory.store, row.folder, steps.read(epoch_directory.store, row.folder, row.epoch))
+        record = epoch_directory.look_in(folder, row.epoch)
+        if record is not None and (row.notes is None or row.save_id != record.save_id):  # it is brief, or of another
+            row = _with_attached(epoch_directory, _of_any(record, folder))
+        if isinstance(record, steps.OrbaxRecord):
+            steps.check(epoch_directory.store, folder, record)
             return dataclasses.replace(row, checked=True)
-        record = epoch_directory.read_in(row.folder, row.epoch)
-        found = epoch_directory.read_per_node(row.folder, row.epoch) if record is None else {"": record}
-        sizes = objects.sizes(epoch_directory, row.folder) if isinstance(epoch_directory, BucketDirectory) else None
-        each = (_nodes(one, paths.join(row.folder, name), epoch_directory, sizes) for name, one in found.items())
+        found = epoch_directory.read_per_node(folder, row.epoch) if record is None else {"": record}
+        sizes = epoch_directory.sizes(folder)
+        each = (_nodes(one, paths.join(folder, name), epoch_directory, sizes) for name, one in found.items())
         nodes = list(itertools.chain.from_iterable(each))
         return dataclasses.replace(_with_nodes(row, nodes or row.nodes), checked=True)
     except (errors.EpochCheckpointError, OSError) as error:
-        if _says_nothing(epoch_directory, error):
+        if epoch_directory.is_about_store(error):
             raise
         return dataclasses.replace(row, state=_state(error), detail=errors.say(error), checked=True)
 
@@ -485,14 +423,14 @@ def look(
         found = _Scan(epoch_directory, metric, mode).overview(
             limit, check, options.todelete_subdir if options else None
         )
-        return found if epoch_directory.names.only else tiers.with_tiers(epoch_directory, found, limit, _row_of, mirror)
+        if isinstance(epoch_directory, SingleEpochDirectory):
+            return found
+        return tiers.with_tiers(epoch_directory, found, limit, _row_of, mirror)
 
 
 def _row_of(epoch_directory: EpochDirectory, epoch: int) -> EpochRow | LeftoverRow | None:
     """The row of an epoch in a mirror."""
-    if in_bucket(epoch_directory):
-        return brief(epoch_directory, epoch, epoch_directory.entries()[epoch])
-    return read(epoch_directory, epoch_directory.folder(epoch), epoch)
+    return brief(epoch_directory, epoch_directory.folder(epoch), epoch)
 
 
 class _Scan:
@@ -507,13 +445,15 @@ class _Scan:
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
         epoch_directory = self._epoch_directory
-        only = self._epoch_directory.names.only
-        if in_bucket(epoch_directory):
-            found = self._read_head(epoch_directory, limit, todelete_subdir)
-        else:
-            # Attempts first: one that is committed meanwhile is then seen in its new place.
-            found = leftovers.Leftovers() if only else leftovers.find(epoch_directory, time.time_ns(), todelete_subdir)
-            found.others.extend(self._read_all(self._folders()))
+        # Attempts first: one that is committed meanwhile is then seen in its new place.
+        contents = epoch_directory.contents(todelete_subdir)
+        found = leftovers.rows_of(contents, epoch_directory.store.root, time.time_ns())
+        folders = self._folders()
+        found.others.extend(self._read_all(folders))
+        # What a brief look leaves out of metrics is read: for the rows shown, and to compare all epochs.
+        listed = folders if limit is None or self._metric is not None else sorted(folders)[-limit or len(folders) :]
+        lacking = epoch_directory.lacking_metrics()
+        self._update(functools.partial(_in_full, epoch_directory), [epoch for epoch in listed if epoch in lacking])
 
         # Which rows are shown: the newest, and those that are marked. A check may find that a marked epoch is damaged;
         # then another one is.
@@ -541,7 +481,7 @@ class _Scan:
         epochs.sort(key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.save_id))
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
         seen = Overview(
-            directory=place(epoch_directory),
+            directory=epoch_directory.place,
             epochs=tuple(epochs),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
@@ -560,61 +500,40 @@ class _Scan:
             self._problems[paths.METRICS_LOG] = errors.say(error)
             return {}
 
-    def _read_head(
-        self, epoch_directory: BucketDirectory, limit: int | None, todelete_subdir: str | None
-    ) -> leftovers.Leftovers:
-        """Makes the rows of an object store; returns the things beside the epochs."""
-        entries = epoch_directory.entries()
-        found = objects.leftovers_of(
-            epoch_directory, epoch_directory.head.seen() or Head(), time.time_ns(), todelete_subdir
-        )
-        self._rows = {epoch: brief(epoch_directory, epoch, entry) for epoch, entry in entries.items()}
-        # Metrics that are too large for the head are read from records: for the rows shown, and to compare all epochs.
-        listed = entries if limit is None or self._metric is not None else sorted(entries)[-limit or len(entries) :]
-        self._read_all({epoch: epoch_directory.folder(epoch) for epoch in listed if entries[epoch].large})
-        return found
-
     def _read_all(self, folders: Mapping[int, str]) -> list[LeftoverRow]:
-        """Reads the records of epochs into rows; returns what is none."""
+        """Makes the rows of epochs; returns what is none."""
         found = dict[int, EpochRow | LeftoverRow | None]()
         self._epoch_directory.store.each(
-            lambda e: found.__setitem__(e, read(self._epoch_directory, folders[e], e)), list(folders)
+            lambda e: found.__setitem__(e, brief(self._epoch_directory, folders[e], e)), list(folders)
         )
         self._rows |= {epoch: row for epoch, row in found.items() if isinstance(row, EpochRow)}
         return [row for row in found.values() if isinstance(row, LeftoverRow)]
 
     def _first(self, epochs: Collection[int]) -> list[int]:
         """The newest of some epochs, at least one, that together cost as much as a look may."""
-        bucket = in_bucket(self._epoch_directory)
         cost = 0
         chosen = list[int]()
-        entries = self._epoch_directory.entries() if in_bucket(self._epoch_directory) else {}
         for epoch in sorted(epochs, reverse=True):
             row = self._rows[epoch]
-            if bucket:
-                cost += 2 + 2 * (entries[epoch].nodes if epoch in entries else 0) // 1000
-            else:
-                cost += max(2 * len(row.nodes), 10 if row.writer == "orbax" else 1)
-            if cost > (CHECKED_REQUESTS if bucket else CHECKED_FILES) and chosen:
+            cost += self._epoch_directory.check_cost(epoch, len(row.nodes), stock=row.writer == "orbax")
+            if cost > self._epoch_directory.check_budget and chosen:
                 break
             chosen.append(epoch)
         return chosen
 
     def _folders(self) -> dict[int, str]:
-        entries = {entry.name: entry.is_folder for entry in self._epoch_directory.store.list("")}
         hidden: frozenset[int] = frozenset()
-        if paths.ROLLBACK_RECORD in entries:
-            try:
-                hidden = self._epoch_directory.hidden()
-                numbers = ", ".join(map(str, sorted(hidden)))
-                problem = f"a rollback is setting aside {numbers}; the next open finishes it" if hidden else ""
-            except (errors.EpochCheckpointError, ValueError, OSError) as error:
-                problem = f"{error}; no manager can open the directory as long as it is there"
-            if problem:
-                self._problems[paths.ROLLBACK_RECORD] = problem
-        found = folders_of(self._epoch_directory, entries, hidden)
+        try:
+            hidden = self._epoch_directory.hidden()
+            numbers = ", ".join(map(str, sorted(hidden)))
+            problem = f"a rollback is setting aside {numbers}; the next open finishes it" if hidden else ""
+        except (errors.EpochCheckpointError, ValueError, OSError) as error:
+            problem = f"{error}; no manager can open the directory as long as it is there"
+        if problem:
+            self._problems[paths.ROLLBACK_RECORD] = problem
+        found = self._epoch_directory.folders(hidden)
         if not found and not hidden:
-            hint = step_names.named_otherwise(self._epoch_directory.store, list(entries.items()))
+            hint = self._epoch_directory.named_otherwise()
             self._problems |= {"": hint} if hint else {}
         return found
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from epochckpt import _text
 from epochckpt.format import paths
-from epochckpt.inspection import leftovers
 from epochckpt.orbax import step_names, steps
+from epochckpt.storage import listing
 
 if TYPE_CHECKING:
     from epochckpt.storage import Store
@@ -65,7 +65,7 @@ def folder(store: Store, found: Mapping[str, bool]) -> str:
 def holds_epochs(store: Store, name: str) -> bool:
     """Whether a folder holds what looks like an epoch or a step."""
     try:
-        inner = [n for n, is_folder in leftovers.names(store, name) if is_folder]
+        inner = [n for n, is_folder in listing.names(store, name) if is_folder]
         if any(paths.parse_incarnation(n) or paths.parse_node_staging(n) for n in inner):
             return True
         below = [paths.join(name, n) for n in inner if _STEP_LIKE.search(n)][:_STEPS]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def host_of(epoch_directory: EpochDirectory) -> HostRecord | None:
     """What a directory on a disk of one host says of itself; None for others."""
-    return read_host_record(epoch_directory.store) if epoch_directory.store.atomic_folder_rename else None
+    return read_host_record(epoch_directory.store) if epoch_directory.is_of_host() else None
 
 
 def with_tiers(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from epochckpt._threads import Deadline
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.inspection import leftovers, objects, scan
+from epochckpt.inspection import leftovers, scan
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow, LeftoverRow
 
 if TYPE_CHECKING:
@@ -76,17 +76,10 @@ class Watcher:
         gone = [row for save_id, row in self._attempts.items() if save_id not in attempts]
         # Their epochs are read again, and so is the newest one if another attempt has its number by now.
         again = {row.epoch for row in gone}
-        known = (
-            self._epochs.values()
-            if scan.in_bucket(self._epoch_directory)
-            else filter(None, [self._epochs.get(self.last)])
-        )
-        again |= {
-            row.epoch for row in known if self._epoch_directory.seen_save_id(row.epoch) not in (None, row.save_id)
-        }
+        again |= self._epoch_directory.replaced({epoch: row.save_id for epoch, row in self._epochs.items()})
         events = []
         before = self.newest
-        found = self._folders()
+        found = self._epoch_directory.folders(self._epoch_directory.hidden())
         for epoch in sorted(self._epochs.keys() - found.keys()):
             events.append(Event(DELETED, now, self._epochs.pop(epoch)))
         for epoch, folder in sorted(found.items()):
@@ -116,25 +109,12 @@ class Watcher:
 
     def _under_way(self, now_ns: int) -> list[EpochRow]:
         """The attempts that lie there, dead ones too; the head of an object store is read first."""
-        if not scan.in_bucket(self._epoch_directory):
-            return leftovers.find(self._epoch_directory, now_ns).attempts
-        head = self._epoch_directory.head.read()
-        if head is None:
-            self._epoch_directory.scan()  # raises where there are epochs without a head
-            return []
-        return objects.attempts(self._epoch_directory, head, now_ns)
-
-    def _folders(self) -> dict[int, str]:
-        """The folder of each epoch; in an object store as the head told it."""
-        if scan.in_bucket(self._epoch_directory):
-            return {epoch: self._epoch_directory.folder(epoch) for epoch in self._epoch_directory.entries()}
-        entries = dict(leftovers.names(self._epoch_directory.store, ""))
-        return scan.folders_of(self._epoch_directory, entries, self._epoch_directory.hidden())
+        return [leftovers.attempt_row(save, now_ns) for save in self._epoch_directory.contents().saves()]
 
     def _read(self, epoch: int, folder: str, found: Collection[int]) -> EpochRow | LeftoverRow | None:
         """The row of an epoch; in an object store the head's words, if many newer ones are there."""
-        if scan.in_bucket(self._epoch_directory) and sum(other > epoch for other in found) >= _IN_FULL:
-            return scan.brief(self._epoch_directory, epoch, self._epoch_directory.entries()[epoch])
+        if sum(other > epoch for other in found) >= _IN_FULL:
+            return scan.brief(self._epoch_directory, folder, epoch, sure=True)
         return scan.read(self._epoch_directory, folder, epoch, sure=True)
 
 

@@ -65,7 +65,7 @@ def check_both_changeable(epoch_directory: EpochDirectory, mirror: str | None, t
 
 
 def _check_whole(epoch_directory: EpochDirectory, verb: str) -> None:
-    host = read_host_record(epoch_directory.store) if epoch_directory.store.atomic_folder_rename else None
+    host = read_host_record(epoch_directory.store) if epoch_directory.is_of_host() else None
     if host is not None:
         raise InvalidArgumentError(
             f"{epoch_directory.store.root} is on a disk of one host (of node {host.node}), and has only that host's "
@@ -135,7 +135,7 @@ class DirectoryCopy:
         self.problems, self.present = dict[int, str](), list[int]()
         self._readers = Readers(source, _threads.Pool(_THREADS), mirror=mirror)
         self.destination = self._target.store.root
-        self.exists = not self._target.store.atomic_folder_rename or os.path.lexists(self.destination)
+        self.exists = self._target.exists()
         if self.exists:
             check_changeable(self._target, take_over)
         self._epochs = list[int]()

@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping
 
 import orbax.checkpoint as ocp
 
 from epochckpt.directory import EpochDirectory, directory_of, rebuild
-from epochckpt.directory.bucket import BucketDirectory, BucketSweep
-from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.errors import UnsupportedError
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames, linked_view, object_view
 from epochckpt.storage import open_store
@@ -60,8 +60,7 @@ def repair(epoch_directory: EpochDirectory, epoch: int) -> list[str]:
         problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
         raise UnsupportedError(f"{store.root}/{folder}: {problem}")
     if record.objects:
-        if isinstance(epoch_directory, BucketDirectory):
-            BucketSweep(epoch_directory).finish_step(folder)  # of a step of stock Orbax that the epoch has replaced
+        epoch_directory.contents().remover(time.time).finish_replaced_step(folder)
         return object_view.repair(store, folder, record, lambda: epoch_directory.read_save_id(epoch) == record.save_id)
     return linked_view.repair(store, folder, record)
 
@@ -103,13 +102,9 @@ def repair_head(
         AccessError: no permission to list, read or write there.
     """
     epoch_directory = directory_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
-    if not isinstance(epoch_directory, BucketDirectory):
-        raise InvalidArgumentError(
-            f"{epoch_directory.store.root} is on a file system, where folders alone say which epochs there are: there "
-            "is nothing to repair. `epochckpt verify --repair-view` repairs what stock Orbax reads"
-        )
-    found = rebuild.look(epoch_directory)
+    bucket = rebuild.with_head(epoch_directory)
+    found = rebuild.look(bucket)
     if write and (found.problem or found.epochs or found.aside):
-        rebuild.write(epoch_directory, found)
+        rebuild.write(bucket, found)
     numbers = sorted(epoch_directory.names.parse(folder) or 0 for folder in found.epochs)
     return HeadRepair(found.problem, tuple(numbers), tuple(sorted(found.aside)), found.left_out)

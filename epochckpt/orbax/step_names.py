@@ -53,8 +53,6 @@ class StepNames:
     its `find_all`, on a local folder of that name, so that the answer is the same for a directory in a bucket.
     """
 
-    only = ""  # the one folder that is looked at, whatever else lies beside it; empty: all are
-
     def __init__(self, name_format: Any):
         self._format = name_format
         self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)

@@ -17,11 +17,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory.bucket import BucketSweep, BucketWriter
+from epochckpt.directory import posix_contents
+from epochckpt.directory.bucket import BucketWriter
+from epochckpt.directory.bucket_sweep import BucketSweep
+from epochckpt.directory.contents import REMOVAL_PREFIX, DiskUsage
 from epochckpt.directory.epoch_directory import Rollback
 from epochckpt.directory.posix import PosixStaging, PosixWriter
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
-from epochckpt.inspection import gc, leftovers, scan
+from epochckpt.inspection import gc, scan
 from epochckpt.inspection.rows import LeftoverRow
 from epochckpt.storage import PosixStore, Store, open_store
 from tests.support.killed import KilledJob
@@ -268,22 +271,22 @@ def test_what_a_killed_job_left_is_removed(tmp_path: pathlib.Path, kind: str, co
 
 def aged(monkeypatch: pytest.MonkeyPatch, is_old: Callable[[str], bool]) -> None:
     """Lets what was left by a dead job look a week old: the time of the last change of an inode cannot be set."""
-    extent = leftovers.extent
+    extent = posix_contents.extent
 
-    def older(store: Store, path: str) -> leftovers.DiskUsage | None:
+    def older(store: Store, path: str) -> DiskUsage | None:
         found = extent(store, path)
         if found is not None and is_old(path):
             found.newest_ns, found.moved_ns = 1, 1
         return found
 
-    monkeypatch.setattr(leftovers, "extent", older)
+    monkeypatch.setattr(posix_contents, "extent", older)
 
 
 def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gc over and over beside saves, replacements and deletions: what is dead goes, every save commits."""
     directory = tmp_path / "run"
     dead = re.compile(r"[/-]\d+-77\d+\Z")
-    aged(monkeypatch, lambda path: dead.search(path) is not None or path.startswith(leftovers.GC_PREFIX))
+    aged(monkeypatch, lambda path: dead.search(path) is not None or path.startswith(REMOVAL_PREFIX))
     failures: list[BaseException] = []
     removed: list[str] = []
     done = threading.Event()

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 import epochckpt as ec
 from epochckpt.arrays import planner
 from epochckpt.caffe2.epochs import NodeEpochs
+from epochckpt.directory import epoch_directory
 from epochckpt.directory.epoch_directory import Rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
 from epochckpt.format import checksums, parsing
@@ -266,7 +267,7 @@ def test_unchecked_rows_say_so(run: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     cut(run / "1" / "a" / "default.safetensors")
     found = by_epoch(scan.look(run, check=False))
     assert [row.checked for row in found.values()] == [False] * 4
-    monkeypatch.setattr(scan, "CHECKED_FILES", 8)
+    monkeypatch.setattr(epoch_directory, "CHECKED_FILES", 8)
     found = by_epoch(scan.look(run))
     assert {epoch: row.checked for epoch, row in found.items()} == {1: False, 2: False, 3: True, 4: True}
     assert found[1].state == "committed"

@@ -15,7 +15,7 @@ import epochckpt as ec
 from epochckpt import _threads, errors
 from epochckpt.cli import main
 from epochckpt.directory import directory_of
-from epochckpt.directory.bucket import BucketDirectory, BucketSweep, BucketWriter
+from epochckpt.directory.bucket import BucketDirectory, BucketWriter
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
@@ -226,7 +226,7 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     cloud.proxy.decide = lambda request: (
         None if request.target in seen else seen.add(request.target) or Fault(lost=True)
     )
-    BucketSweep(newer).remove_dead(newer.head.read().dead)  # type: ignore[union-attr]
+    newer.sweep().remove_dead(newer.head.read().dead)  # type: ignore[union-attr]
     cloud.proxy.decide = lambda request: None
     assert not [path for path in tree_of(store) if "-9/" in path]
     writer.stage(3, f"{writer.incarnation}-3-0")
@@ -252,7 +252,9 @@ def test_what_comes_late_to_an_epoch_that_is_gone_is_in_nobodys_way(url: str) ->
         assert manager.all_steps() == [1, 4]
         manager.claim()
         assert not manager.foreign_folders()
-        BucketSweep(manager.parts.directory.epoch_directory).remove_dead({save_id: "3"})  # type: ignore[arg-type]  # the claim does behind
+        directory = manager.parts.directory.epoch_directory
+        assert isinstance(directory, BucketDirectory)
+        directory.sweep().remove_dead({save_id: "3"})  # the claim does it in the background
         assert not store.exists("2")
         assert not store.exists("3")
         save(manager, 2, 3)
