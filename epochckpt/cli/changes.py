@@ -15,7 +15,7 @@ from epochckpt import _progress, _units
 from epochckpt.cli.commands import epoch_of, only_cpu, opened, options_of
 from epochckpt.cli.output import FOUND, OK, Output
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.inspection import scan
+from epochckpt.inspection import epoch_rows, opening
 from epochckpt.inspection.blocks import Block, Column, Span, Summary, TextLine, Tone, problems, table
 from epochckpt.inspection.directory_views import noun, several
 from epochckpt.inspection.rows import DAMAGED, MIRROR, EpochRow
@@ -179,7 +179,7 @@ def import_(args: argparse.Namespace, output: Output) -> int:
     plan = plan_import(
         args.source, args.directory, epoch, **arguments, rename=dict(args.rename) or None, options=options
     )
-    unit = args.unit or ("epoch" if epoch_directory is None else scan.unit_of(epoch_directory))
+    unit = args.unit or ("epoch" if epoch_directory is None else epoch_rows.unit_of(epoch_directory))
     if args.yes:
         plan.write(take_over=args.take_over)
     named = {name: getattr(plan, name) for name in ("source", "directory", "epoch", "item", "leaves", "nbytes")}
@@ -210,7 +210,9 @@ def import_(args: argparse.Namespace, output: Output) -> int:
 
 def _directory(args: argparse.Namespace) -> Inspection:
     """The directory of a command, if it may be changed."""
-    epoch_directory = scan.open_commits(args.directory, options_of(args))  # which refuses the folder of a single epoch
+    epoch_directory = opening.open_directory(
+        args.directory, options_of(args)
+    )  # which refuses the folder of a single epoch
     from epochckpt.manager.changes import check_both_changeable
 
     check_both_changeable(epoch_directory, args.mirror, args.take_over)
@@ -231,13 +233,13 @@ def _destination(args: argparse.Namespace, directory: str) -> EpochDirectory | N
     """
     store = open_store(directory)
     try:
-        with scan.access(store):
+        with opening.access(store):
             empty = not store.list("")
     except FileNotFoundError:
         return None
     except NotADirectoryError:
         empty = False
-    return None if empty else scan.open_commits(directory, options_of(args))
+    return None if empty else opening.open_directory(directory, options_of(args))
 
 
 def _check_mirror(run: Inspection, output: Output) -> None:

@@ -16,7 +16,7 @@ from epochckpt._metrics import flat
 from epochckpt.cli.commands import options_of
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
 from epochckpt.directory import directory_of
-from epochckpt.inspection import rows, scan, signs
+from epochckpt.inspection import epoch_rows, opening, rows, scan, signs
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Span, Tone, Words
 from epochckpt.inspection.text import TextTable
@@ -41,13 +41,13 @@ def watch(args: argparse.Namespace, output: Output) -> int:
     if args.wait:
         epoch_directory = directory_of(open_store(args.directory), StepNames.of(options))
     else:
-        epoch_directory = scan.open_commits(args.directory, options)
+        epoch_directory = opening.open_directory(args.directory, options)
     on_terminal = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
     live = Live(console=output.out, auto_refresh=False, transient=True)
     show = _drawn(live) if on_terminal else _lines(output)
     newest = -1
     damaged = False
-    unit = scan.unit_of(epoch_directory)
+    unit = epoch_rows.unit_of(epoch_directory)
     limits = {"until": args.until, "timeout_secs": args.timeout, "interval_secs": args.interval}
     with live if on_terminal else contextlib.nullcontext():
         for event in watching.watch(epoch_directory, **limits, history=_HISTORY):

@@ -16,7 +16,7 @@ from epochckpt import _text
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import goodput, scan, usage, whole_run
+from epochckpt.inspection import epoch_rows, goodput, opening, scan, usage, whole_run
 from epochckpt.inspection.epoch import DiffView, EpochInspection, GoodputView, MetricsView, NamedContents, UsageView
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, NEWER, EpochRow, Overview, RunMetrics
 from epochckpt.inspection.select import narrowed
@@ -110,7 +110,7 @@ class Inspection(NamedContents):
         self._unit = unit
         self._asked = () if metric is None or isinstance(metric, str) else tuple(metric)
         self.metric = metric if metric is None or isinstance(metric, str) else next(iter(self._asked), None)
-        self.epoch_directory = scan.open_commits(directory, options, single=True)
+        self.epoch_directory = opening.open_directory(directory, options, single=True)
 
     @property
     def directory(self) -> str:
@@ -128,7 +128,7 @@ class Inspection(NamedContents):
     @property
     def unit(self) -> str:
         """What views call a number, `epoch` or `step`: see `inspect`."""
-        return self._unit or scan.unit_of(self.epoch_directory)
+        return self._unit or epoch_rows.unit_of(self.epoch_directory)
 
     def overview(self, limit: int | None = 100, *, check: bool = True) -> Overview:
         """The rows of the directory.
@@ -141,7 +141,7 @@ class Inspection(NamedContents):
         return self._look(limit, check)
 
     def _look(self, limit: int | None, check: bool) -> Overview:
-        with scan.access(self.epoch_directory.store):
+        with opening.access(self.epoch_directory.store):
             known = self.epoch_directory if self.epoch_directory.refresh() else None
         found = scan.look(
             self._given,
@@ -219,11 +219,11 @@ class Inspection(NamedContents):
         if isinstance(epoch, int) and not isinstance(epoch, bool) and -paths.MAX_EPOCH <= epoch < 0:
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
-        if scan.find(self.epoch_directory, number) is not None:
+        if epoch_rows.find(self.epoch_directory, number) is not None:
             return self._at(self.epoch_directory, number)
         with contextlib.suppress(EpochCheckpointError, OSError):  # the mirror does not answer
             mirror = self.viewed_mirror()
-            if mirror is not None and number in mirror.readable() and scan.find(mirror.there, number) is not None:
+            if mirror is not None and number in mirror.readable() and epoch_rows.find(mirror.there, number) is not None:
                 return self._at(mirror.there, number)
         rows = self.overview(None, check=False).epochs
         known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED, NEWER)]

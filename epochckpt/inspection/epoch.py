@@ -22,7 +22,7 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.format import paths
-from epochckpt.inspection import plain, scan, stats
+from epochckpt.inspection import epoch_rows, plain, stats
 from epochckpt.inspection.rows import (
     DAMAGED,
     NEWER,
@@ -223,16 +223,16 @@ class EpochInspection(NamedContents):
         Raises:
             EpochDeletedError: the epoch is not there any more.
         """
-        row = scan.checked(self._epoch_directory, self.plain_row())
+        row = epoch_rows.checked(self._epoch_directory, self.plain_row())
         latest, best = self._latest_and_best()
         return dataclasses.replace(row, latest=row.state != DAMAGED and row.epoch == latest, best=row.epoch == best)
 
     def plain_row(self) -> EpochRow:
         """The row without a look at the files or at other epochs; raises EpochDeletedError if the epoch is gone."""
-        row = scan.find(self._epoch_directory, self.epoch)
+        row = epoch_rows.find(self._epoch_directory, self.epoch)
         if row is None:
             raise self._gone()
-        unit = self._unit or (scan.unit_of(self._epoch_directory) if row.state == DAMAGED else row.unit)
+        unit = self._unit or (epoch_rows.unit_of(self._epoch_directory) if row.state == DAMAGED else row.unit)
         return dataclasses.replace(row, unit=unit)
 
     def _gone(self) -> EpochDeletedError:

@@ -19,7 +19,7 @@ from epochckpt import _threads, _units
 from epochckpt.directory import EpochDirectory
 from epochckpt.directory.contents import KEPT, NOT_OURS, Contents, Kind, Leftover, UnfinishedSave
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
-from epochckpt.inspection import leftovers, scan
+from epochckpt.inspection import leftovers, opening
 from epochckpt.inspection.rows import ATTEMPT, LeftoverRow
 from epochckpt.options import StorageOptions
 
@@ -68,13 +68,13 @@ def collect(
             f"older_than_secs={older_than_secs!r}: a save may be silent for {bound:g} s "
             "(StorageOptions.save_timeout_secs), and must not be taken for dead; expected more than that"
         )
-    epoch_directory = scan.open_commits(directory, options)
+    epoch_directory = opening.open_directory(directory, options)
     contents = epoch_directory.contents(options.todelete_subdir if options else None)
     search = _GarbageSearch(epoch_directory, older_than_secs, epochs_too)
     remover = contents.remover(clock)
     rows = list[LeftoverRow]()
     kept = dict[str, str]()
-    with scan.access(epoch_directory.store):
+    with opening.access(epoch_directory.store):
         found = search.look(contents, remover.now_ns())
     try:
         for each in found:

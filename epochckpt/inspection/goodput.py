@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from epochckpt.errors import EpochCheckpointError
-from epochckpt.inspection import scan
+from epochckpt.inspection import opening
 from epochckpt.inspection.rows import Goodput, RunGoodput
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def measure(epoch_directory: EpochDirectory) -> Goodput:
     """The ledger of a directory; reads the records of a few epochs, and no arrays."""
-    with scan.access(epoch_directory.store):
+    with opening.access(epoch_directory.store):
         problems: dict[str, str] = {}
         for epoch in sorted(epoch_directory.list_epochs(), reverse=True):
             try:

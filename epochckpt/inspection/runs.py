@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from epochckpt import _text, errors
 from epochckpt._metrics import numbers
 from epochckpt.directory import owners
-from epochckpt.inspection import configs, scan, suggest
+from epochckpt.inspection import configs, opening, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import NamedContents
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, DirectoryRow, Overview, RunsOverview
@@ -120,7 +120,7 @@ class Runs(NamedContents):
             asked = {"metric": self._metric, "mode": self._mode, "limit": _NEWEST, "options": self._options}
             try:
                 address = self._store.address_of(name)
-                epoch_directory = scan.open_commits(address, self._options, single=True)
+                epoch_directory = opening.open_directory(address, self._options, single=True)
                 seen = scan.look(address, check=False, known=epoch_directory, **asked)
                 found[name] = _row(name, seen, _owners(epoch_directory), _config(epoch_directory, seen))
             except (errors.EpochCheckpointError, OSError) as error:
@@ -157,7 +157,7 @@ class Runs(NamedContents):
         return self._search().names
 
     def _search(self) -> _FolderSearch:
-        with scan.access(self._store):
+        with opening.access(self._store):
             return _searched(self._store)
 
     def _rows(self) -> RunsOverview:

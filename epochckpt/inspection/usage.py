@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from epochckpt.directory.contents import Kind
-from epochckpt.inspection import leftovers, rows, scan, tiers
+from epochckpt.inspection import leftovers, opening, rows, tiers
 from epochckpt.inspection.rows import Usage, UsageRow
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def measure(epoch_directory: EpochDirectory, todelete_subdir: str | None = None)
     A file with several names counts once, where it is met first; a symlink counts as a file without bytes, and is not
     followed.
     """
-    with scan.access(epoch_directory.store):
+    with opening.access(epoch_directory.store):
         everything = epoch_directory.contents(todelete_subdir).all_files()
         now_ns = time.time_ns()
         found = [_row(group, now_ns) for group in everything.groups]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from epochckpt._threads import Deadline
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.inspection import leftovers, scan
+from epochckpt.inspection import epoch_rows, leftovers
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow, LeftoverRow
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Watcher:
                 continue
             row = self._read(epoch, folder, found)
             if isinstance(row, EpochRow) and (known is None or (row.save_id and known.save_id != row.save_id)):
-                row = self._epochs[epoch] = scan.with_size(self._epoch_directory, row)
+                row = self._epochs[epoch] = epoch_rows.with_size(self._epoch_directory, row)
                 events.append(Event(SAVED, now, row, before))
         committed = {row.save_id for row in self._epochs.values()}
         before = self.newest
@@ -114,8 +114,8 @@ class Watcher:
     def _read(self, epoch: int, folder: str, found: Collection[int]) -> EpochRow | LeftoverRow | None:
         """The row of an epoch; in an object store the head's words, if many newer ones are there."""
         if sum(other > epoch for other in found) >= _IN_FULL:
-            return scan.brief(self._epoch_directory, folder, epoch, sure=True)
-        return scan.read(self._epoch_directory, folder, epoch, sure=True)
+            return epoch_rows.brief(self._epoch_directory, folder, epoch, sure=True)
+        return epoch_rows.read(self._epoch_directory, folder, epoch, sure=True)
 
 
 def watch(

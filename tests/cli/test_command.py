@@ -26,7 +26,7 @@ import epochckpt as ec
 from epochckpt import _progress
 from epochckpt.cli import arguments, main
 from epochckpt.errors import AccessError, StorageError
-from epochckpt.inspection import plain, scan
+from epochckpt.inspection import opening, plain, scan
 from epochckpt.inspection.epoch import EpochInspection
 from tests.support.processes import ROOT
 
@@ -361,9 +361,9 @@ def test_watch_says_by_its_code_that_an_epoch_is_damaged(run_cli: Any, tmp_path:
 def test_watch_looks_once_for_each_event(run_cli: Any, saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To tell whether its epoch is the best so far."""
     opened: list[Any] = []
-    open_commits = scan.open_commits
+    open_directory = opening.open_directory
     monkeypatch.setattr(
-        scan, "open_commits", lambda *given, **more: opened.append(given) or open_commits(*given, **more)
+        scan, "open_directory", lambda *given, **more: opened.append(given) or open_directory(*given, **more)
     )
     said = run_cli("watch", saved, "--until", 3, "--metric", "loss")
     assert (said.code, said.out.count("best"), len(opened)) == (0, 1, 1 + 3)

@@ -23,7 +23,7 @@ from orbax.checkpoint.args import Composite, JsonSave, StandardSave
 import epochckpt as ec
 from epochckpt.args import NodeSave
 from epochckpt.errors import EpochDeletedError, InvalidArgumentError
-from epochckpt.inspection import describe, leaf_views, scan, select
+from epochckpt.inspection import describe, leaf_views, opening, scan, select
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import html as html_views
 from epochckpt.inspection import text as text_views
@@ -101,7 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def side(directory: pathlib.Path, epoch: int) -> diffing.Side:
-    epoch_directory = scan.open_commits(directory)
+    epoch_directory = opening.open_directory(directory)
     (row,) = [row for row in scan.look(directory).epochs if row.epoch == epoch]
     return describe.describe(epoch_directory, row), open_reader(epoch_directory, epoch)
 

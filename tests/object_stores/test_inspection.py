@@ -27,7 +27,7 @@ from epochckpt.directory.head_changes import BeginSave, Incarnation, TakeIn
 from epochckpt.directory.head_record import Head, HeadEpoch, parse
 from epochckpt.errors import AccessError, FormatError, NotACheckpointDirectoryError, StorageError
 from epochckpt.format import checksums, paths
-from epochckpt.inspection import gc, scan, text, views
+from epochckpt.inspection import epoch_rows, gc, scan, text, views
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
 from epochckpt.inspection.watch import DELETED, FAILED, SAVED, SAVING, Watcher
 from epochckpt.orbax import StepNames, step_files
@@ -140,8 +140,10 @@ def test_a_row_says_the_same_whether_its_record_was_read_or_not(long_run: str, m
     monkeypatch.setattr(time, "time_ns", lambda: now)  # ages
     found = epoch_directory(long_run)
     assert len(found.entries()) == 500
-    briefly = [row for epoch in range(492, 500) if isinstance(row := scan.brief(found, str(epoch), epoch), EpochRow)]
-    full = [scan.read(found, str(epoch), epoch) for epoch in range(492, 500)]
+    briefly = [
+        row for epoch in range(492, 500) if isinstance(row := epoch_rows.brief(found, str(epoch), epoch), EpochRow)
+    ]
+    full = [epoch_rows.read(found, str(epoch), epoch) for epoch in range(492, 500)]
     assert all(isinstance(row, EpochRow) for row in full)
 
     def shown(rows: list[Any]) -> str:
