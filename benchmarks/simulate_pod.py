@@ -182,8 +182,8 @@ class Pod:
 
     def write_crowd(self, manager: ec.CheckpointManager) -> None:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
-        (save,) = manager.parts.saves.queue.pending()
-        item, staging = save.snapshot.items["default"].arrays, manager.parts.saves.queue._part.staging(save)
+        (save,) = manager.components.saves.queue.pending()
+        item, staging = save.snapshot.items["default"].arrays, manager.components.saves.queue._side.staging(save)
         report, again = save.reports[1], len(self.reports) == len(self.crowd)
         bases = view.bases(save.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:
@@ -202,7 +202,7 @@ class Pod:
                 part = Snapshot([SavedTree(plan, node, buffers)], digest=save.snapshot.digest)
                 report = write_nodes(
                     staging=staging,
-                    nodes=dataclasses.replace(manager.parts.saves.nodes, process=node),
+                    nodes=dataclasses.replace(manager.components.saves.nodes, process=node),
                     save=Save(save.request, part, save.deadline),
                     options=ec.StorageOptions(),
                     pool=_threads.Pool(1),
@@ -224,7 +224,7 @@ class Pod:
         if self.nodes > 1:
             key = self.reported.get()
             for other in (0, self.nodes - 1):
-                for save in managers[other].parts.saves.queue.pending():
+                for save in managers[other].components.saves.queue.pending():
                     save.written.wait()
             self.write_crowd(managers[1])
             for node, report in zip(self.crowd, self.reports, strict=True):

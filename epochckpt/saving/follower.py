@@ -1,4 +1,4 @@
-"""The part in a save of every process but the primary: it reports what it has written, and awaits the verdict."""
+"""The side of a save that every process but the primary has: it reports what it has written, and awaits the verdict."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.format import Nodes
 from epochckpt.saving import in_flight
 from epochckpt.saving.auto_interval import SaveCost
-from epochckpt.saving.part import Part, SaveContext
+from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
 
 _KEPT_UNHEARD = 192  # uncertain saves whose verdict may come late
 
 
-class Follower(Part):
-    """The part of a process that does not decide.
+class Follower(ProcessSide):
+    """The side of a process that does not decide.
 
     For each save, in order:
 

@@ -1,4 +1,4 @@
-"""The primary's part in a save: it claims, collects the reports of all processes, commits, and says so."""
+"""The primary's side of a save: it claims, collects the reports of all processes, commits, and says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from epochckpt.format import EpochRecord, Nodes
 from epochckpt.orbax import events
 from epochckpt.saving import retention
 from epochckpt.saving.auto_interval import SaveCost
-from epochckpt.saving.part import Part, SaveContext
+from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
 
@@ -26,8 +26,8 @@ _KEPT_REPORTS = 2  # saves whose reports the coordination service keeps
 _KEPT_KEYS = 192  # its other keys, which are small, are kept longer, for a process that was away
 
 
-class Primary(Part):
-    """The part of the process that decides.
+class Primary(ProcessSide):
+    """The side of the process that decides.
 
     For each save, in order:
 

@@ -1,4 +1,4 @@
-"""One save on one process: the request, the process's part of the data, and the phase.
+"""One save on one process: the request, the process's share of the data, and the phase.
 
 `CheckpointManager.save` makes a `SaveRequest` and a `Save` on the training thread, and hands the save to the
 `SaveQueue`. `Phase` has a picture of what happens then, and says who makes each move.
@@ -208,7 +208,7 @@ class Save:
 
     @contextlib.contextmanager
     def shown(self, tally: Tally) -> Generator[None]:
-        """Shows how much of its part this process has written, while it is waited for; `tally` is that of its store."""
+        """Shows how much of its share this process has written, while it is awaited; `tally` is that of its store."""
 
         def written() -> float:
             if self.written.done():
