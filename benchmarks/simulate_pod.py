@@ -45,7 +45,8 @@ from epochckpt.agreement import coordination
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import EpochReader, Request
 from epochckpt.arrays.snapshot import Buffer, SavedTree, Snapshot
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.epoch_summary import EpochSummary
+from epochckpt.directory.head_record import Head
 from epochckpt.format import EpochRecord, parsing
 from epochckpt.format.grid import box_shape, cell_box
 from epochckpt.orbax import linked_view, view
@@ -274,7 +275,7 @@ def measure(nodes: int, directory: str, client: Any) -> dict[str, Any]:
     row |= {"busy ms": busy["commit"] * 1e3, "stall ms": busy["stall"] * 1e3, "parse ms": min(parse) * 1e3}
     row |= {"opening ms": opening_secs * 1e3, "opening's messages": asked}
     row |= {"a save's": last.count("/3-0"), "the primary's": primary.count("/3-0"), "record": len(data)}
-    row |= {"head": len(Head(epochs={"0": HeadEpoch.of(record)}).to_bytes())}
+    row |= {"head": len(Head(epochs={"0": EpochSummary.of(record).for_head()}).to_bytes())}
     row |= {"view": None if record.orbax_unsupported else view_bytes, "files on the same mesh": same}
     return row | {"on half the nodes": half, "all nodes' bytes": nodes * (len(data) + same[1])}
 

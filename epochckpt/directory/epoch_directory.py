@@ -38,13 +38,13 @@ from absl import logging
 
 from epochckpt import errors
 from epochckpt.directory import metrics_log
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.format import EpochRecord, codec, parsing, paths
 from epochckpt.format.codec import stored
 from epochckpt.orbax import StepNames, steps
 
 if TYPE_CHECKING:
-    from epochckpt.directory.head_record import HeadEpoch
     from epochckpt.storage import Store
 
 
@@ -189,9 +189,9 @@ class EpochDirectory(abc.ABC):
         """Has the next look at an epoch read its record from storage, where it may be remembered."""
         return
 
-    def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
-        """The attempt, time and metrics of an epoch, in the fewest requests."""
-        return self.read_head(epoch)
+    def read_summary(self, epoch: int) -> EpochSummary:
+        """The summary of an epoch, with all its metrics, in the fewest requests."""
+        return EpochSummary.of(self.read_head(epoch))
 
     def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]] | None:
         """The attempts and attached metrics, by source, of epochs that have such; None where each is a file.

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from epochckpt import _units
 from epochckpt.directory import attached_metrics
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.epoch_summary import EpochSummary
+from epochckpt.directory.head_record import Head
 from epochckpt.errors import AccessError, EpochCheckpointError
 from epochckpt.format import parsing, paths
 from epochckpt.inspection import rows
@@ -157,7 +158,7 @@ def is_stray(head: Head, folder: str, save_id: str, *, copied: bool) -> bool:
     return head.knows(save_id) and (folder in head.epochs or not copied)
 
 
-def _listed_in(epoch_directory: BucketDirectory, head: Head) -> dict[str, HeadEpoch]:
+def _listed_in(epoch_directory: BucketDirectory, head: Head) -> dict[str, EpochSummary]:
     """What counts as an epoch, by folder; steps of stock Orbax also where there is no head."""
     return {
         **{epoch_directory.folder(epoch): entry for epoch, entry in epoch_directory.entries().items()},

@@ -17,7 +17,8 @@ from epochckpt import _metrics, _text, errors
 from epochckpt._lazy import ocp
 from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
 from epochckpt.directory.bucket import BucketDirectory
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.epoch_summary import EpochSummary
+from epochckpt.directory.head_record import Head
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.inspection import leftovers, objects, suggest, tiers, whole_run
 from epochckpt.inspection.rows import (
@@ -202,7 +203,7 @@ def _says_nothing(epoch_directory: EpochDirectory, error: Exception) -> bool:
     return is_bucket and isinstance(error, errors.StorageError | errors.AccessError)
 
 
-def brief(epoch_directory: BucketDirectory, epoch: int, entry: HeadEpoch) -> EpochRow:
+def brief(epoch_directory: BucketDirectory, epoch: int, entry: EpochSummary) -> EpochRow:
     """The row of an epoch in an object store, as the head tells it; `read` and `checked` have the rest."""
     metrics = entry.metrics if isinstance(entry.metrics, Mapping) else {"metrics": entry.metrics}
     row = EpochRow(

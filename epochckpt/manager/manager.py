@@ -173,7 +173,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             is_partial=lambda: opened.job_directory.is_partial,
         )
         history = History(
-            load=readers.brief,
+            load=readers.summary,
             alone=coordinator.processes == 1,
             mirror=self._mirror,
             held=ledger.undecided,
@@ -627,7 +627,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def save_id(self, epoch: int) -> str:
         """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew."""
-        return self.components.readers.brief(epoch_number(epoch)).save_id
+        return self.components.readers.summary(epoch_number(epoch)).save_id
 
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads no arrays.

@@ -104,7 +104,7 @@ class Follower(ProcessSide):
         if not self._claim.known:  # nothing has been written
             raise errors.SaveError(save.epoch, f"the primary did not claim the directory: {silence}")
         if self._directory.tells_commits and self._is_there(save):
-            epoch, read = save.epoch, self._epoch_directory.read_brief
+            epoch, read = save.epoch, self._epoch_directory.read_summary
             cost = _threads.logged("its cost is not known", lambda: SaveCost.of(epoch, read(epoch)))
             return Committed(save.epoch, save.request.metrics, time.time_ns(), cost=cost)
         self._unheard.append(save)

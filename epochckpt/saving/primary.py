@@ -12,6 +12,7 @@ from absl import logging
 from epochckpt import _monitoring, _threads, errors
 from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.agreement.coordination import RecentKeys
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.format import EpochRecord, Nodes
 from epochckpt.orbax import events
 from epochckpt.saving import retention
@@ -178,7 +179,7 @@ class Primary(ProcessSide):
             metrics=save.request.metrics,
             committed_ns=record.committed_ns,
             save_id=record.save_id,
-            cost=SaveCost.of(save.epoch, record),
+            cost=SaveCost.of(save.epoch, EpochSummary.of(record)),
         )
 
     def _record(self, save: Save) -> EpochRecord:
