@@ -27,6 +27,14 @@ _KEPT_REPORTS = 2  # saves whose reports the coordination service keeps
 _KEPT_KEYS = 192  # its other keys, which are small, are kept longer, for a process that was away
 
 
+@dataclasses.dataclass(frozen=True)
+class _Collecting:
+    """The primary waits for the reports of a save."""
+
+    save: str  # its name
+    since: float  # monotonic
+
+
 class Primary(ProcessSide):
     """The side of the process that decides.
 
@@ -48,6 +56,7 @@ class Primary(ProcessSide):
         self._claim_is_known = self._coordinator.processes == 1
         self._report_keys = RecentKeys(_KEPT_REPORTS)
         self._keys = RecentKeys(_KEPT_KEYS)
+        self._collecting: _Collecting | None = None  # set by the commit lane, read by the write lane
 
     # -- 1 and 2 -------------------------------------------------------------------------------------------------
 
@@ -68,7 +77,8 @@ class Primary(ProcessSide):
         """Waits while too many saves are undecided because nodes are slow or behind."""
         while len(waiting := [each for each in self._in_flight.all() if each.written.done()]) > _MAX_UNDECIDED:
             oldest = waiting[0]
-            since = oldest.missing_since
+            collecting = self._collecting
+            since = collecting.since if collecting is not None and collecting.save == oldest.name else None
             self.lags.look()
             lag = self.lags.most()
             if since is not None and time.monotonic() - since >= _PATIENCE_SECS and not lag:
@@ -114,7 +124,7 @@ class Primary(ProcessSide):
 
     def _collect(self, save: Save) -> None:
         """Waits for the report of every process; raises for processes that failed, differ, or are late."""
-        save.missing_since = time.monotonic()
+        self._collecting = _Collecting(save=save.name, since=time.monotonic())
         missing = self._gather(save)
         # The first error of a process is the save's; then come missing reports, and plans that differ.
         for process, report in sorted(save.reports.items()):
@@ -123,7 +133,7 @@ class Primary(ProcessSide):
         if missing:
             late = [self.nodes.names[process] for process in sorted(missing)]
             raise errors.LateNodesError(save.epoch, late, save.deadline.secs)
-        save.missing_since = None
+        self._collecting = None
         self._claim_is_known = True
         different = [process for process, report in save.reports.items() if report.plan != save.plan]
         if different:

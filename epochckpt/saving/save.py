@@ -144,7 +144,6 @@ class Save:
         self.spent: Mapping[str, float] = {}  # by the run until the save began, see `RunClock`
         self.writing_since = 0.0  # monotonic; 0 before
         self.written_before: int | None = None  # bytes that the store had written when this process began to write
-        self.missing_since: float | None = None  # when the primary began to wait for reports, while it does
         self.removals: list[Callable[[], None]] = []  # of older epochs, once this save has ended
         self.offered = False  # on the primary, with local disks: the others have been told to put it in place
         self.told = _threads.Once()  # by the thread that tells the manager how it has ended
