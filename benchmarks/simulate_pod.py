@@ -45,7 +45,8 @@ from epochckpt.agreement import coordination
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import EpochReader, Request
 from epochckpt.arrays.snapshot import Buffer, SavedTree, Snapshot
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.epoch_summary import EpochSummary
+from epochckpt.directory.head_record import Head
 from epochckpt.format import EpochRecord, parsing
 from epochckpt.format.grid import box_shape, cell_box
 from epochckpt.orbax import linked_view, view
@@ -182,8 +183,8 @@ class Pod:
 
     def write_crowd(self, manager: ec.CheckpointManager) -> None:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
-        (save,) = manager.parts.saves.queue.pending()
-        item, staging = save.snapshot.items["default"].arrays, manager.parts.saves.queue._part.staging(save)
+        (save,) = manager.components.saves.queue.pending()
+        item, staging = save.snapshot.items["default"].arrays, manager.components.saves.queue._side.staging(save)
         report, again = save.reports[1], len(self.reports) == len(self.crowd)
         bases = view.bases(save.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:
@@ -202,7 +203,7 @@ class Pod:
                 part = Snapshot([SavedTree(plan, node, buffers)], digest=save.snapshot.digest)
                 report = write_nodes(
                     staging=staging,
-                    nodes=dataclasses.replace(manager.parts.saves.nodes, process=node),
+                    nodes=dataclasses.replace(manager.components.saves.nodes, process=node),
                     save=Save(save.request, part, save.deadline),
                     options=ec.StorageOptions(),
                     pool=_threads.Pool(1),
@@ -224,7 +225,7 @@ class Pod:
         if self.nodes > 1:
             key = self.reported.get()
             for other in (0, self.nodes - 1):
-                for save in managers[other].parts.saves.queue.pending():
+                for save in managers[other].components.saves.queue.pending():
                     save.written.wait()
             self.write_crowd(managers[1])
             for node, report in zip(self.crowd, self.reports, strict=True):
@@ -274,7 +275,7 @@ def measure(nodes: int, directory: str, client: Any) -> dict[str, Any]:
     row |= {"busy ms": busy["commit"] * 1e3, "stall ms": busy["stall"] * 1e3, "parse ms": min(parse) * 1e3}
     row |= {"opening ms": opening_secs * 1e3, "opening's messages": asked}
     row |= {"a save's": last.count("/3-0"), "the primary's": primary.count("/3-0"), "record": len(data)}
-    row |= {"head": len(Head(epochs={"0": HeadEpoch.of(record)}).to_bytes())}
+    row |= {"head": len(Head(epochs={"0": EpochSummary.of(record).for_head()}).to_bytes())}
     row |= {"view": None if record.orbax_unsupported else view_bytes, "files on the same mesh": same}
     return row | {"on half the nodes": half, "all nodes' bytes": nodes * (len(data) + same[1])}
 

@@ -28,6 +28,7 @@ from epochckpt.directory import bucket_listing, head_turns, metrics_log, object_
 from epochckpt.directory.bucket_contents import BucketContents, sizes
 from epochckpt.directory.bucket_sweep import BucketSweep
 from epochckpt.directory.epoch_directory import EpochDirectory, ReplaceCondition, Rollback, Stager, Staging, Writer
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_changes import (
     BeginSave,
     ClaimHead,
@@ -41,7 +42,7 @@ from epochckpt.directory.head_changes import (
     UnlistEpochs,
 )
 from epochckpt.directory.head_object import HeadObject
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.head_record import Head
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.object_log import ObjectLog
 from epochckpt.errors import (
@@ -75,7 +76,7 @@ class BucketDirectory(EpochDirectory):
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
         self.head = HeadObject(store)
-        self._entries: tuple[Head | None, dict[int, HeadEpoch]] = None, {}  # of a head, by epoch
+        self._entries: tuple[Head | None, dict[int, EpochSummary]] = None, {}  # of a head, by epoch
         self._headless: Head | None = None  # what there is of stock Orbax, while there is no head
         # Paths and contents of records, by folder and attempt. Replaced as a whole: threads share it.
         self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
@@ -108,7 +109,7 @@ class BucketDirectory(EpochDirectory):
                 folders[epoch] = folder
         self._folders = folders
 
-    def entries(self) -> dict[int, HeadEpoch]:
+    def entries(self) -> dict[int, EpochSummary]:
         """What the head says of each epoch; as of the last look, or of one that is made now."""
         if self.head.last is None and self._headless is None:
             self.scan()
@@ -118,14 +119,16 @@ class BucketDirectory(EpochDirectory):
             self._entries = found, {epoch: found.listed[folder] for epoch, folder in self._folders.items()}
         return self._entries[1]
 
-    def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
+    def read_summary(self, epoch: int) -> EpochSummary:
         entry = self.entries().get(epoch)
         if entry is None:
             self.head.read()
             entry = self.entries().get(epoch)
         if entry is None:
             raise self._unknown(epoch)
-        return self.read_head(epoch) if entry.large else entry
+        if entry.large:
+            return dataclasses.replace(EpochSummary.of(self.read_head(epoch)), attached=entry.attached)
+        return entry
 
     def read_save_id(self, epoch: int) -> str | None:
         self.head.read()
@@ -237,7 +240,7 @@ class BucketDirectory(EpochDirectory):
             return f"{found}. `epochckpt repair {self.store.root}` takes it in; or move the folder away"
         return super().obstacle(folder)
 
-    def beside(self, known: Head) -> tuple[dict[str, set[str] | None], dict[str, HeadEpoch]]:
+    def beside(self, known: Head) -> tuple[dict[str, set[str] | None], dict[str, EpochSummary]]:
         """See `bucket_listing.folders`; and those of them that are steps of stock Orbax."""
         found = bucket_listing.folders(self.store, self.names, known)
         others = [name for name, save_ids in found.items() if save_ids is None or name in known.stock]
@@ -331,7 +334,7 @@ class BucketDirectory(EpochDirectory):
         del folder
         return self.read_seen(epoch)
 
-    def summary(self, folder: str, epoch: int) -> HeadEpoch:
+    def summary(self, folder: str, epoch: int) -> EpochSummary:
         """See EpochDirectory. No request; raises EpochNotFoundError if the head named no such epoch."""
         del folder
         entry = self.entries().get(epoch)
@@ -469,7 +472,7 @@ class BucketWriter(Writer):
         save_id = staging.save_id
         folder = staging.folder
         path = _record_path(folder, save_id)
-        entry = HeadEpoch.of(parsing.parse_head(path, record))
+        entry = EpochSummary.of(parsing.parse_head(path, record)).for_head()
         self.store.create(path, record)
         check()
         may_replace = frozenset[str]()
@@ -592,7 +595,7 @@ class BucketWriter(Writer):
             what = f"{self.store.root}/{folder}: what is left of a step of stock Orbax stays for now"
             _threads.logged(what, partial(self._sweep.finish_step, folder, self._claimed))
 
-    def _copy_aside(self, entries: Mapping[str, HeadEpoch]) -> None:
+    def _copy_aside(self, entries: Mapping[str, EpochSummary]) -> None:
         """Copies the records of epochs that were set aside, for people; their data objects stay where they are.
 
         Steps of stock Orbax are moved.

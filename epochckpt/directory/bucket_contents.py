@@ -34,7 +34,7 @@ from epochckpt.directory.contents import (
     kind_of,
 )
 from epochckpt.directory.head_changes import ForgetDead, ForgetKept, GiveUp, Refresh, RemoveKeptSteps
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.head_record import EpochSummary, Head
 from epochckpt.errors import AccessError, EpochCheckpointError
 from epochckpt.format import parsing, paths
 
@@ -87,7 +87,7 @@ class BucketContents(Contents):
         epoch_directory: EpochDirectory,
         head: HeadObject,
         sweep: BucketSweep,
-        entries: Callable[[], Mapping[int, HeadEpoch]],
+        entries: Callable[[], Mapping[int, EpochSummary]],
         todelete_subdir: str | None,
     ):
         self._epoch_directory = epoch_directory
@@ -261,7 +261,7 @@ class BucketContents(Contents):
             return None
         return None if record is None else record.save_id
 
-    def _listed_in(self, head: Head) -> dict[str, HeadEpoch]:
+    def _listed_in(self, head: Head) -> dict[str, EpochSummary]:
         """What counts as an epoch, by folder; steps of stock Orbax also where there is no head."""
         return {
             **{self._epoch_directory.folder(epoch): entry for epoch, entry in self._entries().items()},

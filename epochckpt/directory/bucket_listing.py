@@ -6,7 +6,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.epoch_summary import EpochSummary
+from epochckpt.directory.head_record import Head
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError
 from epochckpt.format import parsing, paths
 from epochckpt.orbax import StepNames, object_view, step_files, steps
@@ -54,14 +55,14 @@ def copied_save_id(store: Store, folder: str) -> str | None:
     return None
 
 
-def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head) -> dict[str, HeadEpoch]:
+def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head) -> dict[str, EpochSummary]:
     """The folders that are finished steps of stock Orbax; those that were so before are not looked at again."""
     found = {folder: known.stock[folder] for folder in among if folder in known.stock}
 
     def look(folder: str) -> None:
         epoch = names.parse(folder)
         if epoch is not None and steps.is_step(store, folder, lambda name: names.parse(name) is not None):
-            step, gone = HeadEpoch.of(steps.read(store, folder, epoch)), known.removed_steps.get(folder)
+            step, gone = EpochSummary.of(steps.read(store, folder, epoch)).for_head(), known.removed_steps.get(folder)
             if gone is None or gone.save_id != step.save_id:
                 found[folder] = step
 

@@ -38,6 +38,7 @@ from absl import logging
 
 from epochckpt import errors
 from epochckpt.directory import metrics_log
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.format import EpochRecord, codec, parsing, paths
 from epochckpt.format.codec import stored
@@ -46,7 +47,6 @@ from epochckpt.storage import listing
 
 if TYPE_CHECKING:
     from epochckpt.directory.contents import Contents
-    from epochckpt.directory.head_record import HeadEpoch
     from epochckpt.storage import Store
 
 
@@ -207,9 +207,9 @@ class EpochDirectory(abc.ABC):
         """Has the next look at an epoch read its record from storage, where it may be remembered."""
         return
 
-    def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
-        """The attempt, time and metrics of an epoch, in the fewest requests."""
-        return self.read_head(epoch)
+    def read_summary(self, epoch: int) -> EpochSummary:
+        """The summary of an epoch, with all its metrics, in the fewest requests."""
+        return EpochSummary.of(self.read_head(epoch))
 
     def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]] | None:
         """The attempts and attached metrics, by source, of epochs that have such; None where each is a file.
@@ -537,7 +537,7 @@ class EpochDirectory(abc.ABC):
             return steps.read(self.store, folder, epoch)
         return record
 
-    def summary(self, folder: str, epoch: int) -> EpochRecord | HeadEpoch | None:
+    def summary(self, folder: str, epoch: int) -> EpochRecord | EpochSummary | None:
         """What the cheapest look tells of an epoch, see `look_in`: without a request where the last look has told it.
 
         Of some epochs it leaves out the metrics, see `lacking_metrics`.

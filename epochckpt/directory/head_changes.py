@@ -30,7 +30,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from epochckpt.directory import attached_metrics
-from epochckpt.directory.head_record import Head, HeadEpoch, RemovedStep
+from epochckpt.directory.epoch_summary import EpochSummary
+from epochckpt.directory.head_record import Head, RemovedStep
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage
 from epochckpt.directory.metrics_log import Line
 from epochckpt.errors import EpochExistsError, FencedError, InvalidArgumentError, SaveError
@@ -93,7 +94,7 @@ class ClaimHead(HeadChange):
     owner: Mapping[str, Any]
     lineage: ClaimLineage | ClaimDirectly
     beside: Mapping[str, Collection[str] | None]
-    stock: Mapping[str, HeadEpoch]
+    stock: Mapping[str, EpochSummary]
 
     def apply(self, head: Head) -> Head:
         """The head of the new run; FencedError if the lineage is not the expected one."""
@@ -160,7 +161,7 @@ class PublishEpoch(HeadChange):
     incarnation: Incarnation
     epoch: int
     folder: str
-    entry: HeadEpoch
+    entry: EpochSummary
     may_replace: frozenset[str] | None = frozenset()
     kept_in: str | None = None
 
@@ -300,12 +301,12 @@ class UnlistEpochs(HeadChange):
         if folder in self.occupied or (kept is not None and not kept.stock):
             raise EpochExistsError(f"{self.incarnation.root}/{place} exists already; move it away first")
 
-    def gone(self, head: Head) -> dict[str, HeadEpoch]:
+    def gone(self, head: Head) -> dict[str, EpochSummary]:
         """The epochs of a head that the change unlists, by folder."""
         listed = head.listed
         return {folder: listed[folder] for folder in self.folders if folder in listed}
 
-    def kept(self, head: Head) -> dict[str, HeadEpoch]:
+    def kept(self, head: Head) -> dict[str, EpochSummary]:
         """The same by the path that each is kept under; none if they are removed."""
         if self.kept_in is None:
             return {}
@@ -394,8 +395,8 @@ class TakeIn(HeadChange):
     """
 
     root: str
-    epochs: Mapping[str, HeadEpoch]
-    aside: Mapping[str, HeadEpoch]
+    epochs: Mapping[str, EpochSummary]
+    aside: Mapping[str, EpochSummary]
     expected: str
 
     def apply(self, head: Head) -> Head | None:
@@ -438,7 +439,7 @@ class RemoveKeptSteps(HeadChange):
 class ForgetKept(HeadChange):
     """Epochs that were set aside, by `<name>/<folder>`, are not kept any more: their objects are dead."""
 
-    kept: Mapping[str, HeadEpoch]
+    kept: Mapping[str, EpochSummary]
 
     def apply(self, head: Head) -> Head | None:
         gone = {place: entry for place, entry in head.aside.items() if self.kept.get(place) == entry}

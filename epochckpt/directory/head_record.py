@@ -15,101 +15,19 @@ import errno
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.lineage import LINEAGE, Lineage
 from epochckpt.directory.metrics_log import Line
 from epochckpt.errors import DamagedError
-from epochckpt.format import EpochRecord, checksums, codec, parsing, paths
+from epochckpt.format import checksums, codec, parsing, paths
 from epochckpt.format.codec import stored
 
-_MAX_METRICS_BYTES = 8192  # of one epoch: larger ones are in its record only
 _MAX_PAST = 4096
 SECTIONS = ("epochs", "stock", "aside")  # of the head: the fields whose entries may be in pages
 _DIGEST = re.compile("[0-9a-f]{32}")
 _COUNTED = re.compile("[0-9a-f]+")
-_MAX_NODES = 16  # of an epoch: what more nodes took is in its record only
-
-
-def _read_attached(fields: codec.Fields, key: str) -> dict[str, dict[str, Any]]:
-    found = codec.Fields(fields.path, fields.mapping(key), f"{fields.where}{key}.")
-    return {
-        paths.check_recorded_name(fields.path, source): codec.user_data(found, source, dict) for source in found.data
-    }
-
-
-def _write_attached(attached: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {source: checksums.pack_json(dict(metrics), "metrics") for source, metrics in attached.items()}
-
-
-_ATTACHED: codec.Codec[Mapping[str, Mapping[str, Any]]] = codec.Codec(_read_attached, _write_attached)
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadEpoch:
-    """One committed epoch, as far as lists, policies and the next commit need it."""
-
-    save_id: str = stored("attempt", codec.name(limit=80))
-    started_ns: int = stored("started_ns", codec.INTEGER)
-    committed_ns: int = stored("committed_ns", codec.INTEGER)
-    nbytes: int = stored("nbytes", codec.INTEGER)
-    nodes: int = stored("nodes", codec.INTEGER)
-    secs: float = stored("secs", codec.NUMBER)  # the whole save
-    blocked_secs: float = stored("blocked_secs", codec.NUMBER)
-    # It was saved with; None also where they are `large`.
-    metrics: Any = stored("metrics", codec.user(object, "metrics"))
-    large: bool = stored("large", codec.BOOLEAN, default=False)  # its metrics are in the record only
-    # Metrics by source.
-    attached: Mapping[str, Mapping[str, Any]] = stored("attached", _ATTACHED, default_factory=dict)
-    # That each wrote; empty if they are many. The head has the names of nodes once for many epochs.
-    node_secs: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    unread: ClassVar[Mapping[str, Exception]] = {}
-
-    @property
-    def stock(self) -> bool:
-        """Whether stock Orbax wrote it."""
-        return paths.save_id_in(self.save_id) is None
-
-    @classmethod
-    def of(cls, record: EpochRecord) -> Self:
-        """The entry of an epoch that is about to be committed."""
-        packed = checksums.seal({"metrics": checksums.pack_json(record.metrics, "metrics")})
-        large, few = len(packed) > _MAX_METRICS_BYTES, record.nodes[: _MAX_NODES + 1]
-        return cls(
-            save_id=record.save_id,
-            started_ns=record.started_ns,
-            committed_ns=record.committed_ns,
-            nbytes=record.nbytes,
-            nodes=len(record.nodes),
-            secs=round(record.timings.get("secs", 0.0), 6),
-            blocked_secs=round(record.timings.get("blocked_secs", 0.0), 6),
-            metrics=None if large else record.metrics,
-            large=large,
-            node_secs={node.name: round(node.secs, 6) for node in few} if len(few) <= _MAX_NODES else {},
-        )
-
-    def with_attached(self, source: str, metrics: Mapping[str, Any]) -> Self:
-        """The entry with the metrics of a source, in place of its older ones."""
-        return dataclasses.replace(self, attached={**self.attached, source: metrics})
-
-    def to_json(self, nodes: list[list[str]]) -> dict[str, Any]:
-        """Its form in the head, which has the names of its nodes in `nodes`, once for many epochs."""
-        names = list(self.node_secs)
-        if names not in nodes:
-            nodes.append(names)
-        return {**codec.pack(self), "node_secs": [nodes.index(names), *self.node_secs.values()]}
-
-    @classmethod
-    def from_json(cls, path: str, where: str, data: object, nodes: Sequence[Sequence[str]]) -> Self:
-        """Parses that form; raises FormatError."""
-        fields = codec.Fields(path, data, f"{where}.")
-        number, *secs = fields.array("node_secs") or [-1]
-        if type(number) is not int or not 0 <= number < len(nodes) or len(secs) != len(nodes[number]):
-            raise fields.fail("node_secs", "seconds of nodes that the head names")
-        if not all(type(s) in (int, float) and abs(s) < 1e300 for s in secs):
-            raise fields.fail("node_secs", "finite numbers")
-        return codec.parse(cls, fields, node_secs=dict(zip(nodes[number], secs, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +74,11 @@ class PageEntry:
 
     section: str  # one of SECTIONS
     key: str  # of the entry in that field of the head
-    epoch: HeadEpoch
+    epoch: EpochSummary
     nbytes: int  # of its JSON
 
     @classmethod
-    def of(cls, section: str, key: str, epoch: HeadEpoch) -> Self:
+    def of(cls, section: str, key: str, epoch: EpochSummary) -> Self:
         """The entry, measured."""
         return cls(section, key, epoch, len(key) + len(checksums.dumps(epoch.to_json([]))))
 
@@ -221,9 +139,9 @@ class Head:
     lineage: Lineage | None = stored("lineage", _LINEAGE, default=None)
     change: str = stored("change", codec.text(16), default="")  # unlike that of every other content
     # The entries. On storage, the older entries are in pages.
-    epochs: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by folder
-    stock: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
-    aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
+    epochs: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict)  # by folder
+    stock: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
+    aside: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: kept
     pages: tuple[Page, ...] = ()  # that may have some of the entries
 
     def knows(self, save_id: str) -> bool:
@@ -253,7 +171,7 @@ class Head:
         }
         return codec.seal_fields("head", {**codec.pack(self), "nodes": nodes, **sections, "pages": pages})
 
-    def loose(self) -> dict[str, dict[str, HeadEpoch]]:
+    def loose(self) -> dict[str, dict[str, EpochSummary]]:
         """The entries that are in no page, by section."""
         found = {name: dict(getattr(self, name)) for name in SECTIONS}
         for page in self.pages:
@@ -277,7 +195,7 @@ class Head:
         return (Line(epoch, back=True),) if self.log or self.logged else ()
 
     @property
-    def listed(self) -> dict[str, HeadEpoch]:
+    def listed(self) -> dict[str, EpochSummary]:
         """What counts as an epoch, by folder."""
         return {**self.stock, **self.epochs}
 
@@ -326,10 +244,10 @@ def _nodes(fields: codec.Fields) -> list[Any]:
     return nodes
 
 
-def _entries(fields: codec.Fields, section: str, nodes: Sequence[Sequence[str]]) -> dict[str, HeadEpoch]:
+def _entries(fields: codec.Fields, section: str, nodes: Sequence[Sequence[str]]) -> dict[str, EpochSummary]:
     path, check = fields.path, _aside if section == "aside" else _folder
     return {
-        check(path, key): HeadEpoch.from_json(path, f"{section}.{key}", entry, nodes)
+        check(path, key): EpochSummary.from_json(path, f"{section}.{key}", entry, nodes)
         for key, entry in fields.mapping(section).items()
     }
 
@@ -375,7 +293,7 @@ def parse(path: str, data: bytes, read_pages: Callable[[Sequence[str]], Sequence
             raise fields.fail("pages", "different digests, each with bits in hexadecimal")
         counted[digest] = int(bits, 16)
     pages = tuple(read_pages(list(counted))) if counted else ()
-    entries = {name: dict[str, HeadEpoch]() for name in SECTIONS}
+    entries = {name: dict[str, EpochSummary]() for name in SECTIONS}
     for page in pages:
         if counted[page.digest] >> len(page.entries):
             raise fields.fail("pages", f"no more bits than page {page.digest} has entries")

@@ -18,8 +18,9 @@ from epochckpt.orbax import Views, object_view
 from epochckpt.orbax.steps import COMMIT
 
 if TYPE_CHECKING:
+    from epochckpt.directory.epoch_summary import EpochSummary
     from epochckpt.directory.head_object import HeadObject
-    from epochckpt.directory.head_record import Head, HeadEpoch
+    from epochckpt.directory.head_record import Head
     from epochckpt.orbax.view import View
     from epochckpt.storage import Store
 
@@ -56,7 +57,7 @@ class ObjectViews:
         self._planned = (record.save_id, view) if view is not None else None
         return noted
 
-    def after_commit(self, folder: str, save_id: str, old: HeadEpoch | None) -> list[Callable[[], object]]:
+    def after_commit(self, folder: str, save_id: str, old: EpochSummary | None) -> list[Callable[[], object]]:
         """The work that writes a committed epoch's view, and replaces the view of the `old` epoch, if there was one."""
         planned, self._planned = self._planned, None
         if planned is None or planned[0] != save_id:
@@ -64,7 +65,7 @@ class ObjectViews:
         what = f"{self._store.root}: stock Orbax does not see {folder}, which repair_view would change"
         return [partial(_threads.logged, what, partial(self._show, folder, save_id, planned[1], old))]
 
-    def _show(self, folder: str, save_id: str, view: View, old: HeadEpoch | None = None) -> None:
+    def _show(self, folder: str, save_id: str, view: View, old: EpochSummary | None = None) -> None:
         def still() -> bool:
             found = self._head.read()
             return found is not None and folder not in found.removed_steps and found.has(folder, save_id)

@@ -13,8 +13,9 @@ from epochckpt import errors
 from epochckpt.directory import attached_metrics, metrics_log, owners
 from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.epoch_directory import EpochDirectory
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_changes import TakeIn, head_has_changed
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.head_record import Head
 from epochckpt.format import EpochRecord, parsing, paths
 
 
@@ -22,8 +23,8 @@ from epochckpt.format import EpochRecord, parsing, paths
 class Rebuilt:
     """What a directory has that its head does not name."""
 
-    epochs: Mapping[str, HeadEpoch]  # by folder
-    aside: Mapping[str, HeadEpoch]  # by `<name>/<folder>`: epochs that were rolled back, or kept
+    epochs: Mapping[str, EpochSummary]  # by folder
+    aside: Mapping[str, EpochSummary]  # by `<name>/<folder>`: epochs that were rolled back, or kept
     left_out: Mapping[str, str]  # folders that are named like epochs and cannot be used, and why
     seen: bytes | None  # the head that was looked at, if it cannot be used; None if there was none
     change: str  # of the head that was looked at, if it can be used
@@ -56,7 +57,7 @@ def look(epoch_directory: BucketDirectory) -> Rebuilt:
         head, problem = None, errors.say(error)
     if head is None:
         problem = problem or f"{paths.HEAD} is missing"
-    known, epochs, left_out = head or Head(), dict[str, HeadEpoch](), dict[str, str]()
+    known, epochs, left_out = head or Head(), dict[str, EpochSummary](), dict[str, str]()
     named = {*known.epochs, *known.begun.values(), *known.dead.values(), paths.HEAD.partition("/")[0]}
     names = [entry.name for entry in epoch_directory.store.list("") if entry.is_folder and entry.name not in named]
 
@@ -69,11 +70,11 @@ def look(epoch_directory: BucketDirectory) -> Rebuilt:
             return errors.say(error)
 
     # What was set aside is no epoch any more.
-    aside, is_aside = dict[str, HeadEpoch](), known.named
+    aside, is_aside = dict[str, EpochSummary](), known.named
     for name in (name for name in names if epoch_directory.names.parse(name) is None):
         inner = [paths.join(name, entry.name) for entry in epoch_directory.store.list(name) if entry.is_folder]
         found = {kept: record(kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
-        aside |= {kept: HeadEpoch.of(one) for kept, one in found.items() if isinstance(one, EpochRecord)}
+        aside |= {kept: EpochSummary.of(one).for_head() for kept, one in found.items() if isinstance(one, EpochRecord)}
     is_aside |= {entry.save_id for entry in aside.values()}
     for name in (name for name in names if epoch_directory.names.parse(name) is not None):
         one = record(name, name, is_aside)
@@ -81,7 +82,7 @@ def look(epoch_directory: BucketDirectory) -> Rebuilt:
             left_out[name] = one
         else:
             sources = attached_metrics.in_folder(epoch_directory, name, one.epoch, one.save_id)
-            epochs[name] = dataclasses.replace(HeadEpoch.of(one), attached=sources)
+            epochs[name] = dataclasses.replace(EpochSummary.of(one).for_head(), attached=sources)
     if head is not None and epochs:
         owners.check_idle(epoch_directory)
     return Rebuilt(

@@ -30,7 +30,7 @@ from epochckpt.jobs.notes import NOTES
 from epochckpt.orbax import steps
 
 if TYPE_CHECKING:
-    from epochckpt.directory.head_record import HeadEpoch
+    from epochckpt.directory.epoch_summary import EpochSummary
 
 
 _TRIES = 5  # looks at the files of an epoch that is replaced during each look
@@ -64,7 +64,7 @@ def _row_in(
     epoch_directory: EpochDirectory,
     folder: str,
     epoch: int,
-    look_in: Callable[[str, int], EpochRecord | HeadEpoch | None],
+    look_in: Callable[[str, int], EpochRecord | EpochSummary | None],
     *,
     sure: bool,
 ) -> EpochRow | LeftoverRow | None:
@@ -100,7 +100,7 @@ def unit_of(epoch_directory: EpochDirectory) -> str:
     return "epoch"
 
 
-def _of_summary(entry: HeadEpoch, folder: str, epoch: int) -> EpochRow:
+def _of_summary(entry: EpochSummary, folder: str, epoch: int) -> EpochRow:
     """The row of an epoch whose record was not read; `read` and `checked` have the rest."""
     metrics = entry.metrics if isinstance(entry.metrics, Mapping) else {"metrics": entry.metrics}
     row = EpochRow(

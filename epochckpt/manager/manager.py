@@ -1,4 +1,4 @@
-"""`CheckpointManager`: Orbax's interface, composed of parts that lie in the modules beside this one."""
+"""`CheckpointManager`: Orbax's interface, composed of components that lie in the modules beside this one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from epochckpt.manager import status
 from epochckpt.manager.access import Access
 from epochckpt.manager.administration import Administration
 from epochckpt.manager.arguments import Arguments
+from epochckpt.manager.components import Components
 from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.numbers import epoch_number
-from epochckpt.manager.parts import Parts
 from epochckpt.manager.reader import shown_path
 from epochckpt.manager.readers import Readers, shared_reads
 from epochckpt.manager.restoring import Response, Restores
@@ -146,7 +146,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self._metadata = checked_json(dict(metadata), "metadata")
             root_files[paths.ROOT_METADATA] = root_metadata(metadata)  # written with the claim; a reader never claims
 
-        # The parts share these.
+        # The components share these.
         self._access = Access(self.root, self._options.read_only)
         self._notifier = HandlerNotifier(metadata_handler, coordinator.primary and not self._options.read_only)
         pool = _threads.Pool(max(self._storage.io_threads, opened.store.concurrency))
@@ -162,7 +162,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             asynchronous=asynchronous,
         )
 
-        # Each part uses only parts above it.
+        # Each component uses only components above it.
         readers = Readers(
             epoch_directory=opened.epoch_directory,
             pool=pool,
@@ -176,7 +176,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             is_partial=lambda: opened.job_directory.is_partial,
         )
         history = History(
-            load=readers.brief,
+            load=readers.summary,
             alone=coordinator.processes == 1,
             mirror=self._mirror,
             held=ledger.undecided,
@@ -225,7 +225,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             calls=calls,
             shared=shared_reads(coordinator, calls, self._storage, self._options.single_host_load_and_broadcast),
         )
-        self.parts = Parts(
+        self.components = Components(
             directory=opened,
             readers=readers,
             history=history,
@@ -252,7 +252,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def node_names(self) -> tuple[str, ...]:
         """Names of all nodes of the job, in order."""
-        return self.parts.saves.nodes.names
+        return self.components.saves.nodes.names
 
     def set_nodes(self, names: Sequence[str]) -> None:
         """Names all nodes of the job, in order, before the first save: node i is process i, or one process hosts all.
@@ -261,7 +261,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             InvalidArgumentError: their number is not that of the processes, or this manager was opened (`node=`), or
                 has saved, with other names.
         """
-        saves = self.parts.saves
+        saves = self.components.saves
         nodes = saves.nodes.renamed(names)
         if nodes == saves.nodes:
             return
@@ -271,7 +271,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
             )
         item_names.check_names(saves.arguments.item_names, nodes.folders, ())
-        self.parts.readers.take_nodes(nodes)
+        self.components.readers.take_nodes(nodes)
         saves.take_nodes(nodes)
         self._tell_nodes(nodes)
 
@@ -301,12 +301,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             AccessError: this user may not write to the directory.
             InvalidArgumentError: this manager is read only; or a run may be alive, and `take_over` is False.
         """
-        self.parts.administration.claim(take_over)
+        self.components.administration.claim(take_over)
 
     @property
     def fenced_off(self) -> str:
         """How this manager learned that a newer run has taken over the directory; empty if none has."""
-        fenced = self.parts.saves.claim.fenced
+        fenced = self.components.saves.claim.fenced
         return "" if fenced is None else fenced.reason
 
     # -- which epochs there are ----------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """The committed epochs, ascending; with `read` storage is looked at first (see `reload`)."""
         if read:
             self.reload()
-        return [info.step for info in self.parts.history.committed()]
+        return [info.step for info in self.components.history.committed()]
 
     def latest_step(self) -> int | None:
         """The greatest committed epoch that is not known to be damaged, or None. Saves in flight are not in it.
@@ -327,7 +327,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def best_step(self) -> int | None:
         """The epoch with the best metrics by `options.best_fn` (NaN counts as worst); without it the latest."""
-        return retention.best(self._options, self.parts.history.committed())
+        return retention.best(self._options, self.components.history.committed())
 
     def reload(self) -> None:
         """Waits for saves in flight, and looks at storage again; `status` and `verify` do so from one process alone.
@@ -336,39 +336,39 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             CoordinationTimeoutError: the primary's answer did not come in time.
             StorageError: storage does not answer; this manager keeps its earlier view.
         """
-        self.parts.saves.queue.drain()
-        self.parts.administration.look()
+        self.components.saves.queue.drain()
+        self.components.administration.look()
 
     def damaged_epochs(self) -> list[int]:
         """Epochs on storage that this manager has found to be damaged; they are not in `all_steps`.
 
         It learns that when it looks at the records (at construction and in `reload`), and from a restore that fails.
         """
-        return sorted(self.parts.history.damaged)
+        return sorted(self.components.history.damaged)
 
     def foreign_folders(self) -> dict[int, str]:
         """Folders that are only named like epochs, described, by number; as of the last look. They are left alone."""
-        return dict(self.parts.saves.foreign)
+        return dict(self.components.saves.foreign)
 
     # What subclasses and users of Orbax's manager read behind its interface, as far as we found; see docs/orbax.md.
 
     @property
     def _checkpoints(self) -> Any:
         """The committed epochs as Orbax's `CheckpointInfos`, ascending: a copy."""
-        infos: Any = self.parts.history.committed()  # with the attributes of Orbax's
+        infos: Any = self.components.history.committed()  # with the attributes of Orbax's
         return checkpoint_manager.checkpoint_info.CheckpointInfos(infos)
 
     @property
     def _default_item(self) -> Any:
         """Whether this manager handles one unnamed item, in Orbax's `OptionalRef`: a copy; None if not yet known."""
-        several = self.parts.saves.arguments.several
+        several = self.components.saves.arguments.several
         known = None if several is None else not several
         return checkpoint_manager.threading_lib.OptionalRef(known)
 
     def _root_metadata_file_path(self, legacy: bool = False) -> epath.Path:
         """The file of the directory's metadata, which the first write makes; `legacy`: that of an older Orbax."""
         known = (paths.ROOT_METADATA, paths.LEGACY_ROOT_METADATA)
-        store = self.parts.directory.store
+        store = self.components.directory.store
         if not any(store.exists(paths.join(*path)) for path in known):
             raise InvalidArgumentError(
                 f"{self.root} has no metadata: those that `metadata=` gives are written with the first save or delete "
@@ -379,11 +379,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def _step_name_format(self) -> Any:
         """Orbax's NameFormat of the steps."""
-        return self.parts.directory.epoch_directory.names.name_format
+        return self.components.directory.epoch_directory.names.name_format
 
     def _get_save_directory(self, step: int, directory: epath.Path) -> epath.Path:
         """The folder of an epoch in a directory."""
-        return directory / self.parts.directory.epoch_directory.names.build(epoch_number(step))
+        return directory / self.components.directory.epoch_directory.names.build(epoch_number(step))
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         that is logged, if a folder that is no epoch lies in its place (see `foreign_folders`). Such a folder does not
         keep epochs of other numbers from being saved.
         """
-        return self.parts.saves.should_save(step, ignore_later=ignore_later)
+        return self.components.saves.should_save(step, ignore_later=ignore_later)
 
     def save(
         self,
@@ -442,7 +442,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             SaveError: only if saves are not asynchronous: the save was begun, and not committed.
             Exception: what a handler that is not ours raises.
         """
-        saves = self.parts.saves
+        saves = self.components.saves
         call = saves.call(
             step,
             items=items,
@@ -475,11 +475,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only, or closed.
             UnsupportedError: the processes have local disks.
         """
-        self.parts.saves.allow_overwrite(epoch)
+        self.components.saves.allow_overwrite(epoch)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save of this process has not ended yet."""
-        return bool(self.parts.saves.queue.pending())
+        return bool(self.components.saves.queue.pending())
 
     def wait_until_finished(self) -> None:
         """Waits until every save is committed or has failed, and the files of deleted epochs are removed.
@@ -489,19 +489,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             RemovalError: what `delete` has deleted could not be removed; or (RetentionError) an epoch that the options
                 no longer keep could not be deleted, which is raised once. After a failed save this is a note there.
         """
-        self.parts.saves.wait()
+        self.components.saves.wait()
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
         """Raises the failures of saves and removals that have ended, each once; does not wait."""
-        self.parts.saves.check_for_errors()
+        self.components.saves.check_for_errors()
 
     def pop_save_results(self) -> list[status.SaveResult]:
         """Results of this process's saves that have ended since the last call, in order; does not wait.
 
         The newest thousand are kept. A save that `save` itself refused is not among them.
         """
-        return self.parts.saves.listener.pop_results()
+        return self.components.saves.listener.pop_results()
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -534,7 +534,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             DamagedError: bytes differ from the saved ones; without a `step`, in every epoch.
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
-        restores = self.parts.restores
+        restores = self.components.restores
         return restores.run(step, restores.request(items, restore_kwargs, directory, args))
 
     def restore_async(
@@ -550,7 +550,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         In a job of several processes the epoch, or the newest one that this process knows, is read ahead, and all call
         `result()`, which votes. If processes share their reads, nothing is read ahead: `result()` does all the work.
         """
-        restores = self.parts.restores
+        restores = self.components.restores
         return restores.begin(step, restores.request(items, restore_kwargs, directory, args))
 
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
@@ -564,7 +564,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             EpochNotFoundError: there is no epoch.
             DamagedError: none of the epochs can be read by every process.
         """
-        return self.parts.restores.newest(restore, among)
+        return self.components.restores.newest(restore, among)
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
         """Single leaves of an epoch by name, as NumPy arrays and Python values; reads only their blocks.
@@ -583,18 +583,18 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             ...     manager.restore_leaves(0, "params/*")
             {'params/b': -0.5, 'params/w': 1.5}
         """
-        return self.parts.readers.read(epoch_number(epoch), lambda reader: reader.restore_leaves(patterns, item))
+        return self.components.readers.read(epoch_number(epoch), lambda reader: reader.restore_leaves(patterns, item))
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def status(self, epoch: int) -> status.EpochStatus:
         """The status of an epoch, from storage and from the saves of this process."""
         epoch = epoch_number(epoch)
-        queue = self.parts.saves.queue
+        queue = self.components.saves.queue
         for save in queue.saving():
             if save.epoch == epoch:
                 return status.EpochStatus(epoch, "saving", save.describe())
-        found = self.parts.readers.status(epoch)
+        found = self.components.readers.status(epoch)
         failure = queue.in_flight.failure(epoch)
         if found.state == "absent" and failure is not None:
             state, detail = failure
@@ -616,7 +616,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             ...     manager.status(0).state, manager.status(1).state, manager.verify(0).ok
             ('committed', 'absent', True)
         """
-        return self.parts.readers.verify(epoch_number(epoch))
+        return self.components.readers.verify(epoch_number(epoch))
 
     def metrics(self, step: int) -> Any:
         """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None.
@@ -624,13 +624,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         None also where there is no such epoch, as in Orbax.
         """
         try:
-            return self.parts.readers.open(epoch_number(step)).metrics()
+            return self.components.readers.open(epoch_number(step)).metrics()
         except EpochNotFoundError:
             return None
 
     def save_id(self, epoch: int) -> str:
         """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew."""
-        return self.parts.readers.brief(epoch_number(epoch)).save_id
+        return self.components.readers.summary(epoch_number(epoch)).save_id
 
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads no arrays.
@@ -638,7 +638,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         As in Orbax, the items of an epoch that has several include `metrics` if it has metrics, with None: that is no
         item to restore.
         """
-        return self.parts.readers.open(epoch_number(step)).item_metadata()
+        return self.components.readers.open(epoch_number(step)).item_metadata()
 
     def item_kinds(self, epoch: int) -> dict[str, str]:
         """The kind of each item of an epoch, by item name.
@@ -646,28 +646,28 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
         (`NodeSave`). Items of stock Orbax are `arrays` or `files`.
         """
-        return self.parts.readers.open(epoch_number(epoch)).item_kinds()
+        return self.components.readers.open(epoch_number(epoch)).item_kinds()
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""
         if step is not None:
-            return self.parts.readers.open(epoch_number(step)).step_metadata()
-        return status.root_metadata(self.parts.readers.epoch_directory.store, self._metadata)
+            return self.components.readers.open(epoch_number(step)).step_metadata()
+        return status.root_metadata(self.components.readers.epoch_directory.store, self._metadata)
 
     def nodes(self, epoch: int) -> list[str]:
         """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""
-        return [n.name for n in self.parts.readers.open(epoch_number(epoch)).record.nodes]
+        return [n.name for n in self.components.readers.open(epoch_number(epoch)).record.nodes]
 
     def node_path(self, node: str, epoch: int) -> epath.Path:
         """The folder of one node's files, in an object store only of its record and handlers' files.
 
         Raises InvalidArgumentError if the epoch has no such node.
         """
-        return self.parts.readers.open(epoch_number(epoch)).node_path(node)
+        return self.components.readers.open(epoch_number(epoch)).node_path(node)
 
     def source(self, epoch: int) -> tuple[EpochReader | None, StepNames]:
         """What a copy of an epoch needs: its reader, unless stock Orbax wrote it, and the names of steps."""
-        return self.parts.readers.open(epoch_number(epoch)).native, self.parts.directory.epoch_directory.names
+        return self.components.readers.open(epoch_number(epoch)).native, self.components.directory.epoch_directory.names
 
     # -- deleting and going back ---------------------------------------------------------------------------------------
 
@@ -681,7 +681,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._options.read_only:
             logging.warning("%s is read only: checkpoint %d is not deleted", self.root, step)
             return
-        self.parts.administration.delete(step)
+        self.components.administration.delete(step)
 
     def rollback_to(self, epoch: int) -> None:
         """Quarantines all later epochs, durably, so that the next save continues from this one.
@@ -700,7 +700,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             ...     print(manager.all_steps())
             [0, 1]
         """
-        self.parts.administration.roll_back_to(epoch_number(epoch))
+        self.components.administration.roll_back_to(epoch_number(epoch))
 
     # -- closing -------------------------------------------------------------------------------------------------------
 
@@ -713,14 +713,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._access.closed = True
         if self._ended or self._access.forked:
             return
-        self.parts.restores.drain()
-        self._step_log.waited(self.parts.saves.queue.drain_removals)
+        self.components.restores.drain()
+        self._step_log.waited(self.components.saves.queue.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
         if self._mirror is not None:
             self._mirror.close(self._storage.save_timeout_secs)
         self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
-        self.parts.saves.release()
-        coordination.forget_opening(self._coordinator, self.parts.directory.prefix)
+        self.components.saves.release()
+        coordination.forget_opening(self._coordinator, self.components.directory.prefix)
         self._handlers.close()
         self.check_for_errors()
 
@@ -735,13 +735,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit(0) claims success
             self.close()
             return
-        if pending := self.parts.saves.queue.pending():
+        if pending := self.components.saves.queue.pending():
             logging.error(
                 "%s: %s left the block of this manager. Before it is raised, close() waits up to %.0f s for the save "
                 "of checkpoint %s",
                 self.root,
                 type(error).__name__,
-                self.parts.saves.queue.longest_secs,
+                self.components.saves.queue.longest_secs,
                 ", ".join(str(save.epoch) for save in pending),
                 exc_info=None if isinstance(error, SystemExit) else error,
             )
@@ -753,7 +753,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
-        queue = self.parts.saves.queue
+        queue = self.components.saves.queue
         epochs = [save.epoch for save in queue.pending()]
         timeout_secs = queue.longest_secs
         if self._mirror is not None:
@@ -784,11 +784,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _after_fork(self) -> None:
         """In a forked child: this process can only read; its parent goes on with the saves."""
-        saves = self.parts.saves
+        saves = self.components.saves
         self._access.forked = True
         self._coordinator = coordination.Coordinator()
-        self.parts.directory.job_directory.coordinator = self._coordinator
+        self.components.directory.job_directory.coordinator = self._coordinator
         calls = CollectiveCalls(self._coordinator, "", saves.last_name)
-        self.parts.administration.connect(calls)
-        self.parts.restores.connect(self._coordinator, calls)
+        self.components.administration.connect(calls)
+        self.components.restores.connect(self._coordinator, calls)
         saves.queue.after_fork()

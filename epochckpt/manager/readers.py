@@ -18,7 +18,7 @@ from epochckpt.arrays import EpochReader
 from epochckpt.arrays.broadcast import CHUNK_BYTES, Sharing, decide
 from epochckpt.arrays.restore_items import RestoreContext
 from epochckpt.directory import EpochDirectory, directory_of
-from epochckpt.directory.head_record import HeadEpoch
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -131,15 +131,15 @@ class Readers:
                 raise
             return use(elsewhere._open(epoch, sharing))
 
-    def brief(self, epoch: int) -> EpochRecord | HeadEpoch:
-        """The attempt, time and metrics of an epoch; raises as `open` does."""
+    def summary(self, epoch: int) -> EpochSummary:
+        """The summary of an epoch; raises as `open` does."""
         try:
-            return self.epoch_directory.read_brief(epoch)
+            return self.epoch_directory.read_summary(epoch)
         except (EpochNotFoundError, DamagedError, FormatError) as error:
             elsewhere = self._elsewhere(epoch, error)
             if elsewhere is None:
                 raise
-            return elsewhere.epoch_directory.read_brief(epoch)
+            return elsewhere.epoch_directory.read_summary(epoch)
 
     def _elsewhere(self, epoch: int, error: EpochCheckpointError) -> Readers | None:
         """Readers of the mirror, if that has the epoch."""

@@ -276,7 +276,7 @@ class Restores:
         elif epoch_directory is self._epoch_directory:
             step, value = self._newest(epoch_directory, self._history, restore)
         else:  # another directory, of which nothing is remembered
-            history = History(epoch_directory.read_brief)
+            history = History(epoch_directory.read_summary)
             history.adopt(epoch_directory.list_epochs())
             step, value = self._newest(epoch_directory, history, restore)
         self._history.run.restored(began)

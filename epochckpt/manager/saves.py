@@ -354,7 +354,7 @@ class Saves:
         if self.claim.known:
             self._directory.job_directory.stager.check(epoch)
         if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
-            self._overwrites[epoch] = ReplaceCondition(self._readers.brief(epoch).save_id)
+            self._overwrites[epoch] = ReplaceCondition(self._readers.summary(epoch).save_id)
         else:
             self._overwrites[epoch] = retention.replace_condition(self._directory.epoch_directory, epoch)
 

@@ -23,9 +23,9 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _units
 from epochckpt._threads import Deadline, Future
-from epochckpt.directory.head_record import HeadEpoch
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import FormatVersionError, InvalidArgumentError, UnsupportedError
-from epochckpt.format import EpochRecord, RunEntry
+from epochckpt.format import RunEntry
 
 _WINDOW = 8  # saves that are looked at, the newest ones
 _UNSEEN_SECS = 86_400.0  # time between failures where none has been seen, at least
@@ -41,13 +41,9 @@ class SaveCost:
     secs: float  # from the call of `save` to the commit
 
     @classmethod
-    def of(cls, epoch: int, record: EpochRecord | HeadEpoch) -> SaveCost | None:
+    def of(cls, epoch: int, summary: EpochSummary) -> SaveCost | None:
         """The cost of a recorded save; None for a step of stock Orbax."""
-        if isinstance(record, HeadEpoch):
-            return cls(epoch, record.started_ns, record.blocked_secs, record.secs) if record.secs else None
-        if "secs" not in record.timings:
-            return None
-        return cls(epoch, record.started_ns, record.timings.get("blocked_secs", 0.0), record.timings["secs"])
+        return cls(epoch, summary.started_ns, summary.blocked_secs, summary.secs) if summary.secs else None
 
 
 class SaveIntervalEstimator:
@@ -164,7 +160,7 @@ def is_asked(options: ocp.CheckpointManagerOptions) -> bool:
     return any(isinstance(each, AutoInterval) for each in (policy, *getattr(policy, "policies", ())))
 
 
-def recent(epochs: Sequence[int], read: Callable[[int], EpochRecord | HeadEpoch]) -> list[SaveCost]:
+def recent(epochs: Sequence[int], read: Callable[[int], EpochSummary]) -> list[SaveCost]:
     """The costs of the newest of these epochs, but for those that only a newer epochckpt can read."""
     found = list[SaveCost]()
     for epoch in epochs[-_WINDOW - 1 :]:

@@ -1,4 +1,4 @@
-"""The part in a save of every process but the primary: it reports what it has written, and awaits the verdict."""
+"""The side of a save that every process but the primary has: it reports what it has written, and awaits the verdict."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.format import Nodes
 from epochckpt.saving import in_flight
 from epochckpt.saving.auto_interval import SaveCost
-from epochckpt.saving.part import Part, SaveContext
+from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
 
 _KEPT_UNHEARD = 192  # uncertain saves whose verdict may come late
 
 
-class Follower(Part):
-    """The part of a process that does not decide.
+class Follower(ProcessSide):
+    """The side of a process that does not decide.
 
     For each save, in order:
 
@@ -104,7 +104,7 @@ class Follower(Part):
         if not self._claim.known:  # nothing has been written
             raise errors.SaveError(save.epoch, f"the primary did not claim the directory: {silence}")
         if self._directory.tells_commits and self._is_there(save):
-            epoch, read = save.epoch, self._epoch_directory.read_brief
+            epoch, read = save.epoch, self._epoch_directory.read_summary
             cost = _threads.logged("its cost is not known", lambda: SaveCost.of(epoch, read(epoch)))
             return Committed(save.epoch, save.request.metrics, time.time_ns(), cost=cost)
         self._unheard.append(save)

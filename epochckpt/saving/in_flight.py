@@ -19,7 +19,7 @@ VERDICT_MARGIN_SECS = 60.0  # by how much the other processes wait longer than t
 
 
 class SaveListener(Protocol):
-    """A manager's part in its saves. The commit lane calls it on every process, in the order of the saves."""
+    """What a manager does when its saves end. The commit lane calls it on every process, in the order of the saves."""
 
     def announce(self, save: Save, commit: Committed) -> None:
         """A save is committed, and in the history. May fail."""

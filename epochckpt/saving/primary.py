@@ -1,4 +1,4 @@
-"""The primary's part in a save: it claims, collects the reports of all processes, commits, and says so."""
+"""The primary's side of a save: it claims, collects the reports of all processes, commits, and says so."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from absl import logging
 from epochckpt import _monitoring, _threads, errors
 from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.agreement.coordination import RecentKeys
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.format import EpochRecord, Nodes
 from epochckpt.orbax import events
 from epochckpt.saving import retention
 from epochckpt.saving.auto_interval import SaveCost
-from epochckpt.saving.part import Part, SaveContext
+from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
 
@@ -26,8 +27,16 @@ _KEPT_REPORTS = 2  # saves whose reports the coordination service keeps
 _KEPT_KEYS = 192  # its other keys, which are small, are kept longer, for a process that was away
 
 
-class Primary(Part):
-    """The part of the process that decides.
+@dataclasses.dataclass(frozen=True)
+class _Collecting:
+    """The primary waits for the reports of a save."""
+
+    save: str  # its name
+    since: float  # monotonic
+
+
+class Primary(ProcessSide):
+    """The side of the process that decides.
 
     For each save, in order:
 
@@ -47,6 +56,7 @@ class Primary(Part):
         self._claim_is_known = self._coordinator.processes == 1
         self._report_keys = RecentKeys(_KEPT_REPORTS)
         self._keys = RecentKeys(_KEPT_KEYS)
+        self._collecting: _Collecting | None = None  # set by the commit lane, read by the write lane
 
     # -- 1 and 2 -------------------------------------------------------------------------------------------------
 
@@ -67,7 +77,8 @@ class Primary(Part):
         """Waits while too many saves are undecided because nodes are slow or behind."""
         while len(waiting := [each for each in self._in_flight.all() if each.written.done()]) > _MAX_UNDECIDED:
             oldest = waiting[0]
-            since = oldest.missing_since
+            collecting = self._collecting
+            since = collecting.since if collecting is not None and collecting.save == oldest.name else None
             self.lags.look()
             lag = self.lags.most()
             if since is not None and time.monotonic() - since >= _PATIENCE_SECS and not lag:
@@ -113,7 +124,7 @@ class Primary(Part):
 
     def _collect(self, save: Save) -> None:
         """Waits for the report of every process; raises for processes that failed, differ, or are late."""
-        save.missing_since = time.monotonic()
+        self._collecting = _Collecting(save=save.name, since=time.monotonic())
         missing = self._gather(save)
         # The first error of a process is the save's; then come missing reports, and plans that differ.
         for process, report in sorted(save.reports.items()):
@@ -122,7 +133,7 @@ class Primary(Part):
         if missing:
             late = [self.nodes.names[process] for process in sorted(missing)]
             raise errors.LateNodesError(save.epoch, late, save.deadline.secs)
-        save.missing_since = None
+        self._collecting = None
         self._claim_is_known = True
         different = [process for process, report in save.reports.items() if report.plan != save.plan]
         if different:
@@ -178,7 +189,7 @@ class Primary(Part):
             metrics=save.request.metrics,
             committed_ns=record.committed_ns,
             save_id=record.save_id,
-            cost=SaveCost.of(save.epoch, record),
+            cost=SaveCost.of(save.epoch, EpochSummary.of(record)),
         )
 
     def _record(self, save: Save) -> EpochRecord:

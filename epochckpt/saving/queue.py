@@ -31,8 +31,8 @@ from epochckpt.saving.follower import Follower
 from epochckpt.saving.in_flight import InFlight, SaveListener
 from epochckpt.saving.node_writer import write_nodes
 from epochckpt.saving.opening import Opened
-from epochckpt.saving.part import Part, SaveContext
 from epochckpt.saving.primary import Primary
+from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import ProcessReport
 from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save
@@ -92,12 +92,12 @@ class SaveQueue:
             pool=self._pool,
         )
         kind = Primary if opened.coordinator.primary else Follower
-        self._part: Part = kind(context, opened.nodes)
+        self._side: ProcessSide = kind(context, opened.nodes)
 
     def name_nodes(self, nodes: Nodes) -> None:
         """Gives the nodes of the job other names, before the first save."""
         self._nodes = nodes
-        self._part.nodes = nodes
+        self._side.nodes = nodes
         self.in_flight.nodes = nodes
 
     # -- on the training thread ----------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class SaveQueue:
     def submit(self, save: Save) -> None:
         """Queues a save. Of two with one number (a signal handler can make them) only the first is saved."""
         if not self._coordinator.primary:  # the primary decides by its own clock, and may have begun later
-            save.deadline = self._part.deadline()
+            save.deadline = self._side.deadline()
         if save.request.refusal is None:
             save.spent = self._history.run.so_far()
             self._history.run.spend(run_clock.BLOCKED, save.request.blocked_secs)
@@ -219,7 +219,7 @@ class SaveQueue:
     @property
     def longest_secs(self) -> float:
         """The bound on every save."""
-        return self._options.save_timeout_secs + in_flight.VERDICT_MARGIN_SECS + self._part.lags.most()
+        return self._options.save_timeout_secs + in_flight.VERDICT_MARGIN_SECS + self._side.lags.most()
 
     # -- in the write lane ---------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class SaveQueue:
             _monitoring.secs(queued_secs, "/epochckpt/write/queue_secs")
         error: Exception | None = None
         try:
-            self._part.begin(save)
+            self._side.begin(save)
             if save.request.refusal is not None:
                 raise save.request.refusal
             report = self._write_nodes(save)
@@ -253,7 +253,7 @@ class SaveQueue:
         save.snapshot.drop()
         save.advance(Phase.WRITTEN)
         try:
-            self._part.report(save, report)
+            self._side.report(save, report)
         except errors.SaveError as caught:
             error = errors.kept(caught)
         save.written.set(None)
@@ -268,7 +268,7 @@ class SaveQueue:
             for name in self._nodes.hosted_names:
                 self._epoch_directory.uncache(epoch, name)
         return write_nodes(
-            staging=self._part.staging(save),
+            staging=self._side.staging(save),
             nodes=self._nodes,
             save=save,
             options=self._options,
@@ -281,10 +281,10 @@ class SaveQueue:
         """Ends a save on this process, whatever happens."""
         failure: errors.SaveError | None = None
         try:
-            commit = self._part.conclude(save, error)
+            commit = self._side.conclude(save, error)
             save.cost = commit.cost
             self._history.commit(commit)
-            self._part.follow_commit(save, commit)
+            self._side.follow_commit(save, commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(save, commit))
             self._resident.append(save.epoch)
             outcome = commit

@@ -24,7 +24,7 @@ from epochckpt import _monitoring
 from epochckpt._metrics import flat
 from epochckpt.directory import EpochDirectory, attached_metrics
 from epochckpt.directory.epoch_directory import ReplaceCondition, Rollback, Writer
-from epochckpt.directory.head_record import HeadEpoch
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -37,7 +37,7 @@ from epochckpt.errors import (
     UnfinishedError,
     say,
 )
-from epochckpt.format import EpochRecord, paths
+from epochckpt.format import paths
 from epochckpt.orbax import events
 from epochckpt.saving.auto_interval import IntervalContext, SaveIntervalEstimator
 from epochckpt.saving.ranking import best_of, rank
@@ -54,7 +54,7 @@ _left_alone: set[tuple[str, int]] = set()  # (directory, epoch) of steps that ar
 class EpochInfo:
     """An epoch as policies see it. Its metrics and time are read from storage when a policy asks for them."""
 
-    def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochRecord | HeadEpoch]):
+    def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochSummary]):
         self.step, self._source = step, source  # (metrics, time_ns, save id), or what reads the record
         self.attached: Mapping[str, Any] = {}  # metrics that were attached later, by name, as the primary sees them
         self.is_unknown = False  # its metrics were asked for, and only a newer epochckpt can read them
@@ -133,7 +133,7 @@ class History:
 
     def __init__(
         self,
-        load: Callable[[int], EpochRecord | HeadEpoch],
+        load: Callable[[int], EpochSummary],
         alone: bool = True,
         *,
         mirror: Mirrored | None = None,

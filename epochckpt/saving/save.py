@@ -1,4 +1,4 @@
-"""One save on one process: the request, the process's part of the data, and the phase.
+"""One save on one process: the request, the process's share of the data, and the phase.
 
 `CheckpointManager.save` makes a `SaveRequest` and a `Save` on the training thread, and hands the save to the
 `SaveQueue`. `Phase` has a picture of what happens then, and says who makes each move.
@@ -144,7 +144,6 @@ class Save:
         self.spent: Mapping[str, float] = {}  # by the run until the save began, see `RunClock`
         self.writing_since = 0.0  # monotonic; 0 before
         self.written_before: int | None = None  # bytes that the store had written when this process began to write
-        self.missing_since: float | None = None  # when the primary began to wait for reports, while it does
         self.removals: list[Callable[[], None]] = []  # of older epochs, once this save has ended
         self.offered = False  # on the primary, with local disks: the others have been told to put it in place
         self.told = _threads.Once()  # by the thread that tells the manager how it has ended
@@ -208,7 +207,7 @@ class Save:
 
     @contextlib.contextmanager
     def shown(self, tally: Tally) -> Generator[None]:
-        """Shows how much of its part this process has written, while it is waited for; `tally` is that of its store."""
+        """Shows how much of its share this process has written, while it is awaited; `tally` is that of its store."""
 
         def written() -> float:
             if self.written.done():

@@ -152,7 +152,7 @@ def survey(
     metrics = (
         attached_metrics.of_epochs(epoch_directory, readable, partial(_save_id, epoch_directory)) if needed else {}
     )
-    costs = auto_interval.recent(epochs, epoch_directory.read_brief) if auto_interval.is_asked(options) else ()
+    costs = auto_interval.recent(epochs, epoch_directory.read_summary) if auto_interval.is_asked(options) else ()
     found = Survey(epochs, damaged, foreign, metrics, runs=runs, costs=tuple(costs))
     return found if mirror is None else mirror.complete(epoch_directory, found)
 

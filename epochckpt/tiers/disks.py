@@ -179,7 +179,7 @@ def survey_of_disks(
     needed = attached_metrics.are_needed(options)
     metrics = attached_metrics.of_epochs(epoch_directory, epochs, found.whole.get) if needed else {}
     runs = _runs(epoch_directory, epochs)
-    costs = tuple(auto_interval.recent(epochs, epoch_directory.read_brief)) if auto_interval.is_asked(options) else ()
+    costs = tuple(auto_interval.recent(epochs, epoch_directory.read_summary)) if auto_interval.is_asked(options) else ()
     local = Survey(epochs, damaged, foreign, metrics, (), runs, costs)
     texts = [each.mirror for each in found.disks]
     survey = mirror.complete(epoch_directory, local, texts)

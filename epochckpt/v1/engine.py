@@ -16,8 +16,8 @@ from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import item_names
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
 from epochckpt.manager import CheckpointManager, CheckpointReader, Readers, Response, RestoreRequest
+from epochckpt.manager.components import Components
 from epochckpt.manager.numbers import epoch_number
-from epochckpt.manager.parts import Parts
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import object_view
 from epochckpt.saving import EpochInfo, Save
@@ -93,14 +93,14 @@ class Engine:
             storage=storage,
             node=node,
         )
-        parts = self.manager.parts
+        components = self.manager.components
         if self._continuous is not None:
-            self._continuous.connect(parts)
-        self._directory = parts.directory
-        self._readers = parts.readers
-        self._history = parts.history
-        self._saves = parts.saves
-        self._restores = parts.restores
+            self._continuous.connect(components)
+        self._directory = components.directory
+        self._readers = components.readers
+        self._history = components.history
+        self._saves = components.saves
+        self._restores = components.restores
         self._saves.listener.heard = self._hear
         self._restores.newest_call = "load()"
 
@@ -301,10 +301,10 @@ class Continuous:
         self._calls = 0
         self._kept = RecentKeys(_KEPT_VOTES)
 
-    def connect(self, parts: Parts) -> None:
+    def connect(self, components: Components) -> None:
         """Says of which manager it is the policy, before that saves."""
-        self._directory = parts.directory
-        self._saves = parts.saves
+        self._directory = components.directory
+        self._saves = components.saves
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
         """Whether no save is in progress; the same on every process."""

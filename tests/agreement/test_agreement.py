@@ -111,15 +111,15 @@ def commit(manager: ec.CheckpointManager, epoch: int) -> None:
 def commit_unheard(job: Job, manager: ec.CheckpointManager, epoch: int, node_1_gave_up: threading.Event) -> None:
     """The primary commits an epoch only after the other node has given up waiting for the verdict."""
     if manager._coordinator.process == 0:
-        publish = manager.parts.directory.job_directory.writer.publish
+        publish = manager.components.directory.job_directory.writer.publish
 
         def stopped(*args: Any) -> None:
             assert node_1_gave_up.wait(WAIT_SECS)
             publish(*args)
 
-        manager.parts.directory.job_directory.writer.publish = stopped
+        manager.components.directory.job_directory.writer.publish = stopped
         commit(manager, epoch)
-        manager.parts.directory.job_directory.writer.publish = publish
+        manager.components.directory.job_directory.writer.publish = publish
     else:
         manager._coordinator.unheard = ("/verdict/2-0/0",)
         assert save(manager, epoch)
@@ -188,7 +188,8 @@ def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(
         for epoch in (1, 2, 3):
             assert save(manager, epoch, metrics={"loss": epoch})
         asked = [
-            (info.step, info.metrics) for info in manager.parts.history.requested(manager.parts.saves.queue.saving())
+            (info.step, info.metrics)
+            for info in manager.components.history.requested(manager.components.saves.queue.saving())
         ]
         may = manager.should_save(3), manager.should_save(4)
         if number == slow:
@@ -242,13 +243,15 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
         manager = job.open()
         commit(manager, 1)
         if number == 1:
-            hear = manager.parts.history.commit
+            hear = manager.components.history.commit
 
             def late(done: Any) -> None:
-                manager._coordinator.get(f"{manager.parts.directory.prefix}/call/2-0/delete(2)/0/decision", WAIT_SECS)
+                manager._coordinator.get(
+                    f"{manager.components.directory.prefix}/call/2-0/delete(2)/0/decision", WAIT_SECS
+                )
                 hear(done)
 
-            manager.parts.history.commit = late
+            manager.components.history.commit = late
             assert save(manager, 2)
         else:
             commit(manager, 2)
@@ -281,8 +284,8 @@ def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: p
         assert save(manager, 1)
         assert reached.wait(WAIT_SECS)
         if number == 0:
-            manager.parts.saves.queue.pending()[0].deadline = Deadline(0)
-        manager.parts.saves.queue.drain()
+            manager.components.saves.queue.pending()[0].deadline = Deadline(0)
+        manager.components.saves.queue.drain()
         with pytest.raises(UncertainError, match="uncertain whether checkpoint 1 was committed"):
             manager.check_for_errors()
         between = manager.status(1).state, list(manager.all_steps())
@@ -333,7 +336,7 @@ def test_a_coordination_service_that_hangs_holds_no_training(job: Job) -> None:
             manager._coordinator.put = lambda key, value: (go.wait(WAIT_SECS), put(key, value))[1]
             for epoch in range(1, 5):
                 assert save(manager, epoch)
-                assert manager.parts.saves.queue.pending()[-1].written.wait(WAIT_SECS)
+                assert manager.components.saves.queue.pending()[-1].written.wait(WAIT_SECS)
             assert not go.is_set()
             go.set()
         else:
@@ -460,7 +463,7 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
     try:
         assert save(manager, 1)
         assert save(manager, 2)
-        behind = manager.parts.saves.queue.pending()[1]
+        behind = manager.components.saves.queue.pending()[1]
         assert behind.snapshot.trees
         with pytest.raises(SaveErrorGroup, match="process_0") as caught:
             manager.wait_until_finished()
@@ -471,7 +474,7 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
     finally:
         monkeypatch.setattr(PosixWriter, "finish", finish)
         go.set()
-    assert manager.parts.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert manager.components.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
     manager.close()
     with ec.CheckpointManager(tmp_path / "run") as again:
         assert again.all_steps() == []
@@ -506,7 +509,7 @@ def test_saving_goes_on_beside_a_write_that_hangs_without_holding_training(
     assert isinstance(failed.pop(0), LateNodesError)
     assert failed
     assert all(isinstance(error, StorageBehindError) for error in failed.values())
-    assert manager.parts.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert manager.components.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
     with contextlib.suppress(SaveError):
         manager.close()
     assert not set(manager.all_steps()) & {0, *failed}

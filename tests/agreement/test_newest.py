@@ -243,14 +243,14 @@ def loop(directory: str) -> list[Any]:
     """Process 1 cannot read epoch 3: what the loop, and a restore in the background, give this process."""
     me = jax.process_index()
     with ec.CheckpointManager(directory) as manager:
-        original = manager.parts.directory.epoch_directory.read_record
+        original = manager.components.directory.epoch_directory.read_record
 
         def read_record(epoch: int) -> Any:
             if epoch == 3 and me == 1:
                 raise DamagedError("3/epoch.json", "is torn")
             return original(epoch)
 
-        manager.parts.directory.epoch_directory.read_record = read_record  # type: ignore[method-assign]
+        manager.components.directory.epoch_directory.read_record = read_record  # type: ignore[method-assign]
         raised, found = by_the_usual_loop(manager)
         before = [raised, found, list(manager.all_steps()), manager.damaged_epochs()]
         background = value(manager.restore_async(1).result())
@@ -293,7 +293,7 @@ def test_an_epoch_deleted_while_a_reader_looks_at_it_is_not_damaged(
     """While it reloads, and while it restores; saved anew it is listed."""
     with reader_of(run) as reader, ec.CheckpointManager(run) as trainer:
         with monkeypatch.context() as patch:
-            original, deleted = reader.parts.directory.epoch_directory.check_shallow, list[int]()
+            original, deleted = reader.components.directory.epoch_directory.check_shallow, list[int]()
 
             def check(record: Any, **kwargs: Any) -> None:
                 if not deleted:
@@ -302,7 +302,7 @@ def test_an_epoch_deleted_while_a_reader_looks_at_it_is_not_damaged(
                     trainer.wait_until_finished()
                 original(record, **kwargs)
 
-            patch.setattr(reader.parts.directory.epoch_directory, "check_shallow", check)
+            patch.setattr(reader.components.directory.epoch_directory, "check_shallow", check)
             reader.reload()
             assert deleted == [3]
             assert (reader.all_steps(), reader.damaged_epochs()) == ([1, 2], [])

@@ -50,7 +50,7 @@ def test_hosted_nodes_come_back_by_name(directory: str, constructed: bool) -> No
         assert manager.nodes(3) == list(NAMES)
         assert manager.verify(3).ok
         files = {
-            n.name: {f.item for f in n.files} for n in manager.parts.directory.epoch_directory.read_record(3).nodes
+            n.name: {f.item for f in n.files} for n in manager.components.directory.epoch_directory.read_record(3).nodes
         }
         assert files == {
             "trainer_0": {"state", "config", "own", "alike"},
@@ -287,7 +287,8 @@ def marks(directory: Any, epoch: int = 0) -> dict[str, bool]:
     """Which items of an epoch are marked as the same on all nodes."""
     with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         return {
-            name: item.same for name, item in manager.parts.directory.epoch_directory.read_record(epoch).items.items()
+            name: item.same
+            for name, item in manager.components.directory.epoch_directory.read_record(epoch).items.items()
         }
 
 
@@ -339,13 +340,13 @@ def test_an_item_that_a_node_lacks_is_not_marked(directory: str) -> None:
     with hosting(directory) as manager:
         some = dict.fromkeys(NAMES[:2], 1)
         save(manager, 0, own=NodeSave(some, by_node=True), none=NodeSave({}, by_node=True))
-        assert {n: i.same for n, i in manager.parts.directory.epoch_directory.read_record(0).items.items()} == {
+        assert {n: i.same for n, i in manager.components.directory.epoch_directory.read_record(0).items.items()} == {
             "own": False,
             "none": False,
         }
     with hosting(directory, ("alone",)) as manager:
         save(manager, 1, own=NodeSave(1), none=NodeSave({}, by_node=True))
-        assert {n: i.same for n, i in manager.parts.directory.epoch_directory.read_record(1).items.items()} == {
+        assert {n: i.same for n, i in manager.components.directory.epoch_directory.read_record(1).items.items()} == {
             "own": True,
             "none": False,
         }
@@ -356,7 +357,7 @@ def test_equal_arrays_on_other_devices_are_the_same(directory: str) -> None:
     values = {name: jax.device_put(np.arange(8.0), jax.devices()[n]) for n, name in enumerate(NAMES)}
     with hosting(directory) as manager:
         save(manager, 0, own=NodeSave(values, by_node=True))
-        assert manager.parts.directory.epoch_directory.read_record(0).items["own"].same
+        assert manager.components.directory.epoch_directory.read_record(0).items["own"].same
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -419,7 +420,7 @@ def agreement_in_processes(directory: str) -> list[bool]:
     own = {"alike": NodeSave({"x": 1, "local": local}), "own": NodeSave({"me": me}), "shift": NodeSave(local + me)}
     with ec.CheckpointManager(directory) as manager:
         save(manager, 0, **own)
-        return [item.same for item in manager.parts.directory.epoch_directory.read_record(0).items.values()]
+        return [item.same for item in manager.components.directory.epoch_directory.read_record(0).items.values()]
 
 
 @pytest.mark.long

@@ -80,7 +80,7 @@ def test_the_first_save_of_a_restored_tree_finds_its_plan(tmp_path: pathlib.Path
         planned.by.clear()
         restored = manager.restore(None, args=args(ocp.args.StandardRestore, abstract(state_of())))
         state = restored[item] if many else restored
-        ((_, future),) = manager.parts.saves.planner._ahead
+        ((_, future),) = manager.components.saves.planner._ahead
         future.result()
         state = {**state, "params": jax.tree.map(lambda x: x * 2, state["params"])}
         manager.save(1, args=args(ocp.args.StandardSave, state))
@@ -116,14 +116,14 @@ def test_a_save_waits_for_a_plan_under_way(tmp_path: pathlib.Path, planned: Plan
         planned.may_go_on.clear()
         state = manager.restore(0, args=ocp.args.StandardRestore(abstract(state_of())))
         planned.began.wait()
-        key, future = manager.parts.saves.planner._ahead.pop()
+        key, future = manager.components.saves.planner._ahead.pop()
 
         class Watched:  # the plan is made once the save asks for it
             def __getattr__(self, name: str) -> Any:
                 planned.may_go_on.set()
                 return getattr(future, name)
 
-        manager.parts.saves.planner._ahead.append((key, Watched()))  # type: ignore[arg-type]
+        manager.components.saves.planner._ahead.append((key, Watched()))  # type: ignore[arg-type]
         manager.save(1, args=ocp.args.StandardSave(state))
     assert threading.get_ident() not in planned.by[:1]
     check_saved(tmp_path, 1, state)
@@ -134,7 +134,7 @@ def test_a_manager_closes_while_it_plans(tmp_path: pathlib.Path, planned: Planne
     with ec.CheckpointManager(tmp_path) as manager:
         manager.restore(0, args=ocp.args.StandardRestore(abstract(state_of())))
         planned.began.wait()
-        ((_, future),) = manager.parts.saves.planner._ahead
+        ((_, future),) = manager.components.saves.planner._ahead
     assert not future.done()
     planned.may_go_on.set()
     future.result()
@@ -146,7 +146,7 @@ def test_a_plan_holds_no_array(tmp_path: pathlib.Path, planned: Planned) -> None
     with ec.CheckpointManager(tmp_path) as manager:
         state = manager.restore(0, args=ocp.args.StandardRestore(abstract(state_of())))
         planned.began.wait()
-        ((_, future),) = manager.parts.saves.planner._ahead
+        ((_, future),) = manager.components.saves.planner._ahead
         state["params"]["w"].delete()
         planned.may_go_on.set()
         assert future.result().nbytes == 4 * 3 * 4 + 5 * 8 + 2 * 2 * 4
@@ -177,7 +177,7 @@ def test_leaves_have_the_names_that_their_node_gives_them(tmp_path: pathlib.Path
         manager.save(0, args=ocp.args.StandardSave(first))
     with ec.CheckpointManager(tmp_path) as manager:
         state = manager.restore(0, args=ocp.args.StandardRestore(first))
-        manager.parts.saves.planner._ahead[0][1].result()
+        manager.components.saves.planner._ahead[0][1].result()
         manager.save(1, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
         found = manager.restore(1, args=ocp.args.StandardRestore(first)).children
@@ -206,5 +206,5 @@ def test_nothing_is_planned_that_will_not_be_saved(tmp_path: pathlib.Path, plann
     with ec.CheckpointManager(tmp_path, options=options) as manager:
         target = None if how == "no target" else abstract(state_of())
         manager.restore(0, args=ocp.args.StandardRestore(target))
-        assert not manager.parts.saves.planner._ahead
+        assert not manager.components.saves.planner._ahead
     assert not planned.by

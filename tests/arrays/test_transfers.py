@@ -350,7 +350,7 @@ def test_cpu_arrays_are_viewed_in_every_mode(tmp_path: pathlib.Path, monkeypatch
     large = jnp.arange(1_000_000.0)
     for mode in MODES:
         with opened(tmp_path / mode, mode) as manager:
-            (tree,) = manager.parts.saves.planner.plan(items_of({"a": large})).snapshot().trees
+            (tree,) = manager.components.saves.planner.plan(items_of({"a": large})).snapshot().trees
         (buffer,) = tree.data
         assert isinstance(buffer, snapshot.Buffer)
         assert buffer.array.ctypes.data == large.unsafe_buffer_pointer()

@@ -263,7 +263,7 @@ def test_storage_that_cannot_be_listed_harms_no_commit(tmp_path: pathlib.Path, m
         def fail(*args: Any) -> Any:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(type(manager.parts.directory.store), "find", fail)
+        monkeypatch.setattr(type(manager.components.directory.store), "find", fail)
         save(manager, 2)
         assert list(manager.all_steps()) == [0, 1, 2]
         assert manager.best_step() == 0
@@ -276,14 +276,14 @@ def test_an_attachment_during_a_commit_waits_for_nobody(
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1)
         reached, go = threading.Event(), threading.Event()
-        publish = manager.parts.directory.job_directory.writer.publish
+        publish = manager.components.directory.job_directory.writer.publish
 
         def held(*args: Any) -> Any:
             reached.set()
             assert go.wait(60)
             return publish(*args)
 
-        monkeypatch.setattr(manager.parts.directory.job_directory.writer, "publish", held)
+        monkeypatch.setattr(manager.components.directory.job_directory.writer, "publish", held)
         assert manager.save(2, args=ocp.args.StandardSave({"w": np.zeros(3)}))
         assert reached.wait(60)
         ec.attach_metrics(tmp_path, 1, {"accuracy": 0.5}, "evaluator")
@@ -331,7 +331,7 @@ def test_what_could_not_be_told_to_other_processes_is_left_out(tmp_path: pathlib
     """A file of somebody else's making, with a good checksum: no manager fails to open or to commit for it."""
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1)
-        save_id = manager.parts.directory.epoch_directory.read_save_id(1)
+        save_id = manager.components.directory.epoch_directory.read_save_id(1)
     head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "metrics"}
     data = checksums.seal({**head, "epoch": 1, "attempt": save_id, "source": "evil", "metrics": metrics})
     (tmp_path / "1" / "_metrics-evil.json").write_bytes(data)

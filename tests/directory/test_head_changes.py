@@ -11,6 +11,7 @@ import pytest
 
 from epochckpt import errors
 from epochckpt.directory import head_record
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_changes import (
     Attachment,
     AttachMetrics,
@@ -32,7 +33,7 @@ from epochckpt.directory.head_changes import (
     TakeIn,
     UnlistEpochs,
 )
-from epochckpt.directory.head_record import Head, HeadEpoch, RemovedStep
+from epochckpt.directory.head_record import Head, RemovedStep
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.metrics_log import Line
 from epochckpt.format import paths
@@ -46,7 +47,7 @@ STOCK = "stock-0123456789abcdef"
 NAMES = StepNames.of(ocp.CheckpointManagerOptions())
 
 
-def entry(save_id: str, **fields: Any) -> HeadEpoch:
+def entry(save_id: str, **fields: Any) -> EpochSummary:
     values: dict[str, Any] = {
         "started_ns": 1,
         "committed_ns": 2,
@@ -56,10 +57,10 @@ def entry(save_id: str, **fields: Any) -> HeadEpoch:
         "blocked_secs": 0.1,
         "metrics": {"loss": 1.0},
     }
-    return HeadEpoch(save_id=save_id, **values | fields)
+    return EpochSummary(save_id=save_id, **values | fields)
 
 
-def ours(epoch: int, number: int = 0, **fields: Any) -> HeadEpoch:
+def ours(epoch: int, number: int = 0, **fields: Any) -> EpochSummary:
     """An epoch that this run has saved."""
     return entry(f"{OURS}-{epoch}-{number}", **fields)
 
@@ -180,7 +181,7 @@ def test_a_save_does_not_begin_where_a_step_of_stock_orbax_is_not_gone_yet() -> 
     fenced(change, now)
 
 
-def publish(new: HeadEpoch, **fields: Any) -> PublishEpoch:
+def publish(new: EpochSummary, **fields: Any) -> PublishEpoch:
     return PublishEpoch(incarnation=RUN, epoch=4, folder="4", entry=new, **fields)
 
 
@@ -340,7 +341,7 @@ def test_the_removal_of_a_step_is_finished() -> None:
 # -- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def attach(folder: str, epoch: HeadEpoch, source: str, metrics: Mapping[str, Any]) -> Attachment:
+def attach(folder: str, epoch: EpochSummary, source: str, metrics: Mapping[str, Any]) -> Attachment:
     return Attachment(folder=folder, save_id=epoch.save_id, source=source, metrics=metrics)
 
 

@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_while_it_claims_is_not_taken_for_alive(
     with ec.CheckpointManager(run) as manager, monkeypatch.context() as patch:
         patch.setattr(PosixStore, call, killed)
         with pytest.raises(Killed):
-            manager.parts.directory.epoch_directory.claim()
+            manager.components.directory.epoch_directory.claim()
     assert [path.name[:10] for path in run.glob("*tmp")] == ["unclaimed-"]
     assert may_be_claimed(run)
     assert not list(run.glob("*tmp"))
@@ -210,11 +210,11 @@ def test_a_run_that_is_killed_while_it_closes_is_not_taken_for_alive(
 
     manager = ec.CheckpointManager(run)
     manager.claim()
-    (run / paths.incarnation_folder(manager.parts.directory.job_directory.incarnation) / "3-0").mkdir()
+    (run / paths.incarnation_folder(manager.components.directory.job_directory.incarnation) / "3-0").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(PosixStore, "remove_tree", killed)
         with pytest.raises(Killed):
-            manager.parts.directory.job_directory.writer.release()
+            manager.components.directory.job_directory.writer.release()
     assert may_be_claimed(run)
 
 

@@ -248,7 +248,7 @@ def raise_pending(manager: ec.CheckpointManager, how: str) -> None:
         manager.save(1000, args=Save({"x": np.zeros(1)}))  # logs the failure before, and is the next to end
         manager.save(1001, args=Save({"x": np.zeros(1)}))
         while manager.is_saving_in_progress():
-            manager.parts.saves.queue.drain()
+            manager.components.saves.queue.drain()
         manager.check_for_errors()
     else:
         getattr(manager, how)()
@@ -312,7 +312,7 @@ def test_a_full_disk_costs_no_memory(disk: pathlib.Path) -> None:
         with traced_memory() as held:
             for epoch in range(4):
                 m.save(epoch, args=Save({"a": np.zeros(2**22, np.uint8), "b": np.ones(2**22, np.uint8)}))
-                m.parts.saves.queue.drain()
+                m.components.saves.queue.drain()
             assert held() < 2**22
         ballast.unlink()
         with pytest.raises(errors.SaveErrorGroup, match="No space left"):
@@ -328,7 +328,7 @@ def test_a_failed_save_is_raised_once_and_never_by_save(disk: pathlib.Path, how:
     ballast = fill_disk(disk, 1)
     assert m.save(1, args=Save(numbers(1)))
     assert m.save(2, args=Save(numbers(2)))  # the disk is still full
-    m.parts.saves.queue.drain()
+    m.components.saves.queue.drain()
     ballast.unlink()
     assert m.save(3, args=Save(numbers(3)))
     with pytest.raises(errors.SaveErrorGroup, match="No space left") as caught:

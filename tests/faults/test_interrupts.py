@@ -199,7 +199,7 @@ for m in managers:
     m.wait_until_finished()
 setattr(posix.PosixStore, sys.argv[3], lambda *args, **kwargs: never.wait())
 for m in managers:
-    saves = m.parts.saves
+    saves = m.components.saves
     saves._storage = saves.queue._options = dataclasses.replace(saves._storage, save_timeout_secs=0.7)
     m.save(3, args=ocp.args.StandardSave({"a": np.zeros(4)}))
 print("exits", flush=True)

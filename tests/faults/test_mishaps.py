@@ -82,13 +82,13 @@ def on_storage(directory: str, options: Options | None = None) -> list[int]:
 
 
 def data_path(manager: ec.CheckpointManager, epoch: int) -> str:
-    record = manager.parts.directory.epoch_directory.read_record(epoch)
-    return f"{manager.parts.directory.epoch_directory.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
+    record = manager.components.directory.epoch_directory.read_record(epoch)
+    return f"{manager.components.directory.epoch_directory.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
 
 
 def cut(manager: ec.CheckpointManager, epoch: int) -> None:
     """Removes the last byte of an epoch's data."""
-    store, path = manager.parts.directory.store, data_path(manager, epoch)
+    store, path = manager.components.directory.store, data_path(manager, epoch)
     with store.open_reader(path) as reader:
         data = bytearray(reader.size)
         reader.read_into(0, memoryview(data))
@@ -196,7 +196,7 @@ def test_an_error_of_storage_at_open_is_raised_and_condemns_no_epoch(
     """The survey tells a file that cannot be looked at now from one that is damaged."""
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1, 2])
-        store = type(manager.parts.directory.store)
+        store = type(manager.components.directory.store)
     method = "size" if store.atomic_folder_rename else "read"
     once = Once(monkeypatch, store, method, timed_out(), lambda _, path: path.startswith("2/"))
     with pytest.raises(StorageError):
@@ -213,7 +213,11 @@ def test_a_passing_error_does_not_make_restore_fall_back(directory: str, monkeyp
         save_all(manager, [1, 2])
         path = data_path(manager, 2)
         once = Once(
-            monkeypatch, manager.parts.directory.store, "open_reader", timed_out(), lambda opened, *_: opened == path
+            monkeypatch,
+            manager.components.directory.store,
+            "open_reader",
+            timed_out(),
+            lambda opened, *_: opened == path,
         )
         with pytest.raises(StorageError):
             manager.restore(None)
@@ -228,7 +232,7 @@ def test_a_passing_error_in_the_middle_of_a_file_does_not_make_restore_fall_back
     """The same, if the file could be opened."""
     with ec.CheckpointManager(tmp_path) as manager:
         save_all(manager, [1, 2])
-        with manager.parts.directory.store.open_reader(data_path(manager, 2)) as reader:
+        with manager.components.directory.store.open_reader(data_path(manager, 2)) as reader:
             kind = type(reader)
         once = Once(monkeypatch, kind, "read_into", timed_out(), lambda r, *_: r.handle.name.endswith(".safetensors"))
         with pytest.raises(StorageError):
@@ -249,7 +253,9 @@ def test_retention_deletes_nothing_while_metrics_cannot_be_read(
         save_all(manager, [1], metrics={"acc": 0.99})
     with ec.CheckpointManager(directory, options=options) as manager:
         with monkeypatch.context() as patch:
-            once = Once(patch, manager.parts.directory.store, "read", timed_out(), lambda path: path == "1/epoch.json")
+            once = Once(
+                patch, manager.components.directory.store, "read", timed_out(), lambda path: path == "1/epoch.json"
+            )
             save_all(manager, [2], metrics={"acc": 0.1})
             assert once.hits == 1
         assert list(manager.all_steps()) == on_storage(directory) == [1, 2]
@@ -273,7 +279,7 @@ def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.Mo
             return survey(*args, **kwargs)
 
         monkeypatch.setattr(survey_lib, "survey", look)
-        hold = Hold(monkeypatch, manager.parts.directory.job_directory.writer, "publish", lambda *args: True)
+        hold = Hold(monkeypatch, manager.components.directory.job_directory.writer, "publish", lambda *args: True)
         assert manager.save(2, args=Save(state(2)))
         assert waits_for(hold, manager.reload) == [None]
         assert saving == [False]
@@ -302,7 +308,10 @@ def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, monke
     with ec.CheckpointManager(directory, options=Options(max_to_keep=1)) as manager:
         save_all(manager, [1])
         hold = Hold(
-            monkeypatch, manager.parts.directory.job_directory.writer, "unlist", lambda epoch, kept_in=None: epoch == 1
+            monkeypatch,
+            manager.components.directory.job_directory.writer,
+            "unlist",
+            lambda epoch, kept_in=None: epoch == 1,
         )
         assert manager.save(2, args=Save(state(2)))
         waits_for(hold, manager.wait_until_finished)
@@ -316,7 +325,7 @@ def test_waiting_ends_whatever_hiding_raises(directory: str, monkeypatch: pytest
     """The new epoch is committed, the old one stays listed; saving goes on, and the next commit deletes it."""
     manager = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(manager, [1])
-    once = Once(monkeypatch, manager.parts.directory.job_directory.writer, "unlist", error)
+    once = Once(monkeypatch, manager.components.directory.job_directory.writer, "unlist", error)
     assert manager.save(2, args=Save(state(2)))
     with pytest.raises(RetentionError, match="checkpoint 1, "):
         bounded(manager.wait_until_finished)
@@ -393,7 +402,7 @@ def test_an_older_run_never_replaces_what_a_newer_one_committed(late: bool, monk
     assert value_of(older.restore(None)) == 1
     assert list(older.all_steps()) == [1]
     older.claim()
-    write, begun = older.parts.directory.store.replace, b'"begun":{"'
+    write, begun = older.components.directory.store.replace, b'"begun":{"'
 
     def replace(path: str, old: bytes, new: bytes, **how: bool) -> None:
         if (begun in old) is late and (begun in new) is not late:  # the beginning, or the commit
@@ -404,7 +413,7 @@ def test_an_older_run_never_replaces_what_a_newer_one_committed(late: bool, monk
             newer.wait_until_finished()
         write(path, old, new, **how)
 
-    monkeypatch.setattr(older.parts.directory.store, "replace", replace)
+    monkeypatch.setattr(older.components.directory.store, "replace", replace)
     assert older.save(2, args=Save(state(22)))
     with pytest.raises(FencedError):
         older.wait_until_finished()
@@ -419,7 +428,7 @@ def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(monkeypatch: p
     url = new_memory()
     older = ec.CheckpointManager(url)
     save_all(older, [1])
-    write, runs = older.parts.directory.store.replace, list[ec.CheckpointManager]()
+    write, runs = older.components.directory.store.replace, list[ec.CheckpointManager]()
 
     def replace(path: str, old: bytes, new: bytes, **how: bool) -> None:
         write(path, old, new, **how)
@@ -428,7 +437,7 @@ def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(monkeypatch: p
             runs[0].claim()
             raise FileExistsError("changed, since the first request was sent")
 
-    monkeypatch.setattr(older.parts.directory.store, "replace", replace)
+    monkeypatch.setattr(older.components.directory.store, "replace", replace)
     assert older.save(2, args=Save(state(2)))
     older.wait_until_finished()
     (newer,) = runs
@@ -478,7 +487,7 @@ def test_a_rollback_over_epochs_of_another_name_format_is_finished_by_the_next_c
     manager = ec.CheckpointManager(tmp_path, options=both)
     once = Once(
         monkeypatch,
-        manager.parts.directory.store,
+        manager.components.directory.store,
         "rename",
         OSError(errno.EIO, "killed"),
         lambda src, *_: src.startswith("step_"),
@@ -506,8 +515,8 @@ def test_a_deleted_epoch_is_gone_even_if_its_bytes_stay(
     manager = ec.CheckpointManager(directory)
     save_all(manager, [1, 2])
     with monkeypatch.context() as patch:
-        method = "remove_tree" if manager.parts.directory.store.atomic_folder_rename else "remove_all"
-        once = Once(patch, manager.parts.directory.store, method, OSError(errno.EBUSY, "busy, says the server"))
+        method = "remove_tree" if manager.components.directory.store.atomic_folder_rename else "remove_all"
+        once = Once(patch, manager.components.directory.store, method, OSError(errno.EBUSY, "busy, says the server"))
         manager.delete(2)
         assert list(manager.all_steps()) == on_storage(directory) == [1]
         with pytest.raises(RemovalError, match=r"checkpoint 2 is deleted.*busy, says the server"):
@@ -531,7 +540,7 @@ def test_an_epoch_that_cannot_be_kept_elsewhere_is_not_deleted(
     no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     once = Once(
         monkeypatch,
-        manager.parts.directory.store,
+        manager.components.directory.store,
         broken,
         no_space,
         lambda *paths: paths[-1] == "old/1" or "/removed-" in paths[0],
@@ -593,16 +602,16 @@ def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
     with ec.CheckpointManager(directory) as manager:
         assert manager.save(1, args=args(1))
         manager.wait_until_finished()
-        reader = manager.parts.readers.open(1).native
+        reader = manager.components.readers.open(1).native
         if record_read:
             reader.node_record(0)
         manager.delete(1)
-        manager.parts.saves.queue.drain_removals()
+        manager.components.saves.queue.drain_removals()
         assert manager.save(1, args=args(2))
         manager.wait_until_finished()
         with pytest.raises(EpochDeletedError):
             read(reader)
-        read(manager.parts.readers.open(1).native)
+        read(manager.components.readers.open(1).native)
 
 
 # -- odd places and records ----------------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ def test_on_an_object_store_what_nobody_commits_any_more_is_removed(monkeypatch:
             manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
         manager.wait_until_finished()
         manager.rollback_to(2)
-        incarnation = manager.parts.directory.job_directory.incarnation
+        incarnation = manager.components.directory.job_directory.incarnation
     left_in(directory, 5, monkeypatch)
     left_in(directory, 6, monkeypatch)
     monkeypatch.undo()

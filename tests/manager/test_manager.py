@@ -304,8 +304,8 @@ def test_a_damaged_newest_epoch_falls_back_only_if_none_was_named(m: ec.Checkpoi
 def damage(m: ec.CheckpointManager, epoch: int) -> str:
     """Flips a bit of an epoch's data; returns the file's path."""
     store = store_of(m)
-    record = m.parts.directory.epoch_directory.read_record(epoch)
-    path = f"{m.parts.directory.epoch_directory.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
+    record = m.components.directory.epoch_directory.read_record(epoch)
+    path = f"{m.components.directory.epoch_directory.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
     with store.open_reader(path) as reader:
         data = bytearray(reader.size)
         reader.read_into(0, memoryview(data))
@@ -491,7 +491,7 @@ def test_saving_goes_on_after_a_failure(m: ec.CheckpointManager) -> None:
     """The next `save` saves; the old failure is raised by whoever asks."""
     tap = fail_writes(m)
     assert save(m, 0)
-    m.parts.saves.queue.drain()
+    m.components.saves.queue.drain()
     tap.remove()
     assert save(m, 1)
     with pytest.raises(SaveError, match="checkpoint 0"):
@@ -505,7 +505,7 @@ def test_a_failed_save_keeps_nothing_of_its_snapshot(directory: str, m: ec.Check
     with traced_memory() as held:
         for step in range(4):
             m.save(step, args=ocp.args.StandardSave({"a": np.zeros(2**20, np.uint8)}))
-            m.parts.saves.queue.drain()
+            m.components.saves.queue.drain()
         assert held() < 2**20
         with pytest.raises(SaveErrorGroup) as caught:
             m.wait_until_finished()
@@ -560,8 +560,8 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
         tap = Tap(m, "open_writer", is_data)
     assert (committing and not store_of(m).atomic_folder_rename) or save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
-    m.parts.saves.queue.pending()[0].deadline = Deadline(0)
-    m.parts.saves.queue.drain()
+    m.components.saves.queue.pending()[0].deadline = Deadline(0)
+    m.components.saves.queue.drain()
     with pytest.raises(UncertainError if committing else LateNodesError) as caught:
         m.check_for_errors()
     assert ("not committed" in str(caught.value)) is not committing
@@ -569,7 +569,7 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
     assert m.all_steps() == read_only(directory).all_steps() == [0]
     tap.let_go()
     m.wait_until_finished()
-    assert m.parts.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert m.components.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
     m.wait_until_finished()
     assert m.all_steps() == read_only(directory).all_steps() == ([1] if committing else [0])
     assert m.status(1).state == ("committed" if committing else "failed")
@@ -705,7 +705,7 @@ def test_a_save_that_storage_is_behind_with_fails_and_training_goes_on(
         late = {"a write": 2, "a commit": 3, "memory": 1}[obstacle]
         for step in range(late):
             assert save_bytes(m, step, 80)
-            assert obstacle != "a commit" or m.parts.saves.queue.pending()[-1].written.wait(WAIT_SECS)
+            assert obstacle != "a commit" or m.components.saves.queue.pending()[-1].written.wait(WAIT_SECS)
         assert tap.reached.wait(WAIT_SECS)
         assert save_bytes(m, late, 80)
         with pytest.raises(
@@ -743,7 +743,7 @@ def test_the_arrays_of_a_save_are_not_even_copied_while_storage_is_behind(direct
             for step in range(2, 6):
                 assert m.save(step, args=ocp.args.StandardSave({"a": value}))
             assert held() < 2**19
-        assert [save_id.epoch for save_id in m.parts.saves.queue.pending()] == [0, 1]
+        assert [save_id.epoch for save_id in m.components.saves.queue.pending()] == [0, 1]
         tap.let_go()
         with pytest.raises(SaveErrorGroup) as caught:
             m.wait_until_finished()
@@ -762,14 +762,14 @@ def test_a_signal_handler_that_saves_is_held_no_longer(directory: str, monkeypat
         def handle(*_: Any) -> None:
             inner.extend([save(m, 2), save(m, 3)])
 
-        look = m.parts.saves.queue._in_the_way
+        look = m.components.saves.queue._in_the_way
 
         def interrupted(*args: Any) -> Any:
-            monkeypatch.setattr(m.parts.saves.queue, "_in_the_way", look)
+            monkeypatch.setattr(m.components.saves.queue, "_in_the_way", look)
             signal.raise_signal(signal.SIGUSR1)
             return look(*args)
 
-        monkeypatch.setattr(m.parts.saves.queue, "_in_the_way", interrupted)
+        monkeypatch.setattr(m.components.saves.queue, "_in_the_way", interrupted)
         before = signal.signal(signal.SIGUSR1, handle)
         try:
             assert save(m, 2)

@@ -153,7 +153,7 @@ def test_a_commit_whose_outcome_nobody_can_see_is_uncertain(run: pathlib.Path) -
     """The rename reports an error, and so does the look at what it did: neither committed nor not committed."""
     with ec.CheckpointManager(run) as manager:
         with pytest.MonkeyPatch.context() as patch:
-            real, silent = type(manager.parts.directory.store).rename, []
+            real, silent = type(manager.components.directory.store).rename, []
 
             def rename(self: Any, src: str, dst: str, **kwargs: Any) -> None:
                 real(self, src, dst, **kwargs)
@@ -161,7 +161,7 @@ def test_a_commit_whose_outcome_nobody_can_see_is_uncertain(run: pathlib.Path) -
                     silent.append(dst)
                     raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
-            patch.setattr(type(manager.parts.directory.store), "rename", rename)
+            patch.setattr(type(manager.components.directory.store), "rename", rename)
             Silence(patch, run, lambda n, path: errno.ETIMEDOUT if silent and path == "3/epoch.json" else 0)
             with pytest.raises(errors.UncertainError):
                 save(manager, 3)

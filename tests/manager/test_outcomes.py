@@ -160,7 +160,7 @@ def test_a_slow_handler_holds_up_no_save(tmp_path: pathlib.Path) -> None:
     with ec.CheckpointManager(tmp_path, metadata_handler=handler) as manager:
         for epoch in range(3):
             manager.save(epoch, args=Save({"x": 1}))
-        manager.parts.saves.queue.drain()
+        manager.components.saves.queue.drain()
         assert manager.all_steps() == [0, 1, 2]
         assert going.wait(WAIT_SECS)
         assert [call[0] for call in handler.calls] == ["set_params"]

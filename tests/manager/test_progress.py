@@ -56,13 +56,13 @@ def everything(folder: pathlib.Path) -> None:
     """Whatever may last long: saves that are waited for, restores, exports, verifications and uploads."""
     state = {"w": jnp.arange(50_000.0), "n": 3}
     with ec.CheckpointManager(folder / "run") as manager:
-        tap, wait = hold_commits(manager), manager.parts.saves.queue.in_flight.wait
+        tap, wait = hold_commits(manager), manager.components.saves.queue.in_flight.wait
 
         def wait_then_commit(*args: Any) -> bool:
             tap.let_go()  # the save is waited for: nobody sees one that has ended before
             return wait(*args)
 
-        manager.parts.saves.queue.in_flight.wait = wait_then_commit
+        manager.components.saves.queue.in_flight.wait = wait_then_commit
         manager.save(1, args=Save(state))
         manager.wait_until_finished()
         manager.restore(1, args=Restore(state))

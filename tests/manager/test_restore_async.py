@@ -85,7 +85,7 @@ def test_what_is_committed_during_a_look_is_listed(saved: pathlib.Path, monkeypa
     for epoch in range(2):
         damage(saved, epoch)
     with ec.CheckpointManager(saved) as manager:
-        look, looked, go = manager.parts.directory.job_directory.look, threading.Event(), threading.Event()
+        look, looked, go = manager.components.directory.job_directory.look, threading.Event(), threading.Event()
 
         def held(*args: Any) -> Any:
             found = look(*args)
@@ -93,7 +93,7 @@ def test_what_is_committed_during_a_look_is_listed(saved: pathlib.Path, monkeypa
             assert go.wait(WAIT_SECS)
             return found
 
-        monkeypatch.setattr(manager.parts.directory.job_directory, "look", held)
+        monkeypatch.setattr(manager.components.directory.job_directory, "look", held)
         response = manager.restore_async(None, args=ARGS)
         assert looked.wait(WAIT_SECS)
         manager.save(2, args=ocp.args.StandardSave({"w": STATE["w"] + 2}))

@@ -213,10 +213,10 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     url = cloud.new_url()
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
-        writer = manager.parts.directory.job_directory.writer
+        writer = manager.components.directory.job_directory.writer
         writer.stage(2, dead := f"{writer.incarnation}-2-9")
         writer.stage(1, again := f"{writer.incarnation}-1-9")
-        store = manager.parts.directory.store
+        store = manager.components.directory.store
         for path in (f"2/process_0/{dead}/node.json", f"2/default/process_0/{dead}/x", f"1/process_0/{again}/x"):
             store.create(path, b"x")
     newer = directory_of(open_store(url), StepNames.of(Options()))
@@ -252,7 +252,7 @@ def test_what_comes_late_to_an_epoch_that_is_gone_is_in_nobodys_way(url: str) ->
         assert manager.all_steps() == [1, 4]
         manager.claim()
         assert not manager.foreign_folders()
-        directory = manager.parts.directory.epoch_directory
+        directory = manager.components.directory.epoch_directory
         assert isinstance(directory, BucketDirectory)
         directory.sweep().remove_dead({save_id: "3"})  # the claim does it in the background
         assert not store.exists("2")
@@ -281,7 +281,7 @@ def test_a_late_copy_of_a_record_never_hides_a_newer_one(url: str) -> None:
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
         writer, record = (
-            manager.parts.directory.job_directory.writer,
+            manager.components.directory.job_directory.writer,
             open_store(url).read("1/epoch.json", limit_bytes=2**20),
         )
         older = manager.save_id(1)

@@ -15,8 +15,9 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.directory import head_pages, head_record
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_object import HeadObject
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.head_record import Head
 from epochckpt.format import paths
 from epochckpt.inspection import gc
 from epochckpt.storage import Store, open_store
@@ -134,7 +135,7 @@ def test_pages_hold_what_the_head_says_after_any_changes(small: None) -> None:
                     changes[name].pop(key, None)
                 else:
                     metrics = {"loss": chance.random(), "text": "x" * chance.choice((1, 10, 2000))}
-                    changes[name][key] = HeadEpoch(f"a-{step}-0", step, step, 1, 1, 0.0, 0.0, metrics)
+                    changes[name][key] = EpochSummary(f"a-{step}-0", step, step, 1, 1, 0.0, 0.0, metrics)
             head = head_pages.paged(head.next(**changes))
             pages |= {page.digest: page.data for page in head.pages if page.data}
             data = head.to_bytes()
@@ -150,7 +151,7 @@ def test_pages_hold_what_the_head_says_after_any_changes(small: None) -> None:
             head = read if chance.random() < 0.5 else head
 
 
-def _size(entries: Mapping[str, HeadEpoch]) -> int:
+def _size(entries: Mapping[str, EpochSummary]) -> int:
     return sum(head_record.PageEntry.of("epochs", key, entry).nbytes for key, entry in entries.items())
 
 

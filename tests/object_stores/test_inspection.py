@@ -23,8 +23,9 @@ from epochckpt.cli import main
 from epochckpt.directory import directory_of
 from epochckpt.directory.bucket import CHECKED_REQUESTS, BucketDirectory
 from epochckpt.directory.bucket_contents import LISTED
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_changes import BeginSave, Incarnation, TakeIn
-from epochckpt.directory.head_record import Head, HeadEpoch, parse
+from epochckpt.directory.head_record import Head, parse
 from epochckpt.errors import AccessError, FormatError, NotACheckpointDirectoryError, StorageError
 from epochckpt.format import checksums, paths
 from epochckpt.inspection import epoch_rows, gc, scan, text, views
@@ -75,7 +76,7 @@ def lengthen(url: str, count: int) -> None:
     assert head is not None
     entries = list(head.epochs.values())
 
-    def older(epoch: int) -> HeadEpoch:
+    def older(epoch: int) -> EpochSummary:
         like = entries[epoch % len(entries)]
         metrics = {"loss": 2.0 + epoch / 1000, "accuracy": epoch / 1234.5}
         return dataclasses.replace(like, save_id=f"{head.incarnation}-{epoch}-0", metrics=metrics)
@@ -173,7 +174,7 @@ def test_the_head_has_the_seconds_of_few_nodes_only() -> None:
 
 @pytest.mark.parametrize("entry", [[0, 0.5], [1], [0, 1.0, "a"], [0, 1.0, float("1e301")], [-1, 1.0, 2.0], ["0", 1, 2]])
 def test_a_head_whose_seconds_do_not_fit_its_nodes_is_refused(entry: list[Any]) -> None:
-    made = HeadEpoch("a-1-0", 1, 2, 3, 2, 0.1, 0.2, None, node_secs={"a": 1.0, "b": 2.0})
+    made = EpochSummary("a-1-0", 1, 2, 3, 2, 0.1, 0.2, None, node_secs={"a": 1.0, "b": 2.0})
     data = Head(epochs={"1": made}).to_bytes()
     assert parse("head", data).epochs["1"] == made
     head = json.loads(data)

@@ -236,8 +236,8 @@ def test_a_policy_that_keeps_objects_fails_no_save(cloud: Bucket, caplog: pytest
 def files_of(url: str, epoch: int) -> list[str]:
     """The data files of an epoch, by node."""
     with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
-        record = manager.parts.directory.epoch_directory.read_record(epoch)
-        folder = manager.parts.directory.epoch_directory.folder(epoch)
+        record = manager.components.directory.epoch_directory.read_record(epoch)
+        folder = manager.components.directory.epoch_directory.folder(epoch)
         return [f"{folder}/{record.path(n, node.files[0])}" for n, node in enumerate(record.nodes)]
 
 

@@ -130,7 +130,7 @@ def test_a_replacement_that_fails_leaves_the_step(url: str, monkeypatch: pytest.
             raise ec.errors.StorageError("head", OSError("refused"))
 
         with monkeypatch.context() as patch:
-            patch.setattr(manager.parts.directory.epoch_directory.head, "swap", refused)  # type: ignore[attr-defined]
+            patch.setattr(manager.components.directory.epoch_directory.head, "swap", refused)  # type: ignore[attr-defined]
             assert manager.save(3, args=state(3), force=True)
             with pytest.raises(ec.errors.SaveError):
                 manager.wait_until_finished()

@@ -94,7 +94,9 @@ def test_what_is_larger_than_a_part_is_cut_by_rows(cloud: Bucket) -> None:
     with ec.CheckpointManager(url, storage=ec.StorageOptions(part_bytes=part, orbax_view=False)) as manager:
         manager.save(0, args=Save(saved))
         manager.wait_until_finished()
-        sizes = [file.size for file in manager.parts.directory.store.files("0") if file.path.endswith(".safetensors")]
+        sizes = [
+            file.size for file in manager.components.directory.store.files("0") if file.path.endswith(".safetensors")
+        ]
         assert sum(sizes) > sum(x.nbytes for x in saved.values() if not isinstance(x, str))
         assert max(sizes) <= part + header
         jax.tree.map(np.testing.assert_array_equal, manager.restore(0, args=Restore(saved)), saved)
@@ -128,7 +130,7 @@ def test_chunks_in_memory_are_bounded_and_freed(cloud: Bucket, chunk: int, monke
     storage = ec.StorageOptions(part_bytes=2 * chunk, store={"concurrency": 3, "retries": 1, "first_retry_secs": 0.01})
     saved = arrays(30, chunk / 2)
     with ec.CheckpointManager(cloud.new_url(), storage=storage) as manager:
-        store: Any = manager.parts.directory.store
+        store: Any = manager.components.directory.store
         manager.save(0, args=Save(saved))
         manager.wait_until_finished()
         assert len(taken) >= 15

@@ -66,7 +66,7 @@ def whole(url: str, epoch: int) -> None:
         found = manager.verify(epoch)
         assert found.ok
         assert (found.view_damage, found.note) == ((), "")
-        assert object_view.is_complete(manager.parts.directory.store, str(epoch))
+        assert object_view.is_complete(manager.components.directory.store, str(epoch))
 
 
 def in_view(url: str, epoch: int) -> set[str]:

@@ -209,7 +209,7 @@ def test_a_handler_that_hangs_fails_its_save_in_time(tmp_path: pathlib.Path, fol
         manager.save(0, args=Composite(x=TextSave(0), state=Save(STATE)))
         with pytest.raises(ec.errors.SaveError, match=r"item 'x': its handler failed: .*did not end within 1 s"):
             manager.wait_until_finished()
-        saves = manager.parts.saves
+        saves = manager.components.saves
         saves._storage = saves.queue._options = dataclasses.replace(storage, save_timeout_secs=60.0)
         manager.save(1, args=Composite(state=Save(STATE)))
         manager.wait_until_finished()
@@ -270,7 +270,7 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
     """No epoch is committed that could not be restored."""
     with ec.CheckpointManager(tmp_path, handler_registry=registry(TextHandler())) as manager:
         manager.save(0, args=Composite(x=TextSave(1.0)))
-        save = manager.parts.saves.queue.pending()[0]
+        save = manager.components.saves.queue.pending()[0]
         manager.wait_until_finished()
         for written in (("a", "a/b"), ("a/b", "a")):
             for node, name in enumerate(written):

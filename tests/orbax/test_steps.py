@@ -796,7 +796,7 @@ def test_a_leaf_of_a_users_type_keeps_nothing_else_from_being_restored(tmp_path:
 def test_a_step_that_is_deleted_before_its_numbers_are_read_is_not_called_damaged(run: pathlib.Path) -> None:
     """`EpochDeletedError` of a leaf that is no array, as of arrays."""
     with ec.CheckpointManager(run, options=READ_ONLY) as manager:
-        values = manager.parts.readers.open(2).arrays("default").record.items["default"].values
+        values = manager.components.readers.open(2).arrays("default").record.items["default"].values
         number = next(iter(values))
         shutil.rmtree(run / "2")
         with pytest.raises(errors.EpochDeletedError, match="checkpoint 2"):
@@ -942,7 +942,7 @@ def test_a_broken_step_record_or_metrics_file_costs_no_array(
 
 def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(run: pathlib.Path) -> None:
     """`EpochDeletedError`: take another one."""
-    reader = ec.CheckpointManager(run, options=READ_ONLY).parts.readers.open(2)
+    reader = ec.CheckpointManager(run, options=READ_ONLY).components.readers.open(2)
     shutil.rmtree(run / "2")
     for read in (lambda: reader.restore(None), lambda: reader.restore_leaves("*", None), reader.verify, reader.status):
         with pytest.raises(errors.EpochDeletedError, match="checkpoint 2"):

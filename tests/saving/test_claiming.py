@@ -441,17 +441,17 @@ def test_a_run_whose_claim_came_too_late_does_not_claim_again(
 ) -> None:
     """Of two runs that begin at the same moment one goes on: the saves that the other has begun do not take over."""
     newer, older = ec.CheckpointManager(tmp_path), ec.CheckpointManager(tmp_path)
-    create = older.parts.directory.store.create
+    create = older.components.directory.store.create
 
     def overtaken(path: str, data: bytes) -> None:
         monkeypatch.undo()
         commit(newer, 1)
         create(path, data)
 
-    monkeypatch.setattr(older.parts.directory.store, "create", overtaken)
+    monkeypatch.setattr(older.components.directory.store, "create", overtaken)
     for epoch in (5, 6):
         with pytest.raises(errors.FencedError):
-            older.parts.saves.claim.take(epoch)
+            older.components.saves.claim.take(epoch)
     commit(newer, 2)
     newer.close()
     older.close()

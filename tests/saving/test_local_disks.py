@@ -220,7 +220,7 @@ def test_a_deletion_that_one_disk_does_not_follow_is_known_to_all(tmp_path: path
             for operation in SAVES:
                 disks._do(manager, number, operation)
             if number == 1:
-                manager.parts.directory.job_directory.writer.unlist = refuse
+                manager.components.directory.job_directory.writer.unlist = refuse
             with pytest.raises((OSError, CoordinationError), match="the disk is read only now"):
                 manager.delete(1)
             return list(manager.all_steps())

@@ -72,7 +72,7 @@ def test_the_next_save_takes_the_epochs_place(directory: str, exchange: bool, mo
         assert manager.should_save(2)
         assert not manager.should_save(1)
         assert value_of(manager, 2) == 2
-        old = manager.parts.directory.epoch_directory.read_save_id(2)
+        old = manager.components.directory.epoch_directory.read_save_id(2)
         save(manager, 2, 20, metrics={"loss": 1.0})
         assert manager.all_steps() == [1, 2, 3]
         assert [value_of(manager, epoch) for epoch in (1, 2, 3)] == [1, 20, 3]
@@ -82,8 +82,8 @@ def test_the_next_save_takes_the_epochs_place(directory: str, exchange: bool, mo
             manager.save(2, args=args(0), force=True)
         replace(manager, 2, 200)
         assert value_of(manager, 2) == 200
-        if not manager.parts.directory.store.atomic_folder_rename:
-            assert old not in {e.name for e in manager.parts.directory.store.list("2/process_0")}
+        if not manager.components.directory.store.atomic_folder_rename:
+            assert old not in {e.name for e in manager.components.directory.store.list("2/process_0")}
     with ec.CheckpointManager(directory) as manager:
         assert manager.all_steps() == [1, 2, 3]
         assert value_of(manager, 2) == 200
@@ -275,7 +275,7 @@ def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, mo
         patch.setattr(PosixStore, "remove_tree", lambda self, path: None)  # killed before it removes anything
         interrupted = ec.CheckpointManager(tmp_path / "run")
         interrupted.delete(1)
-        interrupted.parts.saves.queue.drain_removals()
+        interrupted.components.saves.queue.drain_removals()
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.claim()
         assert manager.all_steps() == [2]

@@ -35,8 +35,8 @@ def lone_calls(directory: str) -> dict[str, Any]:
 
     def wait(secs: float) -> None:
         """How long calls wait for the other process: a moment for one that does not come, else as long as it takes."""
-        m.parts.directory.job_directory._wait_secs = secs
-        m.parts.administration.directory_calls._wait_secs = secs
+        m.components.directory.job_directory._wait_secs = secs
+        m.components.administration.directory_calls._wait_secs = secs
         object.__setattr__(storage, "restore_timeout_secs", secs)
 
     def alone(who: int, name: str, call: Callable[[], Any]) -> None:
@@ -115,13 +115,13 @@ def end_of_loop(directory: str) -> dict[str, Any]:
     heard = threading.Event()
     with ec.CheckpointManager(directory) as m:
         if me:
-            await_verdict = m.parts.saves.queue._part._await_verdict
+            await_verdict = m.components.saves.queue._side._await_verdict
 
             def await_both(save_id: Any, error: Exception | None) -> Any:
                 assert heard.wait(WAIT_MILLIS / 1000)
                 return await_verdict(save_id, error)
 
-            m.parts.saves.queue._part._await_verdict = await_both
+            m.components.saves.queue._side._await_verdict = await_both
         m.save(0, args=args)
         if not me:
             assert eventually(lambda: not m.is_saving_in_progress())

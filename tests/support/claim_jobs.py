@@ -61,7 +61,7 @@ def overtaken_job(ran: list[str], manager: ec.CheckpointManager, epochs: int, ta
             manager.wait_until_finished()
             take_over()
         elif ws.epoch == 3:
-            manager.parts.saves.queue.drain()
+            manager.components.saves.queue.drain()
 
     job.download(lambda ws: ran.append("download"))
     job.exit(lambda ws: ran.append("exit"))

@@ -70,12 +70,12 @@ def lone_reloads(root: str) -> Any:
         manager.wait_until_finished()
         for alone in (0, 1):
             if me == alone:
-                manager.parts.directory.job_directory._wait_secs = 0.5
+                manager.components.directory.job_directory._wait_secs = 0.5
                 try:
                     manager.reload()
                 except ec.errors.CoordinationTimeoutError as error:
                     found.append(str(error))
-                manager.parts.directory.job_directory._wait_secs = 30.0
+                manager.components.directory.job_directory._wait_secs = 30.0
             client.wait_at_barrier(f"after {alone}", 60_000)
             manager.reload()
             found.append(list(manager.all_steps()))
@@ -118,7 +118,7 @@ def save_all(root: str) -> list[int]:
         manager.save(1, args=everything())
         manager.wait_until_finished()
         here, plan.HOST = plan.HOST, frozenset()
-        manager.parts.saves.planner._plans.clear()
+        manager.components.saves.planner._plans.clear()
         manager.save(2, args=everything(staged=True))
         plan.HOST = here
         manager.wait_until_finished()

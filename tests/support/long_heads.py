@@ -6,8 +6,9 @@ import orbax.checkpoint as ocp
 
 from epochckpt.directory import directory_of
 from epochckpt.directory.bucket import BucketDirectory
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_changes import TakeIn
-from epochckpt.directory.head_record import Head, HeadEpoch
+from epochckpt.directory.head_record import Head
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
 
@@ -21,7 +22,7 @@ def epoch_directory(url: str) -> BucketDirectory:
     return found
 
 
-def older(now: Head, epochs: range) -> dict[str, HeadEpoch]:
+def older(now: Head, epochs: range) -> dict[str, EpochSummary]:
     """Entries like that of the first epoch of the head, and older."""
     model = next(iter(now.epochs.values()))
     run, _, _ = model.save_id.partition("-")

@@ -27,7 +27,7 @@ def eventually(look: Callable[[], bool]) -> bool:
 
 def store_of(m: ec.CheckpointManager) -> Any:
     """The store of a manager, to break it on purpose."""
-    return m.parts.directory.store
+    return m.components.directory.store
 
 
 class Tap:

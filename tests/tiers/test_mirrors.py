@@ -598,7 +598,7 @@ def test_a_paused_older_run_cannot_claim_the_mirror_back(place: Place) -> None:
     assert after is not None
     assert len(after.claims) == 1
     assert after.claims != ledger.claims
-    epoch_directory = PosixDirectory(PosixStore(place.mirror), manager.parts.directory.epoch_directory.names)
+    epoch_directory = PosixDirectory(PosixStore(place.mirror), manager.components.directory.epoch_directory.names)
     from epochckpt.directory.lineage import ClaimLineage, Lineage
 
     old = Lineage(directory=ledger.identity.directory, claim=ledger.claims[0])
@@ -635,7 +635,7 @@ def test_an_interrupted_deletion_is_none(place: Place) -> None:
     with place.open("one", keep=3) as manager:
         for epoch in range(3):
             save(manager, epoch)
-        ledger = manager.parts.administration.ledger
+        ledger = manager.components.administration.ledger
 
         def interrupted() -> None:
             raise KeyboardInterrupt
@@ -656,7 +656,7 @@ def test_a_deletion_that_begins_while_the_ledger_is_settled_reaches_the_mirror(
         for epoch in range(3):
             save(manager, epoch)
         eventually(lambda: place.mirrored().keys() == {0, 1, 2})
-        ledger = manager.parts.administration.ledger
+        ledger = manager.components.administration.ledger
         assert ledger is not None
         read, plan = ledger.read, ledger._plan
         deletions = list[threading.Thread]()

@@ -200,7 +200,7 @@ class NativeBackend(ItemBackend):
         Raises:
             EpochExistsError: the epoch is wanted, and a foreign folder lies in its place.
         """
-        saves = self._manager.parts.saves
+        saves = self._manager.components.saves
         blocked = saves.blocked(epoch)
         wanted = saves.is_wanted if blocked else self._manager.should_save
         if not (force or wanted(epoch, ignore_later=True)):

@@ -1,4 +1,4 @@
-"""The parts of which a manager is composed."""
+"""The components of a manager."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from epochckpt.saving.opening import Opened
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """The parts of one `CheckpointManager`, for packages of epochckpt that add to it; they are no public interface.
+class Components:
+    """The components of one `CheckpointManager`, for packages of epochckpt that add to it; no public interface.
 
     Attributes:
         directory: the open directory, with the nodes and processes of the job.

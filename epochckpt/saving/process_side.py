@@ -55,8 +55,8 @@ class SaveContext:
     pool: Pool
 
 
-class Part(abc.ABC):
-    """One process's part in the saves of one manager."""
+class ProcessSide(abc.ABC):
+    """What one process does in the saves of one manager, beside writing its nodes."""
 
     _bound_secs: float  # how long a save may take for this process
     _awaited_key: str  # kind of the keys by which other processes answer a save
@@ -86,7 +86,7 @@ class Part(abc.ABC):
 
     @abc.abstractmethod
     def conclude(self, save: Save, error: Exception | None) -> Committed:
-        """Waits for the verdict; `error` is why this process has not written its part. Raises why the save failed.
+        """Waits for the verdict; `error` is why this process has not written its nodes. Raises why the save failed.
 
         The commit lane calls it.
         """
