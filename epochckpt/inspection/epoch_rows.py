@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -128,7 +127,7 @@ def find(epoch_directory: EpochDirectory, epoch: int) -> EpochRow | None:
     if not isinstance(row, EpochRow):
         return None
     try:
-        row = _with_attached(epoch_directory, row)
+        row = with_attached(epoch_directory, row)
     except errors.StorageError as error:
         logging.warning("attached metrics are left out: %s", error)
     return with_size(epoch_directory, row)
@@ -143,7 +142,7 @@ def with_size(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     return row
 
 
-def _with_attached(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
+def with_attached(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     """The row with the metrics that were attached later."""
     if row.state != COMMITTED or not row.save_id:
         return row
@@ -169,7 +168,7 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
         record.epoch,
         COMMITTED,
         folder=folder,
-        nodes=tuple(_nodes(record)),
+        nodes=tuple(_recorded_nodes(record)),
         metrics=metrics if isinstance(metrics, Mapping) else {} if metrics is None else {"metrics": metrics},
         custom_metadata=custom,
         notes=notes if isinstance(notes, Mapping) else {},
@@ -187,37 +186,42 @@ def _of_any(record: EpochRecord, folder: str) -> EpochRow:
     return dataclasses.replace(row, writer="orbax", detail=problems)
 
 
-def _nodes(
-    record: EpochRecord | str,
-    folder: str = "",
-    epoch_directory: EpochDirectory | None = None,
-    sizes: Mapping[str, int] | None = None,
+def _recorded_nodes(record: EpochRecord) -> Iterator[NodeRow]:
+    """The nodes of an epoch as its record tells them."""
+    for node in record.nodes:
+        yield NodeRow(node.name, node.nbytes, node.secs)
+
+
+def _checked_nodes(
+    epoch_directory: EpochDirectory, folder: str, record: EpochRecord, sizes: Mapping[str, int] | None
 ) -> Iterator[NodeRow]:
-    """The nodes of an epoch; with `commits`, their files in its folder are looked at. A str says what is wrong.
+    """The nodes of an epoch, after a look at their files in its folder.
 
     `sizes` has the bytes of all files in the folder, where one request tells them. On a disk of one host, nodes that
     have no folder there are elsewhere.
     """
-    if isinstance(record, str):
-        yield NodeRow(paths.shown_name(folder.rpartition("/")[2]), 0, None, DAMAGED, record)
-        return
-    here: set[str] | None = None
-    if epoch_directory is not None and not record.per_node and tiers.host_of(epoch_directory) is not None:
-        here = {entry.name for entry in epoch_directory.store.list(folder)}
+    names: set[str] | None = None  # of the folders on the disk of a host
+    if not record.per_node and tiers.host_of(epoch_directory) is not None:
+        names = {entry.name for entry in epoch_directory.store.list(folder)}
     for number, node in enumerate(record.nodes):
         state = COMMITTED
         detail = ""
         try:
-            if here is not None and node.folder not in here:
+            if names is not None and node.folder not in names:
                 state = ELSEWHERE
-            elif epoch_directory is not None:
+            else:
                 epoch_directory.check_node(folder, record, number, sizes)
-                if here is not None:
+                if names is not None:
                     _check_replicas(epoch_directory, folder, record, number)
         except (errors.EpochCheckpointError, OSError) as error:
             state = DAMAGED
             detail = errors.say(error)
         yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
+
+
+def _unusable_node(name: str, problem: str) -> NodeRow:
+    """A node whose record, in a folder of this name, cannot be used."""
+    return NodeRow(name=paths.shown_name(name), nbytes=0, secs=None, state=DAMAGED, detail=problem)
 
 
 def _check_replicas(epoch_directory: EpochDirectory, folder: str, record: EpochRecord, number: int) -> None:
@@ -231,8 +235,8 @@ def _check_replicas(epoch_directory: EpochDirectory, folder: str, record: EpochR
 
 def _of_nodes(epoch_directory: EpochDirectory, folder: str, epoch: int) -> EpochRow | None:
     """The row of an epoch that each node saved by itself; None if there is no such."""
-    found = epoch_directory.read_per_node(folder, epoch)
-    rows = [_of_record(record, folder) for record in found.values() if not isinstance(record, str)]
+    records = epoch_directory.read_per_node(folder, epoch)
+    rows = [_of_record(record, folder) for record in records.values() if not isinstance(record, str)]
     if not rows:
         return None
     custom = dict(rows[0].custom_metadata or {})
@@ -252,7 +256,13 @@ def _of_nodes(epoch_directory: EpochDirectory, folder: str, epoch: int) -> Epoch
         custom_metadata=custom,
         notes=notes,
     )
-    return _with_nodes(row, [node for name, record in found.items() for node in _nodes(record, name)])
+    nodes: list[NodeRow] = []
+    for name, record in records.items():
+        if isinstance(record, str):
+            nodes.append(_unusable_node(name, record))
+        else:
+            nodes += _recorded_nodes(record)
+    return _with_nodes(row, nodes)
 
 
 def _of_none(epoch_directory: EpochDirectory, folder: str) -> EpochRow | LeftoverRow | None:
@@ -293,7 +303,7 @@ def checked(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     return row
 
 
-def _in_full(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
+def in_full(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     """The row as its record tells it; damaged if the record cannot be used. That of a deleted epoch stays."""
     found = read(epoch_directory, row.folder, row.epoch)
     if not isinstance(found, EpochRow):
@@ -314,14 +324,18 @@ def _checked(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
     try:
         record = epoch_directory.look_in(folder, row.epoch)
         if record is not None and (row.notes is None or row.save_id != record.save_id):  # it is brief, or of another
-            row = _with_attached(epoch_directory, _of_any(record, folder))
+            row = with_attached(epoch_directory, _of_any(record, folder))
         if isinstance(record, steps.OrbaxRecord):
             steps.check(epoch_directory.store, folder, record)
             return dataclasses.replace(row, checked=True)
-        found = epoch_directory.read_per_node(folder, row.epoch) if record is None else {"": record}
+        records = epoch_directory.read_per_node(folder, row.epoch) if record is None else {"": record}
         sizes = epoch_directory.sizes(folder)
-        each = (_nodes(one, paths.join(folder, name), epoch_directory, sizes) for name, one in found.items())
-        nodes = list(itertools.chain.from_iterable(each))
+        nodes: list[NodeRow] = []
+        for name, node_record in records.items():
+            if isinstance(node_record, str):
+                nodes.append(_unusable_node(name, node_record))
+            else:
+                nodes += _checked_nodes(epoch_directory, paths.join(folder, name), node_record, sizes)
         return dataclasses.replace(_with_nodes(row, nodes or row.nodes), checked=True)
     except (errors.EpochCheckpointError, OSError) as error:
         if epoch_directory.is_about_store(error):

@@ -26,7 +26,7 @@ from epochckpt.inspection.rows import (
 
 if TYPE_CHECKING:
     from epochckpt.directory.metrics_log import Line
-from epochckpt.inspection.epoch_rows import _in_full, _with_attached, brief, checked, with_size
+from epochckpt.inspection.epoch_rows import brief, checked, in_full, with_attached, with_size
 from epochckpt.inspection.opening import access, open_directory
 
 
@@ -86,7 +86,7 @@ class _Scan:
         # What a brief look leaves out of metrics is read: for the rows shown, and to compare all epochs.
         listed = folders if limit is None or self._metric is not None else sorted(folders)[-limit or len(folders) :]
         lacking = epoch_directory.lacking_metrics()
-        self._update(functools.partial(_in_full, epoch_directory), [epoch for epoch in listed if epoch in lacking])
+        self._update(functools.partial(in_full, epoch_directory), [epoch for epoch in listed if epoch in lacking])
 
         # Which rows are shown: the newest, and those that are marked. A check may find that a marked epoch is damaged;
         # then another one is.
@@ -175,7 +175,7 @@ class _Scan:
 
     def _attach(self, row: EpochRow) -> EpochRow:
         try:
-            return _with_attached(self._epoch_directory, row)
+            return with_attached(self._epoch_directory, row)
         except OSError as error:
             self._problems[row.folder] = str(error)
             return row
