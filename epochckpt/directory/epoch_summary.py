@@ -70,6 +70,20 @@ class EpochSummary:
             unread=record.unread,
         )
 
+    @classmethod
+    def unrecorded(cls, *, metrics: Any, time_ns: int, save_id: str = "") -> Self:
+        """What is known of an epoch without its record: the metrics that its save was given, and a time."""
+        return cls(
+            save_id=save_id,
+            started_ns=time_ns,
+            committed_ns=time_ns,
+            nbytes=0,
+            nodes=0,
+            secs=0.0,
+            blocked_secs=0.0,
+            metrics=metrics,
+        )
+
     def for_head(self) -> Self:
         """The summary as the head has it: without large metrics, and without the seconds of many nodes."""
         packed = checksums.seal({"metrics": checksums.pack_json(self.metrics, "metrics")})

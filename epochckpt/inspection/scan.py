@@ -14,7 +14,7 @@ from epochckpt._lazy import ocp
 from epochckpt.directory import EpochDirectory
 from epochckpt.directory.single import SingleEpochDirectory
 from epochckpt.format import paths
-from epochckpt.inspection import leftovers, tiers, whole_run
+from epochckpt.inspection import leftovers, opening, tiers, whole_run
 from epochckpt.inspection.rows import (
     COMMITTED,
     DAMAGED,
@@ -27,7 +27,6 @@ from epochckpt.inspection.rows import (
 if TYPE_CHECKING:
     from epochckpt.directory.metrics_log import Line
 from epochckpt.inspection.epoch_rows import brief, checked, in_full, with_attached, with_size
-from epochckpt.inspection.opening import access, open_directory
 
 
 def look(
@@ -51,8 +50,8 @@ def look(
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise errors.InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
-    epoch_directory = known or open_directory(directory, options, single=True)
-    with access(epoch_directory.store):
+    epoch_directory = known or opening.open_directory(directory, options, single=True)
+    with opening.access(epoch_directory.store):
         found = _Scan(epoch_directory, metric, mode).overview(
             limit, check, options.todelete_subdir if options else None
         )

@@ -59,7 +59,7 @@ class Listener:
         nbytes = sum(file.size for report in save.node_reports for file in report.entry.files)
         self.log.committed(
             entry=save.request.log_entry,
-            committed_ns=commit.committed_ns,
+            committed_ns=commit.summary.committed_ns,
             secs=save.elapsed_secs,
             writing_secs=time.monotonic() - save.writing_since,
             nbytes=nbytes,

@@ -5,14 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import time
 from typing import Any
 
 from epochckpt import _threads, errors
 from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.format import Nodes
 from epochckpt.saving import in_flight
-from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
@@ -104,9 +102,9 @@ class Follower(ProcessSide):
         if not self._claim.known:  # nothing has been written
             raise errors.SaveError(save.epoch, f"the primary did not claim the directory: {silence}")
         if self._directory.tells_commits and self._is_there(save):
-            epoch, read = save.epoch, self._epoch_directory.read_summary
-            cost = _threads.logged("its cost is not known", lambda: SaveCost.of(epoch, read(epoch)))
-            return Committed(save.epoch, save.request.metrics, time.time_ns(), cost=cost)
+            read = self._epoch_directory.read_summary
+            summary = _threads.logged("what its save cost is not known", lambda: read(save.epoch))
+            return Committed(epoch=save.epoch, summary=summary or save.summary_without_record())
         self._unheard.append(save)
         self.lags.missed(save, [0])
         reason = f"the primary's verdict did not arrive ({silence}), and it is not on storage at this moment"
@@ -130,7 +128,7 @@ class Follower(ProcessSide):
             self._in_flight.finish(save, failure)
         elif (verdict is not None or self._directory.tells_commits) and self._is_there(save):
             if verdict is None:
-                commit = Committed(save.epoch, save.request.metrics, time.time_ns())
+                commit = Committed(epoch=save.epoch, summary=save.summary_without_record())
             else:
                 commit = Committed.from_wire(save.epoch, verdict)
             self._history.commit(commit)

@@ -16,7 +16,6 @@ from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.format import EpochRecord, Nodes
 from epochckpt.orbax import events
 from epochckpt.saving import retention
-from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
@@ -184,13 +183,7 @@ class Primary(ProcessSide):
         logging.info(
             "checkpoint %d committed to %s: %s", save.epoch, self._epoch_directory.store.root, save.summary(record)
         )
-        return Committed(
-            epoch=save.epoch,
-            metrics=save.request.metrics,
-            committed_ns=record.committed_ns,
-            save_id=record.save_id,
-            cost=SaveCost.of(save.epoch, EpochSummary.of(record)),
-        )
+        return Committed(epoch=save.epoch, summary=EpochSummary.of(record))
 
     def _record(self, save: Save) -> EpochRecord:
         """The commit record, with the runs of the directory; writes the Orbax view that belongs to it."""

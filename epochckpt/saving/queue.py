@@ -26,6 +26,7 @@ from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
 from epochckpt.saving import in_flight, memory, run_clock
+from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.claiming import Claim
 from epochckpt.saving.follower import Follower
 from epochckpt.saving.in_flight import InFlight, SaveListener
@@ -282,7 +283,7 @@ class SaveQueue:
         failure: errors.SaveError | None = None
         try:
             commit = self._side.conclude(save, error)
-            save.cost = commit.cost
+            save.cost = SaveCost.of(save.epoch, commit.summary)
             self._history.commit(commit)
             self._side.follow_commit(save, commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(save, commit))

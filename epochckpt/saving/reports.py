@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import from_wire, to_wire
-from epochckpt.format import NodeEntry, checksums
+from epochckpt.format import NodeEntry, checksums, codec
 from epochckpt.format.records import FILE_ROWS, pack_contents, unpack_contents
-from epochckpt.saving.auto_interval import SaveCost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +79,10 @@ class Committed:
     """A commit, as every process hears of it."""
 
     epoch: int
-    metrics: Any
-    committed_ns: int
+    summary: EpochSummary
     deleted: tuple[int, ...] = ()  # epochs that are gone now
     remote: tuple[int, ...] = ()  # epochs that only the mirror has from now on
     attached: Mapping[int, Mapping[str, Any]] | None = None  # metrics attached to other epochs; None: unknown
-    save_id: str = ""  # its save id, on the primary
-    cost: SaveCost | None = None
     hides: tuple[int, ...] = ()  # epochs that the primary takes out of sight in the directory itself
 
     def keeping(self, epochs: Collection[int]) -> Committed:
@@ -102,27 +99,20 @@ class Committed:
         """As JSON; every process takes the epochs of `hides` out of sight on its own disk."""
         return {
             "hides": list(hides),
-            "metrics": checksums.pack_json(self.metrics, "metrics"),
+            "summary": codec.pack(self.summary),
             "attached": None if self.attached is None else checksums.pack_by_number(self.attached, "metrics"),
-            "committed_ns": self.committed_ns,
             "deleted": list(self.deleted),
             "remote": list(self.remote),
-            "cost": None if self.cost is None else dataclasses.astuple(self.cost),
         }
 
     @classmethod
     def from_wire(cls, epoch: int, wire: Mapping[str, Any]) -> Committed:
-        metrics = checksums.unpack_json(wire["metrics"])
-        attached = None if wire["attached"] is None else checksums.unpack_by_number(wire["attached"])
-        deleted, remote = tuple(wire["deleted"]), tuple(wire["remote"])
-        cost = None if wire["cost"] is None else SaveCost(*wire["cost"])
+        attached = wire["attached"]
         return cls(
-            epoch,
-            metrics,
-            wire["committed_ns"],
-            deleted,
-            remote,
-            attached,
+            epoch=epoch,
+            summary=codec.parse(EpochSummary, codec.Fields("the verdict", wire["summary"])),
+            deleted=tuple(wire["deleted"]),
+            remote=tuple(wire["remote"]),
+            attached=None if attached is None else checksums.unpack_by_number(attached),
             hides=tuple(wire["hides"]),
-            cost=cost,
         )

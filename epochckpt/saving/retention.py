@@ -54,49 +54,52 @@ _left_alone: set[tuple[str, int]] = set()  # (directory, epoch) of steps that ar
 class EpochInfo:
     """An epoch as policies see it. Its metrics and time are read from storage when a policy asks for them."""
 
-    def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochSummary]):
-        self.step, self._source = step, source  # (metrics, time_ns, save id), or what reads the record
+    def __init__(self, step: int, source: EpochSummary | Callable[[int], EpochSummary]):
+        """The `source` is what is known of the epoch, or reads it from storage."""
+        self.step = step
+        self._source = source
         self.attached: Mapping[str, Any] = {}  # metrics that were attached later, by name, as the primary sees them
         self.is_unknown = False  # its metrics were asked for, and only a newer epochckpt can read them
 
     @classmethod
     def of(cls, save: Save) -> EpochInfo:
         """The info of an epoch that is being saved."""
-        return cls(save.epoch, (save.request.metrics, save.request.started_ns, ""))
+        request = save.request
+        return cls(save.epoch, EpochSummary.unrecorded(metrics=request.metrics, time_ns=request.started_ns))
 
-    def _read(self) -> tuple[Any, int, str]:
-        """(metrics, time_ns, save id), read once. A passing error is raised, and the next look tries again."""
-        source = self._source
-        if not isinstance(source, tuple):
-            try:
-                record = source(self.step)
-                for error in record.unread.values():
-                    raise error
-                source = record.metrics, record.committed_ns, record.save_id
-            except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
-                logging.warning("checkpoint %d has no readable record: it counts as one without metrics", self.step)
-                source = None, 0, ""
-            except FormatVersionError as error:
-                logging.warning("checkpoint %d is kept, and counts as one without metrics: %s", self.step, error)
-                self.is_unknown = True
-                source = None, 0, ""
-            self._source = source
-        return source
+    def _summary(self) -> EpochSummary:
+        """What is known of it, read once. A passing error is raised, and the next look tries again."""
+        if not isinstance(self._source, EpochSummary):
+            self._source = self._read(self._source)
+        return self._source
+
+    def _read(self, read: Callable[[int], EpochSummary]) -> EpochSummary:
+        try:
+            summary = read(self.step)
+            for error in summary.unread.values():
+                raise error
+            return summary
+        except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
+            logging.warning("checkpoint %d has no readable record: it counts as one without metrics", self.step)
+        except FormatVersionError as error:
+            logging.warning("checkpoint %d is kept, and counts as one without metrics: %s", self.step, error)
+            self.is_unknown = True
+        return EpochSummary.unrecorded(metrics=None, time_ns=0)
 
     @property
     def metrics(self) -> Any:
         """The metrics it was saved with, and those that were attached to it; None without any."""
-        return attached_metrics.merge(self._read()[0], {"": self.attached} if self.attached else {})
+        return attached_metrics.merge(self._summary().metrics, {"": self.attached} if self.attached else {})
 
     @property
     def time(self) -> datetime.datetime:
         """When it was committed (wall clock, UTC)."""
-        return datetime.datetime.fromtimestamp(self._read()[1] / 1e9, tz=datetime.UTC)
+        return datetime.datetime.fromtimestamp(self._summary().committed_ns / 1e9, tz=datetime.UTC)
 
     @property
     def save_id(self) -> str:
-        """Its save id, on the primary; empty without a readable record."""
-        return self._read()[2]
+        """Its save id; empty without a readable record."""
+        return self._summary().save_id
 
 
 class Mirrored(Protocol):
@@ -198,7 +201,7 @@ class History:
     def commit(self, commit: Committed) -> None:
         """An epoch was requested, and committed; older epochs may have been deleted for it."""
         epoch = commit.epoch
-        info = EpochInfo(epoch, (commit.metrics, commit.committed_ns, commit.save_id))
+        info = EpochInfo(epoch, commit.summary)
         self._committed[epoch] = self._requested[epoch] = info
         if commit.attached is not None:
             self.attach(commit.attached)
@@ -332,7 +335,8 @@ def decide_save(
         reached_preemption=preempted,
         multiprocessing_options=options.multiprocessing_options,
     )
-    return bool(policy.should_save(EpochInfo(step, (None, time.time_ns(), "")), requested, context=context))
+    info = EpochInfo(step, EpochSummary.unrecorded(metrics=None, time_ns=time.time_ns()))
+    return bool(policy.should_save(info, requested, context=context))
 
 
 class _FunctionPolicy(decide.SaveDecisionPolicy):
@@ -392,7 +396,7 @@ def retire(
     if attached_metrics.are_needed(options):
         attached = attached_metrics.of_epochs(epoch_directory, infos, lambda epoch: infos[epoch].save_id)
         history.attach({e: found for e, found in history.attached().items() if e in history.remote} | attached)
-    infos[fresh.epoch] = EpochInfo(fresh.epoch, (fresh.metrics, fresh.committed_ns, fresh.save_id))
+    infos[fresh.epoch] = EpochInfo(fresh.epoch, fresh.summary)
     _monitoring.number(len(infos), events.EXAMINED_OLD)
     gone = superfluous(options, sorted(infos.values(), key=_STEP))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest

@@ -18,6 +18,7 @@ from epochckpt import _collector, _progress, _threads, _units
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import Snapshot
 from epochckpt.directory.epoch_directory import ReplaceCondition
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import SaveError, StorageBehindError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.saving.auto_interval import SaveCost
@@ -195,6 +196,10 @@ class Save:
         """Whether the write lane has taken it up, and so lets go of its snapshot."""
         first = self._moves.get(Phase.QUEUED)
         return first is not None and first.to is Phase.CLAIMING
+
+    def summary_without_record(self) -> EpochSummary:
+        """What this process knows of the epoch when it is committed, and its record was not read."""
+        return EpochSummary.unrecorded(metrics=self.request.metrics, time_ns=time.time_ns())
 
     def describe(self) -> str:
         """Its phase in words, for people."""

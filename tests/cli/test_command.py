@@ -363,7 +363,7 @@ def test_watch_looks_once_for_each_event(run_cli: Any, saved: pathlib.Path, monk
     opened: list[Any] = []
     open_directory = opening.open_directory
     monkeypatch.setattr(
-        scan, "open_directory", lambda *given, **more: opened.append(given) or open_directory(*given, **more)
+        opening, "open_directory", lambda *given, **more: opened.append(given) or open_directory(*given, **more)
     )
     said = run_cli("watch", saved, "--until", 3, "--metric", "loss")
     assert (said.code, said.out.count("best"), len(opened)) == (0, 1, 1 + 3)

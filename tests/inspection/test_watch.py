@@ -258,8 +258,10 @@ def test_a_look_costs_no_record_that_was_read_before(tmp_path: pathlib.Path, mon
         watcher = Watcher(epoch_directory(tmp_path))
         watcher.look()
         read: list[int] = []
-        original = watching.scan.read
-        monkeypatch.setattr(watching.scan, "read", lambda *args, **kw: read.append(args[2]) or original(*args, **kw))
+        original = watching.epoch_rows.read
+        monkeypatch.setattr(
+            watching.epoch_rows, "read", lambda *args, **kw: read.append(args[2]) or original(*args, **kw)
+        )
         save(manager, 3)
         watcher.look()
         watcher.look()

@@ -11,6 +11,7 @@ import pytest
 
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import Snapshot
+from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import LateNodesError, SaveError, StorageBehindError, UncertainError
 from epochckpt.format import Nodes
 from epochckpt.saving.in_flight import InFlight
@@ -164,8 +165,8 @@ def test_a_wait_for_a_commit_that_hangs_ends_uncertain_and_the_commit_settles_it
     assert isinstance(save.failure, UncertainError)
     assert in_flight.failure(3) == ("uncertain", save.failure.reason)
     with caplog.at_level("WARNING", logger="absl"):
-        in_flight.finish(save, Committed(3, None, 0))
-        in_flight.finish(save, Committed(3, None, 0))
+        in_flight.finish(save, Committed(epoch=3, summary=EpochSummary.unrecorded(metrics=None, time_ns=0)))
+        in_flight.finish(save, Committed(epoch=3, summary=EpochSummary.unrecorded(metrics=None, time_ns=0)))
     assert save.phase is Phase.COMMITTED
     assert len(told.ends) == 1
     assert caplog.text.count("checkpoint 3 was committed after all; its outcome had been unknown") == 1
