@@ -26,10 +26,11 @@ from epochckpt.manager.components import Components
 from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.outcomes import Listener
 from epochckpt.manager.reader import shown_path
 from epochckpt.manager.readers import Readers, shared_reads
 from epochckpt.manager.restoring import Response, Restores
-from epochckpt.manager.saves import Saves
+from epochckpt.manager.saves import Decisions, Saves, SaveSettings
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_options, storage_options
@@ -188,18 +189,27 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             history=history,
             arguments=arguments,
             access=self._access,
-            options=self._options,
-            storage=self._storage,
-            step_log=self._step_log,
-            notifier=self._notifier,
-            mirror=self._mirror,
+            settings=SaveSettings(
+                options=self._options,
+                storage=self._storage,
+                asynchronous=asynchronous,
+                threads=pool.threads,
+                root_files=root_files,
+            ),
+            decisions=Decisions(
+                policy=policy,
+                in_progress=self.is_saving_in_progress,
+                reached_preemption=self.reached_preemption,
+            ),
+            listener=Listener(
+                epoch_directory=opened.epoch_directory,
+                options=self._options,
+                history=history,
+                notifier=self._notifier,
+                log=self._step_log,
+                mirror=self._mirror,
+            ),
             ledger=ledger,
-            root_files=root_files,
-            threads=pool.threads,
-            policy=policy,
-            asynchronous=asynchronous,
-            in_progress=self.is_saving_in_progress,
-            reached_preemption=self.reached_preemption,
         )
         calls = CollectiveCalls(coordinator, opened.prefix, saves.last_name)
         administration = Administration(

@@ -26,16 +26,14 @@ from epochckpt.errors import (
 from epochckpt.format import Nodes
 from epochckpt.manager.access import Access
 from epochckpt.manager.arguments import Arguments
-from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.outcomes import Listener
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
-from epochckpt.orbax.step_log import StepLog
 from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
 from epochckpt.saving.opening import Opened
 from epochckpt.saving.queue import LONG_SECS
-from epochckpt.tiers import LedgerFile, Mirror
+from epochckpt.tiers import LedgerFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +47,26 @@ class SaveCall:
     custom_metadata: Mapping[str, Any] | None
     force: bool
     began: float  # by the monotonic clock
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveSettings:
+    """How a manager saves."""
+
+    options: ocp.CheckpointManagerOptions
+    storage: StorageOptions
+    asynchronous: bool  # the caller does not wait for a save
+    threads: int  # that write
+    root_files: Mapping[tuple[str, str], bytes]  # written with the claim, see `Claim`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """Orbax's policy, and what it asks the manager; a subclass of the manager may override these methods."""
+
+    policy: Any
+    in_progress: Callable[[], bool]
+    reached_preemption: Callable[[int], bool]
 
 
 class Saves:
@@ -73,65 +91,40 @@ class Saves:
         history: History,
         arguments: Arguments,
         access: Access,
-        options: ocp.CheckpointManagerOptions,
-        storage: StorageOptions,
-        step_log: StepLog,
-        notifier: HandlerNotifier,
-        mirror: Mirror | None,
+        settings: SaveSettings,
+        decisions: Decisions,
+        listener: Listener,
         ledger: LedgerFile,
-        root_files: Mapping[tuple[str, str], bytes],
-        threads: int,
-        policy: Any,
-        asynchronous: bool,
-        in_progress: Callable[[], bool],
-        reached_preemption: Callable[[int], bool],
     ):
-        """`root_files` are written with the claim, see `Claim`; so many `threads` write; `policy` is Orbax's.
-
-        `in_progress` and `reached_preemption` are what policies ask: methods of the manager, which a subclass may
-        override.
-        """
         self._directory = directory
         self._readers = readers
         self._history = history
         self._access = access
-        self._options = options
-        self._storage = storage
-        self._step_log = step_log
-        self._notifier = notifier
-        self._mirror = mirror
+        self._options = settings.options
+        self._storage = settings.storage
+        self._threads = settings.threads
+        self._decisions = decisions
         self._ledger = ledger
-        self._threads = threads
-        self._in_progress = in_progress
-        self._reached_preemption = reached_preemption
-        self._policy = policy
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self.arguments = arguments
         self.foreign = directory.survey.foreign
         self.waits = 0
-        self.asynchronous = asynchronous
-        self.timeout_secs = storage.save_timeout_secs
-        self.listener = Listener(
-            epoch_directory=directory.epoch_directory,
-            options=options,
-            history=history,
-            notifier=notifier,
-            log=step_log,
-            mirror=mirror,
-        )
+        self.asynchronous = settings.asynchronous
+        self.timeout_secs = settings.storage.save_timeout_secs
+        self.listener = listener
         self.claim = Claim(
             directory=directory.job_directory,
             refused=directory.refused,
             on_claim=self._claimed,
-            root_files=root_files,
+            root_files=settings.root_files,
         )
         self.queue = SaveQueue(
             opened=directory,
             claim=self.claim,
-            options=storage,
+            options=settings.storage,
             history=history,
-            policies=options,
-            listener=self.listener,
+            policies=settings.options,
+            listener=listener,
         )
         self.take_nodes(directory.nodes)
 
@@ -176,12 +169,12 @@ class Saves:
             logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
         return retention.decide_save(
-            policy=self._policy,
+            policy=self._decisions.policy,
             options=self._options,
             step=step,
             requested=requested,
-            saving=self._in_progress,
-            preempted=self._reached_preemption(step),
+            saving=self._decisions.in_progress,
+            preempted=self._decisions.reached_preemption(step),
             pace=self._history.pace,
         )
 
@@ -283,7 +276,7 @@ class Saves:
                 started=call.began,
                 blocked_secs=blocked_secs,
                 nbytes=plan.nbytes / directory.coordinator.processes,
-                log_entry=self._step_log.begun(
+                log_entry=self.listener.log.begun(
                     step,
                     root,
                     began=call.began,
@@ -291,7 +284,7 @@ class Saves:
                     ready=ready,
                     room=room,
                     nbytes=plan.nbytes,
-                    preempted=not call.force and self._reached_preemption(step),
+                    preempted=not call.force and self._decisions.reached_preemption(step),
                     waits=not self.asynchronous,
                 ),
                 refusal=behind,
@@ -367,8 +360,8 @@ class Saves:
     def wait(self) -> None:
         """Waits as `CheckpointManager.wait_until_finished` does; raises no failure of a save."""
         try:
-            self._step_log.waited(self.queue.drain_removals)
-            self._notifier.drain(self._storage.save_timeout_secs)
+            self.listener.log.waited(self.queue.drain_removals)
+            self.listener.notifier.drain(self._storage.save_timeout_secs)
             self._history.forget_failed()
         finally:
             self.waits += 1
@@ -405,8 +398,9 @@ class Saves:
         if coordinator.primary:
             self._ledger.claimed(directory.job_directory.writer)
             _threads.logged(f"{directory.store.root}: its mirror's ledger", self._ledger.settle)
-        if self._mirror is not None:
-            self._mirror.claimed(
+        mirror = self.listener.mirror
+        if mirror is not None:
+            mirror.claimed(
                 local=directory.epoch_directory,
                 stager=directory.job_directory.stager,
                 ledger=self._ledger,

@@ -62,7 +62,7 @@ class JobDirectory(abc.ABC):
         coordinator: the processes of the job.
         is_partial: whether it has only the parts of epochs that one host wrote, as of the last look.
         one_per_host: whether each process has another directory, on its own disk.
-        first_word: the key under which the primary tells the other processes first how a save has gone.
+        first_word: the key of what the other processes hear first of a save from the primary.
         tells_commits: whether this process sees in it that a save is committed.
     """
 
@@ -165,6 +165,11 @@ class JobDirectory(abc.ABC):
 
         `key` gives the prefixes of a save's keys. If the save replaces an epoch, the result removes that one.
         """
+
+    def verdict_key(self, save: Save) -> str:
+        """On the primary: the key of what the other processes wait for now, under which its verdict is published."""
+        del save
+        return self.first_word
 
     @abc.abstractmethod
     def verdict(

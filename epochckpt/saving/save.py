@@ -146,7 +146,6 @@ class Save:
         self.writing_since = 0.0  # monotonic; 0 before
         self.written_before: int | None = None  # bytes that the store had written when this process began to write
         self.removals: list[Callable[[], None]] = []  # of older epochs, once this save has ended
-        self.offered = False  # on the primary, with local disks: the others have been told to put it in place
         self.told = _threads.Once()  # by the thread that tells the manager how it has ended
         # The move out of each phase. Threads and signal handlers share it without a lock: `setdefault` is one step, so
         # that of two moves out of one phase exactly one is made.

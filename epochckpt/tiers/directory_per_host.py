@@ -54,6 +54,7 @@ class DirectoryPerHost(JobDirectory):
         self._mirror = mirror
         self.is_partial = True
         self._keys = RecentKeys(_KEPT)
+        self._offered = ""  # on the primary: the last save whose record it has told the others to put in place
 
     @property
     def acts(self) -> bool:
@@ -191,7 +192,7 @@ class DirectoryPerHost(JobDirectory):
         check()
         text = base64.b64encode(zlib.compress(record, 1)).decode()
         self.coordinator.put(f"{key('record', save)}/0", {"record": text})
-        save.offered = True
+        self._offered = save.name
         self._keys.add(self.coordinator, key("record", save), key("placed", save))
         self.writer.publish(staging, record, lambda: None, save.request.replaces)
         patience = Timeouts(collect_secs=max(save.deadline.left(), _PLACING_SECS), hear_secs=0.0)
@@ -199,6 +200,9 @@ class DirectoryPerHost(JobDirectory):
             collective.collect(self.coordinator, key("placed", save), patience)
         except errors.CoordinationTimeoutError as error:
             raise errors.SaveError(save.epoch, f"its commit is not on all disks: {error}") from error
+
+    def verdict_key(self, save: Save) -> str:
+        return "verdict" if self._offered == save.name else self.first_word
 
     def verdict(
         self,
@@ -229,7 +233,7 @@ class DirectoryPerHost(JobDirectory):
 
     def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:
         """Takes this process's part of a failed save out of sight, if it is in place, and removes it."""
-        if self.coordinator.primary and not save.offered:
+        if self.coordinator.primary and self._offered != save.name:
             return failure
         try:
             if self.incarnation and self.epoch_directory.read_save_id(save.epoch) == save_id:
