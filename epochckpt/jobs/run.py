@@ -33,7 +33,7 @@ WARN, ERROR, IGNORE = "warn", "error", "ignore"  # about blobs that are not chec
 NOT_ACCESSIBLE = "the metadata handler does not say that the storage can be reached"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """Arguments of `JobRunner`."""
 
@@ -71,7 +71,7 @@ class _Verdict:
     too_many: str = ""  # saves in a row that have failed; empty unless they end the run
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class TrainingRun:
     """One run of a job in a session that has the job's nodes. Without a backend nothing is saved."""
 

@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import dataclasses
 import inspect
 import os
 import sys
@@ -39,6 +40,21 @@ class UploadTaskGroupBuilder(abc.ABC):
     @abc.abstractmethod
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
         """The task group that uploads an epoch; called on every process when the epoch is committed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """What a run, or one call of the runner, uses the manager with."""
+
+    backend: CheckpointBackend | None  # None: the runner has no manager
+    calls: RunCalls
+    handler: HandlerNotifier
+
+    def required_backend(self, method: str) -> CheckpointBackend:
+        """The backend, for a method of the runner that needs one; InvalidArgumentError if there is none."""
+        if self.backend is None:
+            raise InvalidArgumentError(f"{method} needs a checkpoint manager; give JobRunner one")
+        return self.backend
 
 
 class JobRunner:
@@ -132,7 +148,15 @@ class JobRunner:
         self.upload_task_group_builder = upload_task_group_builder
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
-        self._settings = RunSettings(resume, include, exclude, deadline, limit, unsaved_blobs, save_every)
+        self._settings = RunSettings(
+            resume=resume,
+            include=include,
+            exclude=exclude,
+            deadline_secs=deadline,
+            max_consecutive_save_failures=limit,
+            unsaved_blobs=unsaved_blobs,
+            save_every_secs=save_every,
+        )
         self._timeout = seconds("exchange_timeout_secs", exchange_timeout_secs)
         self._progress = progress
         self._must_save = raise_if_not_saved
@@ -211,7 +235,10 @@ class JobRunner:
         self._result = None
         if session is None:
             session = default_session(self.job.session_class)
-        backend, calls, handler = self._open(session)
+        opened = self._open(session)
+        backend = opened.backend
+        calls = opened.calls
+        handler = opened.handler
         self._session = session
 
         def open_backend() -> None:
@@ -226,9 +253,17 @@ class JobRunner:
             listening(distributed, backend is not None and backend.asks_jax) as notice,
             bar(self._progress, calls.primary, self.job.stop_conditions, self.job.unit) as show_epoch,
         ):
-            named = self.resume_from_epoch
             self._run = TrainingRun(
-                self.job, self._settings, named, session, calls, backend, handler, notice, show_epoch, self._upload
+                job=self.job,
+                settings=self._settings,
+                resume_from_epoch=self.resume_from_epoch,
+                session=session,
+                calls=calls,
+                backend=backend,
+                handler=handler,
+                notice=notice,
+                show_epoch=show_epoch,
+                upload=self._upload,
             )
             try:
                 result = self._run.train()
@@ -254,8 +289,10 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        backend, calls, handler = self._open_saved(session, "load_blobs_from_checkpoints")
-        backend.open(session, calls, out_of_band=True)
+        opened = self._open(session)
+        backend = opened.required_backend("load_blobs_from_checkpoints")
+        handler = opened.handler
+        backend.open(session, opened.calls, out_of_band=True)
         names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
         began = time.monotonic()
         loaded = backend.load_blobs(names, epoch_number(epoch))
@@ -278,7 +315,10 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        backend, calls, handler = self._open_saved(session, "save_checkpoints")
+        opened = self._open(session)
+        backend = opened.required_backend("save_checkpoints")
+        calls = opened.calls
+        handler = opened.handler
         run = self._run
         notes = dict[str, Any]()
 
@@ -333,13 +373,7 @@ class JobRunner:
             raise InvalidArgumentError(f"{name}.build() must return a TaskGroup, got {type(group).__name__}")
         return group
 
-    def _open_saved(self, session: Session, verb: str) -> tuple[CheckpointBackend, RunCalls, HandlerNotifier]:
-        backend, calls, handler = self._open(session)
-        if backend is None:
-            raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
-        return backend, calls, handler
-
-    def _open(self, session: Session) -> tuple[CheckpointBackend | None, RunCalls, HandlerNotifier]:
+    def _open(self, session: Session) -> _Opened:
         """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
         kind = type(session).__name__
@@ -369,7 +403,8 @@ class JobRunner:
         accessible = None if backend is None else backend.accessible
         notifier = HandlerNotifier(handler, session.coordinator.primary, handler_calls, accessible)
         option = "JobRunner(exchange_timeout_secs=…)"
-        return backend, RunCalls(session.coordinator, session.nodes, self._timeout, option=option), notifier
+        calls = RunCalls(session.coordinator, session.nodes, self._timeout, option=option)
+        return _Opened(backend, calls, notifier)
 
 
 def run(

@@ -1,6 +1,7 @@
 """The runner on `epochckpt.CheckpointManager`."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,24 @@ from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Reshard, Workspace
 from epochckpt.manager import CheckpointManager, HandlerNotifier, SaveResult
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SavedItems:
+    """The items of an epoch that are blobs, as they were saved."""
+
+    blobs: Mapping[str, str]  # the blob of each item
+    kinds: Mapping[str, str]  # of all items, also of those that hold the nodes' own values of a blob
+    forms: Mapping[str, str]  # of items that the runner saved with stock Orbax
+    nodes: int  # how many nodes saved the epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class _ItemsRequest:
+    """What a restore asks the manager for."""
+
+    items: Mapping[str, Any]  # the argument of each item
+    to_reshard: Mapping[str, Reshard]  # of items whose state one node saved for all
 
 
 class NativeBackend(ItemBackend):
@@ -95,42 +114,61 @@ class NativeBackend(ItemBackend):
         return _blob_items(self._manager.item_kinds(epoch))
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
-        manager = self._manager
-        spaces = self._spaces()
-        everyone = self._manager.node_names
         notes = self.notes(epoch)
-        kinds = manager.item_kinds(epoch)
-        blobs = self._blobs_of(_blob_items(kinds), notes, only)
-        forms = notes.get("forms") or {}  # of items that the runner saved with stock Orbax
-        hosted = list(spaces)
-        first = next(iter(spaces.values()))
-        count = max(len(manager.nodes(epoch)), 1)
+        kinds = self._manager.item_kinds(epoch)
+        saved = _SavedItems(
+            blobs=self._blobs_of(_blob_items(kinds), notes, only),
+            kinds=kinds,
+            forms=notes.get("forms") or {},
+            nodes=max(len(self._manager.nodes(epoch)), 1),
+        )
+        request = self._request(saved)
+        restored = self._restore_items(epoch, request.items, saved.blobs)
+        values = dict[str, dict[str, Any]]()
+        for item, blob in saved.blobs.items():
+            form = None if item in request.to_reshard else saved.forms.get(item)
+            by_node = self._by_node(item, restored, saved, request.to_reshard.get(item))
+            values[blob] = self._as_saved(blob, by_node, form, self._manager.node_names, notes)
+        if only is None:
+            self._warn_of_numpy(epoch, [item for item in saved.blobs if kinds[item] == "arrays"], saved.blobs)
+        return notes, values
 
-        # What each item is restored as. A state that one node saved for all is resharded here, once it is read.
-        requested = dict[str, Any]()
-        to_reshard = dict[str, Any]()
-        for item, blob in blobs.items():
+    def _request(self, saved: _SavedItems) -> _ItemsRequest:
+        """What each item is restored as. A state that one node saved for all is resharded once it is read."""
+        spaces = self._spaces()
+        first = next(iter(spaces.values()))
+        other_count = saved.nodes != len(self._manager.node_names)
+        items = dict[str, Any]()
+        to_reshard = dict[str, Reshard]()
+        for item, blob in saved.blobs.items():
             target = first.targets.get(blob)
             own = item + blob_lib.OWN_SUFFIX
-            form = forms.get(item)
-            reshard = target.reshard if target is not None and count != len(everyone) else None
+            kind = saved.kinds[item]
+            form = saved.forms.get(item)
+            reshard = target.reshard if target is not None and other_count else None
             make = None if reshard is None else functools.partial(_made_by, reshard, blob)
             rename = blob_lib.rename_of(first, blob)
-            if kinds[item] == "node":
+            if kind == "node":
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
-                requested[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
-            elif reshard is not None and count == 1 and form != "json":
-                requested[item] = self._argument(None, None) if kinds[item] == "arrays" else None
+                items[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
+            elif reshard is not None and saved.nodes == 1 and form != "json":
+                items[item] = self._argument(None, None) if kind == "arrays" else None
                 to_reshard[item] = reshard
-            elif kinds[item] == "arrays":
-                requested[item] = self._argument(blob_lib.target_of(first, blob), form, rename)
-                if kinds.get(own) == "node":
-                    requested[own] = own_args.NodeRestore(None, make, by_node=True)
+            elif kind == "arrays":
+                items[item] = self._argument(blob_lib.target_of(first, blob), form, rename)
+                if saved.kinds.get(own) == "node":
+                    items[own] = own_args.NodeRestore(None, make, by_node=True)
             else:
-                requested[item] = None
+                items[item] = None
+        return _ItemsRequest(items, to_reshard)
+
+    def _restore_items(self, epoch: int, requested: Mapping[str, Any], blobs: Mapping[str, str]) -> Mapping[str, Any]:
+        """The items as the manager restores them; its errors name the blob, and what the user can do."""
+        if not requested:
+            return {}
         try:
             with advice_for(blob_lib.REMEDIES):
-                got = manager.restore(epoch, args=ocp.args.Composite(**requested)) if requested else {}
+                return self._manager.restore(epoch, args=ocp.args.Composite(**requested))
         except NodeCountError as error:
             blob = blobs.get(error.item, blobs.get(error.item.removesuffix(blob_lib.OWN_SUFFIX), error.item))
             raise lacks_reshard(blob, error.saved_by, error.nodes) from error
@@ -139,27 +177,27 @@ class NativeBackend(ItemBackend):
             error.add_note(f"the target of blob {blob!r} is ws.target({blob!r}, …), or else what @job.setup has made")
             raise
 
-        # The values of each node of this process.
-        values: dict[str, dict[str, Any]] = {}
-        for item, blob in blobs.items():
-            form = forms.get(item)
-            if kinds[item] == "node":
-                by_node = got[item]
-            elif item in to_reshard:
-                state = got[item][BARE] if form == "bare" else got[item]
-                new = resharded(blob, [state], len(everyone), to_reshard[item])
-                form = None
-                by_node = {node: new[everyone.index(node)] for node in hosted}
-            else:
-                own = got.get(item + blob_lib.OWN_SUFFIX) or {}
-                by_node = {hosted[0]: got[item]}
-                by_node |= {node: jax.tree.map(_copied, got[item]) for node in hosted[1:]}
-                new_name = blob_lib.rename_of(first, blob)
-                by_node |= {node: blob_lib.join(got[item], own[node], new_name) for node in hosted if node in own}
-            values[blob] = self._as_saved(blob, by_node, form, everyone, notes)
-        if only is None:
-            self._warn_of_numpy(epoch, [item for item in blobs if kinds[item] == "arrays"], blobs)
-        return notes, values
+    def _by_node(
+        self, item: str, restored: Mapping[str, Any], saved: _SavedItems, reshard: Reshard | None
+    ) -> Mapping[str, Any]:
+        """What was restored of one item, for each node of this process."""
+        value = restored[item]
+        blob = saved.blobs[item]
+        if saved.kinds[item] == "node":
+            return value
+        spaces = self._spaces()
+        hosted = list(spaces)
+        if reshard is not None:
+            everyone = self._manager.node_names
+            state = value[BARE] if saved.forms.get(item) == "bare" else value
+            states = resharded(blob, [state], len(everyone), reshard)
+            return {node: states[everyone.index(node)] for node in hosted}
+        own = restored.get(item + blob_lib.OWN_SUFFIX) or {}
+        rename = blob_lib.rename_of(spaces[hosted[0]], blob)
+        by_node = {hosted[0]: value}
+        by_node |= {node: jax.tree.map(_copied, value) for node in hosted[1:]}
+        by_node |= {node: blob_lib.join(value, own[node], rename) for node in hosted if node in own}
+        return by_node
 
     def _warn_of_numpy(self, epoch: int, items: Sequence[str], blobs: Mapping[str, str]) -> None:
         """Names the blobs that came back as NumPy arrays because the devices that they were saved on are not here."""
