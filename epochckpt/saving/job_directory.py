@@ -58,7 +58,7 @@ class JobDirectory(abc.ABC):
     """The directory of a job on one process, for one manager.
 
     Attributes:
-        commits: what this process reads, once it is open.
+        epoch_directory: what this process reads, once it is open.
         coordinator: the processes of the job.
         is_partial: whether it has only the parts of epochs that one host wrote, as of the last look.
         one_per_host: whether each process has another directory, on its own disk.
@@ -184,32 +184,33 @@ class JobDirectory(abc.ABC):
         `hear` waits for what the primary says first, or last, under a kind of key.
         """
 
-    @abc.abstractmethod
     def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:
         """On every process: takes what this process has of a failed save out of sight.
 
-        Returns why the save has failed; an UncertainError if that could not be done.
+        Returns why the save has failed; an UncertainError if that could not be done. By default there is nothing of it.
         """
+        del save, save_id
+        return failure
 
     @abc.abstractmethod
     def here(self, epochs: Sequence[int]) -> Sequence[int]:
         """Those of some epochs that this process takes out of sight when they are deleted."""
 
-    @abc.abstractmethod
     def unlisted_elsewhere(self, epochs: Sequence[int]) -> Sequence[int]:
         """Those of some epochs that the primary deletes, and that the other processes take out of sight, too."""
+        del epochs
+        return ()
 
     # -- deleting and going back ---------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def agree_on_claim(self, claim: Callable[[], None]) -> None:
         """On every process, before a change: makes a `claim` of all processes first, if they have to join one."""
+        del claim  # the primary claims when it makes the change
 
-    @abc.abstractmethod
     def order(self) -> dict[str, Any]:
         """On the primary, after a change: what `follow` needs on every process, as JSON."""
+        return {}
 
-    @abc.abstractmethod
     def follow(self, order: Mapping[str, Any], act: Callable[[], None]) -> None:
         """On every process, after the primary has changed its directory: the others `act` on theirs, and all wait.
 
@@ -217,10 +218,11 @@ class JobDirectory(abc.ABC):
             CoordinationTimeoutError: a process did not say in time that it has. What the primary has done holds, and
                 the next run makes that process follow.
         """
+        del order, act  # the primary has done it for all
 
-    @abc.abstractmethod
     def check_replaceable(self, epoch: int) -> None:
         """Raises UnsupportedError if a save cannot take the place of an epoch."""
+        del epoch
 
 
 Kind = Callable[[Place, Coordinator, Completing | None], JobDirectory]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +50,7 @@ from epochckpt.errors import (
 from epochckpt.format import NodeEntry, paths
 from epochckpt.options import StorageOptions
 from epochckpt.saving.reports import NodeReport, ProcessReport
+from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.epoch_copy import EpochCopy
 from epochckpt.tiers.ledger import Copy, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import claim_of
@@ -61,198 +61,6 @@ _KEPT_TASKS = 8  # in the coordination service
 _RECLAIMS = 16  # times in a row that a run may be fenced off from a mirror that is still its directory's
 _END = {"end": True}
 NEWER_ID = "newer"  # of an epoch that a newer epochckpt has written: nothing here is the same
-
-
-class MirrorEpochs:
-    """The epochs that a mirror has, as the primary knows; any thread may look, and background threads change them.
-
-    `there` are the ids of all of them. Those that are `readable` are copies of this directory's history.
-    """
-
-    def __init__(self) -> None:
-        self.there: Mapping[int, str] = {}
-        self.readable: Mapping[int, str] = {}
-        self._removed: list[int] = []
-        self._lock = threading.Lock()
-        self._pinned: int | None = None  # this epoch must stay
-        self._leaving: int | None = None  # this one is being removed
-        self._withdrawn = frozenset[int]()  # these were deleted or rolled back here, and are to be removed
-
-    def take(self, there: Mapping[int, str], readable: Mapping[int, str]) -> None:
-        """After a look at the mirror: what it has."""
-        with self._lock:
-            self.there = dict(there)
-            self.readable = {epoch: id for epoch, id in readable.items() if epoch != self._leaving}
-            if self._leaving not in self.there:
-                self._leaving = None
-
-    def pin(self, epoch: int | None) -> bool:
-        """Has one epoch stay in the mirror, whatever `mirror_keep` says; None: none. False if it is not there."""
-        with self._lock:
-            self._pinned = epoch
-            return epoch is None or epoch in self.readable
-
-    def oldest_leaving(self, keep: float) -> int | None:
-        """The epoch that is to be removed so that the mirror keeps no more than so many; None if it has no more.
-
-        From then on the epoch is not readable, and counts as removed.
-        """
-        with self._lock:
-            if self._leaving is None:
-                staying = self.there.keys() - self._withdrawn
-                if len(staying) <= keep or min(staying) == self._pinned:
-                    return None
-                self._leaving = min(staying)
-                self._removed.append(self._leaving)
-                self.readable = {epoch: id for epoch, id in self.readable.items() if epoch != self._leaving}
-            return self._leaving
-
-    def set(self, epoch: int, mirror_id: str) -> None:
-        """The mirror has a copy of the epoch that is here."""
-        with self._lock:
-            self._withdrawn = self._withdrawn.difference([epoch])
-            self.there = {**self.there, epoch: mirror_id}
-            self.readable = {**self.readable, epoch: mirror_id}
-
-    def drop(self, epochs: Collection[int]) -> None:
-        """The mirror has these epochs no longer."""
-        with self._lock:
-            self.there = {epoch: id for epoch, id in self.there.items() if epoch not in epochs}
-            self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
-            self._withdrawn = self._withdrawn.difference(epochs)
-            if self._leaving in epochs:
-                self._leaving = None
-
-    def withdraw(self, epochs: Collection[int]) -> None:
-        """These epochs were deleted or rolled back here, and the mirror is to follow."""
-        with self._lock:
-            self._withdrawn = self._withdrawn.union(epochs)
-            self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
-
-    def disown(self, epochs: Collection[int]) -> None:
-        """What the mirror has under these numbers is no copy of this directory's any more."""
-        with self._lock:
-            self.readable = {epoch: id for epoch, id in self.readable.items() if epoch not in epochs}
-
-    def pop_removed(self) -> list[int]:
-        """Epochs that were removed for `mirror_keep` since the last call."""
-        with self._lock:
-            popped = self._removed
-            self._removed = []
-        return popped
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Due:
-    """One epoch that is to be copied; two of one number are two saves of it."""
-
-    epoch: int
-
-
-class Backlog:
-    """The epochs that are to be copied, in order; only background threads use it."""
-
-    def __init__(self, url: str, options: StorageOptions):
-        self._url = url
-        self._options = options
-        self._lock = threading.Lock()
-        self._due: list[Due] = []
-        self._copying: Due | None = None
-        self._since = 0  # epochs that were committed since the last that is to be copied
-        self._fresh = set[int]()  # epochs that were committed since the last look at the mirror began
-        self._outdated = frozenset[int]()  # epochs that the mirror has, or may have, in an older form
-
-    def begin(self, epochs: Sequence[int], there: Collection[int], outdated: Collection[int]) -> None:
-        """Takes the epochs of the directory, those that the mirror has, and those that it has in an older form."""
-        newest = max(there, default=-1)
-        missing = [epoch for epoch in epochs if epoch > newest]
-        every = self._options.mirror_every
-        with self._lock:
-            self._due = [Due(epoch) for epoch in (*sorted(outdated), *missing[every - 1 :: every])]
-            self._since = len(missing) % every
-            self._outdated = frozenset(outdated)
-            self._bound(there)
-
-    def committed(self, epoch: int, epochs: MirrorEpochs) -> None:
-        """An epoch was committed here.
-
-        If an older save of it is in the mirror, or is being copied, it is due. Whether it is there is asked under the
-        lock: a copy that has just been made is there before `done` says so.
-        """
-        with self._lock:
-            self._since += 1
-            self._fresh.add(epoch)
-            there = epochs.there.keys()
-            copying = self._copying is not None and self._copying.epoch == epoch
-            if self._since >= self._options.mirror_every or copying or epoch in there:
-                self._since = 0
-                others = (due for due in self._due if due.epoch != epoch or due is self._copying)
-                self._due = [*others, Due(epoch)]
-                self._bound(there)
-
-    def _bound(self, there: Collection[int]) -> None:
-        """Keeps the backlog within its bound, under the lock: the oldest epochs are not mirrored.
-
-        What the mirror has in an older form is never left out.
-        """
-        kept = {*there, *self._outdated}
-        waiting = [due for due in self._due if due is not self._copying and due.epoch not in kept]
-        skipped = waiting[: max(0, len(waiting) - self._options.mirror_backlog)]
-        if skipped:
-            self._due = [due for due in self._due if due not in skipped]
-            names = ", ".join(str(due.epoch) for due in skipped)
-            text = "%s: it is behind, and checkpoint %s is left out: at most %d may wait (mirror_backlog)"
-            logging.warning(text, self._url, names, self._options.mirror_backlog)
-
-    def begin_look(self) -> None:
-        """A comparison of the mirror with this directory begins now; `correct` takes its result."""
-        with self._lock:
-            self._fresh = set()
-
-    def correct(self, outdated: Collection[int], present: Collection[int]) -> frozenset[int]:
-        """Takes the result of the comparison.
-
-        The mirror has the `outdated` epochs in an older form, and the `present` ones as they are here. Returns the
-        epochs that were committed since the comparison began; it does not cover them.
-        """
-        with self._lock:
-            due = {each.epoch for each in self._due if each.epoch not in present or each.epoch in self._fresh}
-            self._due = [Due(epoch) for epoch in sorted({*outdated, *due})]
-            self._outdated = frozenset(outdated)
-            return frozenset(self._fresh)
-
-    def withdraw(self, epochs: Collection[int]) -> None:
-        """These epochs are not to be copied any more."""
-        with self._lock:
-            self._due = [due for due in self._due if due.epoch not in epochs]
-
-    def add(self, epoch: int) -> None:
-        """One more epoch is due, unless it is already."""
-        with self._lock:
-            if epoch not in [due.epoch for due in self._due]:
-                self._due.append(Due(epoch))
-
-    def take(self) -> int | None:
-        """The next epoch to be copied, if there is one."""
-        with self._lock:
-            self._copying = self._due[0] if self._due else None
-            return None if self._copying is None else self._copying.epoch
-
-    def done(self) -> None:
-        """The epoch that was taken has been copied, or cannot be. A later save of its number stays due."""
-        with self._lock:
-            self._due = [due for due in self._due if due is not self._copying]
-            self._copying = None
-
-    def failed(self) -> None:
-        """The copy that was taken has failed for now."""
-        with self._lock:
-            self._copying = None
-
-    def waiting(self) -> frozenset[int]:
-        """The epochs that are due."""
-        with self._lock:
-            return frozenset(due.epoch for due in self._due)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +126,7 @@ class Worker:
         """An epoch was committed here."""
         self._epochs.disown([epoch])
         if self._ended:
-            self._ledger.disown([epoch], self._epochs.there)
+            self._ledger.disown([epoch], self._epochs.ids)
             return
         self._unfit.discard(epoch)
         self._backlog.committed(epoch, self._epochs)
@@ -381,7 +189,7 @@ class Worker:
                     continue
                 if not self._ended:
                     logging.error("%s: nothing more is mirrored: %s", url, error.reason)
-                    self._ledger.disown(self._backlog.waiting(), self._epochs.there)
+                    self._ledger.disown(self._backlog.waiting(), self._epochs.ids)
                 break
             except Exception as error:  # whatever it is, training does not depend on it
                 if not self._failures:
@@ -519,7 +327,7 @@ class Worker:
         ledger = self._ledger.change(lambda now: now.owning(claim, copies))
         unread = outdated | ledger.hidden
         readable = {epoch: copy.mirror_id for epoch, copy in copies.items() if epoch not in unread}
-        self._epochs.take(there=found, readable=readable)
+        self._epochs.take(ids=found, readable=readable)
         self._compared = True
         self._epochs.disown(self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys()))
 
@@ -588,7 +396,7 @@ class Worker:
     def _give_up(self, epoch: int) -> None:
         """An epoch cannot be copied; an older form of it in the mirror would come back once it is deleted here."""
         self._unfit.add(epoch)
-        if self._epochs.there.get(epoch, NEWER_ID) != NEWER_ID and epoch not in self._epochs.readable:
+        if self._epochs.ids.get(epoch, NEWER_ID) != NEWER_ID and epoch not in self._epochs.readable:
             self._claimed.unlist(epoch)()
             self._epochs.drop([epoch])
 
@@ -604,7 +412,7 @@ class Worker:
             copy = Copy(save_id=record.origin, mirror_id=there)
         else:
             replaces = None
-            if epoch in self._epochs.there:
+            if epoch in self._epochs.ids:
                 replaces = ReplaceCondition(there or None, "" if there else "its record cannot be used")
             self._attempts += 1
             mirror_id = f"{self._claimed.incarnation}-{epoch}-{self._attempts}"

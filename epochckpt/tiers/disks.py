@@ -143,6 +143,14 @@ class JobDisks:
                     f"copy of the other, remove {paths.HOST_RECORD} from the copy"
                 )
 
+    def epochs(self) -> set[int]:
+        """The epochs of which a disk has a part."""
+        return {epoch for disk in self.disks for epoch in disk.parts}
+
+    def having(self, epoch: int) -> set[int]:
+        """The processes whose disk has a part of an epoch."""
+        return {process for process, disk in enumerate(self.disks) if epoch in disk.parts}
+
     def not_of(self, epoch: int, save_id: str | None) -> list[int]:
         """The processes whose part of an epoch is of another attempt than this one."""
         parts = [(number, disk.parts.get(epoch)) for number, disk in enumerate(self.disks)]
@@ -170,37 +178,65 @@ def survey_of_disks(
     An epoch that is not whole on all of them is listed if the mirror has it. Then each process reads from the mirror
     what its disk lacks.
     """
-    found = JobDisks.of([*map(DiskReport.from_wire, told)], coordinator.named)
-    found.check_apart(coordinator.named, epoch_directory.store.root)
-    foreign = {epoch: text for disk in reversed(found.disks) for epoch, text in disk.foreign.items()}
-    there = {epoch: condition for epoch, condition in known.items() if epoch in found.whole}
-    damaged = {e: condition for e, condition in there.items() if condition.save_id in (None, found.whole[e])}
-    epochs = [epoch for epoch in found.whole if epoch not in damaged]
-    needed = attached_metrics.are_needed(options)
-    metrics = attached_metrics.of_epochs(epoch_directory, epochs, found.whole.get) if needed else {}
-    runs = _runs(epoch_directory, epochs)
-    costs = tuple(auto_interval.recent(epochs, epoch_directory.read_summary)) if auto_interval.is_asked(options) else ()
-    local = Survey(epochs, damaged, foreign, metrics, (), runs, costs)
-    texts = [each.mirror for each in found.disks]
-    survey = mirror.complete(epoch_directory, local, texts)
+    disks = JobDisks.of([*map(DiskReport.from_wire, told)], coordinator.named)
+    disks.check_apart(coordinator.named, epoch_directory.store.root)
+    whole = _survey_of_whole(epoch_directory, disks, options, known)
+    survey = mirror.complete(epoch_directory, whole, [disk.mirror for disk in disks.disks])
+    return _with_unwhole(disks, survey, mirror)
+
+
+def _survey_of_whole(
+    epoch_directory: EpochDirectory,
+    disks: JobDisks,
+    options: ocp.CheckpointManagerOptions,
+    known: Mapping[int, ReplaceCondition],
+) -> Survey:
+    """The survey of the epochs that are whole on all disks; a `known` one is damaged while the same save is there."""
+    damaged = {
+        epoch: condition
+        for epoch, condition in known.items()
+        if epoch in disks.whole and condition.save_id in (None, disks.whole[epoch])
+    }
+    epochs = [epoch for epoch in disks.whole if epoch not in damaged]
+    needs_metrics = attached_metrics.are_needed(options)
+    needs_costs = auto_interval.is_asked(options)
+    return Survey(
+        epochs=epochs,
+        damaged=damaged,
+        foreign={epoch: text for disk in reversed(disks.disks) for epoch, text in disk.foreign.items()},
+        attached=attached_metrics.of_epochs(epoch_directory, epochs, disks.whole.get) if needs_metrics else {},
+        runs=_runs(epoch_directory, epochs),
+        costs=tuple(auto_interval.recent(epochs, epoch_directory.read_summary)) if needs_costs else (),
+    )
+
+
+def _with_unwhole(disks: JobDisks, survey: Survey, mirror: Completing) -> Survey:
+    """Adds to a survey, which the mirror has completed, what becomes of the epochs that are not whole on all disks.
+
+    A disk sets aside its part of an epoch that the mirror has of another save, or lacks, or that has diverged.
+    """
     damaged = dict(survey.damaged)
     remote = set(survey.remote)
-    aside = dict[int, list[int]]()
-    for epoch in sorted({epoch for disk in found.disks for epoch in disk.parts} - found.whole.keys()):
-        others = found.not_of(epoch, mirror.origin_of(epoch) if epoch in remote else None)
-        for process in others:
-            aside.setdefault(process, []).append(epoch)
+    aside: dict[int, list[int]] = {process: [] for process in range(len(disks.disks))}
+    for epoch in sorted(disks.epochs() - disks.whole.keys()):
+        processes = disks.not_of(epoch, mirror.origin_of(epoch) if epoch in remote else None)
+        for process in processes:
+            aside[process].append(epoch)
+        fault = disks.faults.get(epoch, "")
         if epoch in remote:
-            if any(epoch in disk.parts for number, disk in enumerate(found.disks) if number not in others):
+            if disks.having(epoch) - set(processes):  # the mirror has what these lack
                 remote.discard(epoch)
-        elif epoch in found.unfinished:
-            logging.warning("checkpoint %d was never finished, or is deleted in part: %s", epoch, found.faults[epoch])
-        elif epoch in found.faults:
-            logging.error("checkpoint %d is not whole, and the mirror does not have it: %s", epoch, found.faults[epoch])
-            damaged[epoch] = ReplaceCondition(None, found.faults[epoch])
+        elif epoch in disks.unfinished:
+            logging.warning("checkpoint %d was never finished, or is deleted in part: %s", epoch, fault)
+        elif epoch in disks.faults:
+            logging.error("checkpoint %d is not whole, and the mirror does not have it: %s", epoch, fault)
+            damaged[epoch] = ReplaceCondition(None, fault)
     for epoch in survey.diverged:
-        for process, disk in enumerate(found.disks):
-            if epoch in disk.parts:
-                aside.setdefault(process, []).append(epoch)
-    away = {process: tuple(epochs) for process, epochs in aside.items()}
-    return dataclasses.replace(survey, damaged=damaged, remote=tuple(sorted(remote)), aside=away)
+        for process in disks.having(epoch):
+            aside[process].append(epoch)
+    return dataclasses.replace(
+        survey,
+        damaged=damaged,
+        remote=tuple(sorted(remote)),
+        aside={process: tuple(epochs) for process, epochs in aside.items() if epochs},
+    )

@@ -45,7 +45,8 @@ from epochckpt.orbax import StepNames
 from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
-from epochckpt.tiers.copying import Backlog, MirrorEpochs, MirrorFollower, MirrorJob, Worker, publish_end, seen_id
+from epochckpt.tiers.backlog import Backlog, MirrorEpochs
+from epochckpt.tiers.copying import MirrorFollower, MirrorJob, Worker, publish_end, seen_id
 from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import ForeignReader, Owner, Standing, Stranger, Successor, Unanswered, assess, claim_of
 
@@ -185,7 +186,7 @@ class Mirror:
         here = sorted(epochs)
         try:
             lineage, seen = self._lineage_and_epochs()
-            self._epochs.there = seen
+            self._epochs.listed(seen)
             if recorded is not None and self.url in recorded.former and seen:
                 raise InvalidArgumentError(
                     f"mirror={self.url} was the mirror of {root} before, and has missed what was deleted and rolled "
@@ -198,11 +199,11 @@ class Mirror:
             text = "%s: its mirror %s does not answer, so that epochs which only the mirror has cannot be read: %s"
             logging.warning(text, root, self.url, say(error))
             self._standing = Unanswered(error)
-            self._epochs.there = {epoch: copy.mirror_id for epoch, copy in self._known.items()}
+            self._epochs.listed({epoch: copy.mirror_id for epoch, copy in self._known.items()})
         self._found = own
         if isinstance(self._standing, Successor):
             self._gone = {epoch: save_id(local, epoch) for epoch in self._standing.diverged}
-        self._epochs.readable = self._history(local, ledger if isinstance(self._standing, ForeignReader) else own)
+        self._epochs.learn(self._history(local, ledger if isinstance(self._standing, ForeignReader) else own))
         self._say(root, known_url="" if recorded is None else recorded.url)
 
     def _refusal(self, error: Exception) -> Exception:
@@ -224,7 +225,7 @@ class Mirror:
 
     def _history(self, local: EpochDirectory, ledger: Ledger | None) -> dict[int, str]:
         """Those of the mirror's epochs that are part of this directory's history, with their ids."""
-        there = self._epochs.there
+        there = self._epochs.ids
         match self._standing:
             case Owner() | Unanswered():
                 hidden = frozenset[int]() if ledger is None else self._withdrawn(ledger, local)
@@ -241,20 +242,20 @@ class Mirror:
 
     def _is_known(self, epoch: int) -> bool:
         copy = self._known.get(epoch)
-        return copy is not None and copy.mirror_id == self._epochs.there.get(epoch)
+        return copy is not None and copy.mirror_id == self._epochs.ids.get(epoch)
 
     def _withdrawn(self, ledger: Ledger, local: EpochDirectory) -> frozenset[int]:
         return dataclasses.replace(ledger, withdrawals=ledgers.settled_withdrawals(ledger, local)).hidden
 
     def _is_unchanged(self, ledger: Ledger) -> bool:
         """Whether the mirror has exactly the copies that the ledger lists."""
-        return {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == self._epochs.there
+        return {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == self._epochs.ids
 
     def _say(self, root: str, known_url: str) -> None:
         """Says what the standing means for this directory; raises InvalidArgumentError for a stranger's mirror."""
         match self._standing:
             case Stranger():
-                there = self._epochs.there
+                there = self._epochs.ids
                 problem = (
                     f"mirror={self.url} holds {len(there)} epochs, the newest is {max(there, default=None)}, and none "
                     f"of them is one of the epochs in {root}. Choose an empty mirror for this directory, or open an "
@@ -292,7 +293,7 @@ class Mirror:
     def learn(self, copies: Mapping[int, str]) -> None:
         """On the other processes: the ids of the copies that stand for epochs which are not here."""
         if self._worker is None:
-            self._epochs.readable = {**self._epochs.readable, **copies}
+            self._epochs.learn(copies)
 
     def copy_of(self, epoch: int, epoch_directory: EpochDirectory) -> EpochDirectory | None:
         """See `readers.MirrorCopies`. Any process may ask, at any time; storage is looked at."""
@@ -338,7 +339,7 @@ class Mirror:
 
     def origin_of(self, epoch: int) -> str | None:
         """See `survey.Completing`."""
-        there = self._epochs.there.get(epoch)
+        there = self._epochs.ids.get(epoch)
         known = self._known.get(epoch)
         if known is not None and known.save_id and there in (None, known.mirror_id):
             return known.save_id
@@ -402,7 +403,7 @@ class Mirror:
             case Owner(lineage=None):
                 return dataclasses.replace(ledger, adopted=None, copies={}, copying={})
             case Successor(lineage=seen):
-                there = self._epochs.there
+                there = self._epochs.ids
                 if found is not None and not self._is_as_seen(found):
                     return ledger  # another run of this directory has taken the mirror over meanwhile
                 return dataclasses.replace(
@@ -425,7 +426,7 @@ class Mirror:
         The mirror is not asked: no save waits for it. The worker compares the epochs when it has claimed the mirror.
         """
         adopted = {} if ledger.adopted is None else ledger.adopted.epochs
-        there = {*self._epochs.there, *ledger.copying, *adopted}
+        there = {*self._epochs.ids, *ledger.copying, *adopted}
         known = {epoch for epoch in there if self._is_known(epoch) and epoch in ledger.copies}
         same = {epoch for epoch in known if save_id(local, epoch) in (None, ledger.copies[epoch].save_id)}
         return {epoch for epoch in epochs if epoch in there and epoch not in same}
@@ -464,7 +465,7 @@ class Mirror:
         """Without a worker: what the mirror has of these epochs is no copy any more, and must not come back as one."""
         self._epochs.disown(epochs)
         if self._ledger is not None:
-            self._ledger.disown(epochs, self._epochs.there)
+            self._ledger.disown(epochs, self._epochs.ids)
 
     def withdrawn(self, epochs: Sequence[int]) -> None:
         """On the primary: epochs were deleted here, or rolled back, and the ledger says so."""

@@ -95,25 +95,5 @@ class SharedDirectory(JobDirectory):
         del save, save_id, key
         return hear("verdict")
 
-    def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:
-        del save, save_id
-        return failure
-
     def here(self, epochs: Sequence[int]) -> Sequence[int]:
         return epochs
-
-    def unlisted_elsewhere(self, epochs: Sequence[int]) -> Sequence[int]:
-        del epochs
-        return ()
-
-    def agree_on_claim(self, claim: Callable[[], None]) -> None:
-        del claim  # the primary claims when it makes the change
-
-    def order(self) -> dict[str, Any]:
-        return {}
-
-    def follow(self, order: Mapping[str, Any], act: Callable[[], None]) -> None:
-        del order, act  # the primary has done it for all
-
-    def check_replaceable(self, epoch: int) -> None:
-        del epoch

@@ -30,6 +30,7 @@ from epochckpt.errors import FencedError, InvalidArgumentError, UncertainError
 from epochckpt.format import paths
 from epochckpt.storage import PosixStore
 from epochckpt.tiers import copying, read_ledger
+from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.epoch_copy import EpochCopy
 from tests.support import lives
 from tests.support.lives import Killed, Life
@@ -712,20 +713,20 @@ def test_a_mirror_that_was_given_up_for_another_one_is_refused(place: Place) -> 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_save_that_comes_while_its_number_is_copied_is_copied_too(every: int) -> None:
-    backlog = copying.Backlog(url="u", options=ec.StorageOptions(mirror_every=every))
+    backlog = Backlog(url="u", options=ec.StorageOptions(mirror_every=every))
     backlog.begin([], there=[], outdated=[1, 2, 3])
     assert backlog.take() == 1
     backlog.withdraw([1])
-    backlog.committed(1, copying.MirrorEpochs())
+    backlog.committed(1, MirrorEpochs())
     backlog.done()
     assert backlog.waiting() == {1, 2, 3}
 
 
 def test_what_the_mirror_may_have_in_an_older_form_is_never_left_out() -> None:
-    backlog = copying.Backlog(url="u", options=ec.StorageOptions(mirror_backlog=1))
+    backlog = Backlog(url="u", options=ec.StorageOptions(mirror_backlog=1))
     backlog.begin([5, 7], there=[5, 7], outdated=[7])
-    backlog.committed(8, copying.MirrorEpochs())
-    backlog.committed(9, copying.MirrorEpochs())
+    backlog.committed(8, MirrorEpochs())
+    backlog.committed(9, MirrorEpochs())
     assert backlog.waiting() == {7, 9}
 
 
