@@ -714,7 +714,7 @@ def test_a_mirror_that_was_given_up_for_another_one_is_refused(place: Place) -> 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_save_that_comes_while_its_number_is_copied_is_copied_too(every: int) -> None:
     backlog = Backlog(url="u", options=ec.StorageOptions(mirror_every=every))
-    backlog.begin([], there=[], outdated=[1, 2, 3])
+    backlog.begin([], present=[], outdated=[1, 2, 3])
     assert backlog.take() == 1
     backlog.withdraw([1])
     backlog.committed(1, MirrorEpochs())
@@ -724,7 +724,7 @@ def test_a_save_that_comes_while_its_number_is_copied_is_copied_too(every: int) 
 
 def test_what_the_mirror_may_have_in_an_older_form_is_never_left_out() -> None:
     backlog = Backlog(url="u", options=ec.StorageOptions(mirror_backlog=1))
-    backlog.begin([5, 7], there=[5, 7], outdated=[7])
+    backlog.begin([5, 7], present=[5, 7], outdated=[7])
     backlog.committed(8, MirrorEpochs())
     backlog.committed(9, MirrorEpochs())
     assert backlog.waiting() == {7, 9}
