@@ -171,7 +171,8 @@ class BucketDirectory(EpochDirectory):
         self, folder: str, save_id: str, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
     ) -> EpochRecord | None:
         """The commit record of an attempt, or else its copy; it may be remembered, since it never changes."""
-        key, known = (folder, save_id), self._records.get((folder, save_id))
+        key = (folder, save_id)
+        known = self._records.get((folder, save_id))
         if known is not None:
             return parse(*known)
 

@@ -62,7 +62,8 @@ def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head
     def look(folder: str) -> None:
         epoch = names.parse(folder)
         if epoch is not None and steps.is_step(store, folder, lambda name: names.parse(name) is not None):
-            step, gone = EpochSummary.of(steps.read(store, folder, epoch)).for_head(), known.removed_steps.get(folder)
+            step = EpochSummary.of(steps.read(store, folder, epoch)).for_head()
+            gone = known.removed_steps.get(folder)
             if gone is None or gone.save_id != step.save_id:
                 found[folder] = step
 

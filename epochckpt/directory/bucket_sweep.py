@@ -44,7 +44,8 @@ class BucketSweep:
 
     def _remove(self, folder: str, save_ids: Collection[str]) -> None:
         """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""
-        path, found = paths.join(folder, paths.EPOCH_RECORD), [file.path for file in self._store.files(folder)]
+        path = paths.join(folder, paths.EPOCH_RECORD)
+        found = [file.path for file in self._store.files(folder)]
         self.views.remove_all(folder, save_ids, found)
         gone = [paths.join(folder, name) for name in found if paths.save_id_in(name) in save_ids]
         metrics = [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]

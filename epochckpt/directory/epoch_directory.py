@@ -160,7 +160,8 @@ class EpochDirectory(abc.ABC):
     save_ids_in_paths: ClassVar[bool] = False
 
     def __init__(self, store: Store, names: StepNames):
-        self.store, self.names = store, names
+        self.store = store
+        self.names = names
         self.taken_over: tuple[str, int] | None = None  # incarnation and claim of a run that had not closed it
         self.ignored: frozenset[int] = frozenset()  # epochs on this disk that do not belong to the job, see `disks`
         self._folders: dict[int, str] = {}
@@ -669,7 +670,8 @@ class Writer(Stager):
     def write_once(self, parts: tuple[str, str], data: bytes) -> None:
         """Writes `folder/name` of the directory itself unless that file is there, and holds JSON."""
         folder, name = parts
-        path, old = paths.join(folder, name), None
+        path = paths.join(folder, name)
+        old = None
         try:
             old = self.store.read(path, limit_bytes=2**24)
             json.loads(old)

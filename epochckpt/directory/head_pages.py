@@ -28,7 +28,8 @@ def paged(head: Head) -> Head:
     pages = [page for page in head.pages if live[page.digest]]
     moving = _moving(head)
     # Pages that are half empty or more, the emptiest first, as far as one new page has room for them.
-    merged, room = dict[str, Page](), PAGE_BYTES - _nbytes(moving) % PAGE_BYTES
+    merged = dict[str, Page]()
+    room = PAGE_BYTES - _nbytes(moving) % PAGE_BYTES
     thin = [page for page in pages if _nbytes(live[page.digest]) <= PAGE_BYTES // 2]
     for page in sorted(thin, key=lambda page: _nbytes(live[page.digest])):
         if (room := room - _nbytes(live[page.digest])) < 0:

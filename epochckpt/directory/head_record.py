@@ -245,7 +245,8 @@ def _nodes(fields: codec.Fields) -> list[Any]:
 
 
 def _entries(fields: codec.Fields, section: str, nodes: Sequence[Sequence[str]]) -> dict[str, EpochSummary]:
-    path, check = fields.path, _aside if section == "aside" else _folder
+    path = fields.path
+    check = _aside if section == "aside" else _folder
     return {
         check(path, key): EpochSummary.from_json(path, f"{section}.{key}", entry, nodes)
         for key, entry in fields.mapping(section).items()
@@ -267,7 +268,8 @@ def parse_page(digest: str, data: bytes) -> Page:
     if checksums.digest(data) != digest:
         raise DamagedError(path, f"is not the page of this name: its digest is {checksums.digest(data)}")
     fields = parsing.open_record(path, data, "head page")
-    nodes, entries = _nodes(fields), list[PageEntry]()
+    nodes = _nodes(fields)
+    entries = list[PageEntry]()
     for section in SECTIONS:
         entries += [PageEntry.of(section, key, entry) for key, entry in _entries(fields, section, nodes).items()]
     return Page(tuple(entries), digest)

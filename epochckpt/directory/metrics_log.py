@@ -54,7 +54,8 @@ class Line:
     @classmethod
     def of(cls, epoch: int, save_id: str, committed_ns: int, metrics: Any) -> Self | None:
         """The line of an epoch; None if no metric is a number. Of very many metrics it has the first ones."""
-        kept, size = dict[str, float](), 0
+        kept = dict[str, float]()
+        size = 0
         for name, value in numbers(metrics).items():
             size += len(json.dumps(name)) + max(len(repr(value)), len('{"$float":"-inf"}')) + 2
             if size > _MAX_METRICS_BYTES:
@@ -93,7 +94,8 @@ def read_parts(store: Store) -> list[Line]:
 
 def parse(data: bytes) -> list[Line]:
     """The whole lines of the content of the file, or of a part."""
-    found, broken = list[Line](), 0
+    found = list[Line]()
+    broken = 0
     for line in filter(None, data.split(b"\n")):
         try:
             checksums.check_seal(paths.METRICS_LOG, line)

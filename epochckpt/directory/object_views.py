@@ -35,7 +35,9 @@ class ObjectViews:
     """
 
     def __init__(self, store: Store, head: HeadObject, read: Callable[[str, str], EpochRecord | None]):
-        self._store, self._head, self._read = store, head, read
+        self._store = store
+        self._head = head
+        self._read = read
         self._wanted = object_view.is_of_use(store)
         self._views = Views()
         self._planned: tuple[str, View] | None = None  # of the attempt that is about to be committed
@@ -59,7 +61,8 @@ class ObjectViews:
 
     def after_commit(self, folder: str, save_id: str, old: EpochSummary | None) -> list[Callable[[], object]]:
         """The work that writes a committed epoch's view, and replaces the view of the `old` epoch, if there was one."""
-        planned, self._planned = self._planned, None
+        planned = self._planned
+        self._planned = None
         if planned is None or planned[0] != save_id:
             return []
         what = f"{self._store.root}: stock Orbax does not see {folder}, which repair_view would change"

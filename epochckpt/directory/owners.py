@@ -160,7 +160,9 @@ def report_takeover(root: str, read_owner: Callable[[], Any]) -> int:
     It is a warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
     Returns when that run claimed the directory, in Unix nanoseconds; 0 if nothing tells.
     """
-    who, ended, claimed_ns = "", False, 0
+    who = ""
+    ended = False
+    claimed_ns = 0
     try:  # it only serves the message, and may be anything
         found = read_owner()
         process = Process.parse(found)

@@ -104,7 +104,8 @@ class PosixDirectory(EpochDirectory):
                     self.store.uncache(paths.join(folder, entry.name))
 
     def deleted(self) -> dict[int, Line]:
-        found, rollback = super().deleted(), self.rollback()
+        found = super().deleted()
+        rollback = self.rollback()
         to = None if rollback is None else rollback.to
         return {epoch: line for epoch, line in found.items() if to is None or epoch <= to}
 

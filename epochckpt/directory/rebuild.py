@@ -50,14 +50,18 @@ def look(epoch_directory: BucketDirectory) -> Rebuilt:
     """
     seen = epoch_directory.head.read_bytes()  # before the look: a head that changes in between is not replaced
     try:
-        head, problem = epoch_directory.head.read(), ""
+        head = epoch_directory.head.read()
+        problem = ""
     except errors.FormatVersionError:
         raise
     except (errors.DamagedError, errors.FormatError) as error:
-        head, problem = None, errors.say(error)
+        head = None
+        problem = errors.say(error)
     if head is None:
         problem = problem or f"{paths.HEAD} is missing"
-    known, epochs, left_out = head or Head(), dict[str, EpochSummary](), dict[str, str]()
+    known = head or Head()
+    epochs = dict[str, EpochSummary]()
+    left_out = dict[str, str]()
     named = {*known.epochs, *known.begun.values(), *known.dead.values(), paths.HEAD.partition("/")[0]}
     names = [entry.name for entry in epoch_directory.store.list("") if entry.is_folder and entry.name not in named]
 
@@ -70,7 +74,8 @@ def look(epoch_directory: BucketDirectory) -> Rebuilt:
             return errors.say(error)
 
     # What was set aside is no epoch any more.
-    aside, is_aside = dict[str, EpochSummary](), known.named
+    aside = dict[str, EpochSummary]()
+    is_aside = known.named
     for name in (name for name in names if epoch_directory.names.parse(name) is None):
         inner = [paths.join(name, entry.name) for entry in epoch_directory.store.list(name) if entry.is_folder]
         found = {kept: record(kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
@@ -124,7 +129,8 @@ def _record(epoch_directory: BucketDirectory, where: str, folder: str, but: Cont
     """
     epoch = epoch_directory.names.parse(folder)
     sizes = {file.path: file.size for file in epoch_directory.store.files(folder)}
-    usable, reason = list[EpochRecord](), f"holds no commit record that can be used ({paths.EPOCH_RECORD})"
+    usable = list[EpochRecord]()
+    reason = f"holds no commit record that can be used ({paths.EPOCH_RECORD})"
     for path in _candidates(epoch_directory, where):
         try:
             record = parsing.read_record(epoch_directory.store, path, parsing.parse_head)

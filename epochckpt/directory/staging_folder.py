@@ -93,7 +93,8 @@ def put(store: Store, home: str, staged: str, final: str, *, replace: bool = Fal
     if not replace:
         store.rename(staged, final)
         return None
-    old, away = staged, removed(home, final)
+    old = staged
+    away = removed(home, final)
     try:
         store.exchange(staged, final)
     except io.UnsupportedOperation:
@@ -193,7 +194,8 @@ def on_the_move(store: Store, home: str) -> Iterator[tuple[str, str]]:
     except (FileNotFoundError, NotADirectoryError):  # gone by now
         return
     for entry in entries:
-        path, where = paths.join(home, entry.name), parse_moving(entry.name)
+        path = paths.join(home, entry.name)
+        where = parse_moving(entry.name)
         if where is not None:
             yield path, where
         elif entry.is_folder and entry.name.endswith(paths.TMP_SUFFIX):

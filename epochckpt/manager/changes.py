@@ -128,11 +128,14 @@ class DirectoryCopy:
             EpochExistsError: the destination has another epoch of one of the numbers.
             InvalidArgumentError: the destination lies in the source; or see `check_changeable`.
         """
-        self._source, self._target = source, directory_of(open_store(destination), StepNames.of(options))
-        self._whole, self._take_over = whole, take_over
+        self._source = source
+        self._target = directory_of(open_store(destination), StepNames.of(options))
+        self._whole = whole
+        self._take_over = take_over
         _check_whole(source, "copy")
         check_place(source.store, self._target.store)
-        self.problems, self.present = dict[int, str](), list[int]()
+        self.problems = dict[int, str]()
+        self.present = list[int]()
         self._readers = Readers(source, _threads.Pool(_THREADS), mirror=mirror)
         self.destination = self._target.store.root
         self.exists = self._target.exists()

@@ -61,7 +61,9 @@ def follow(
     pause = threading.Event()
     ending = False  # `stop` has said so: one more look
     while True:
-        epochs, look, late = epoch_directory.list_epochs(), Deadline(interval), False
+        epochs = epoch_directory.list_epochs()
+        look = Deadline(interval)
+        late = False
         _forget_replaced(epoch_directory, epochs, yielded)
         last = next(reversed(yielded), -1 if after is None else after)
         for number, epoch in enumerate(e for e in epochs if e > last):

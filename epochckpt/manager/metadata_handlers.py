@@ -98,7 +98,8 @@ class CheckedHandler(AbstractMetadataHandler):
         if isinstance(node_names, str) or not isinstance(node_names, Sequence):
             raise InvalidArgumentError(f"set_params(node_names) must be a list of names, got {node_names!r}")
         prefix = expanded(path_text(db_prefix, "set_params(db_prefix)"))
-        store, texts = open_store(prefix), {"db_type": db_type, "path_prefix": path_prefix, "path_type": path_type}
+        store = open_store(prefix)
+        texts = {"db_type": db_type, "path_prefix": path_prefix, "path_type": path_type}
         params: dict[str, Any] = {name: None if v is None else str(v) for name, v in texts.items()}
         params = {"db_prefix": store.root if store.local_path is None else prefix, **params}
         self._begin(params, [str(name) for name in node_names], store)
@@ -231,7 +232,8 @@ class JsonMetadataHandler(CheckedHandler):
             if not self._given:
                 first = "".join(f"-{paths.folder_name(name)}" for name in nodes[:1])
                 self._file = store, f"{_KIND}{first}.json"
-            self._params, self._nodes = {**params, "nodes": nodes}, frozenset(nodes)
+            self._params = {**params, "nodes": nodes}
+            self._nodes = frozenset(nodes)
 
     def _last_epoch(self) -> int | None:
         with self._lock:
@@ -248,7 +250,8 @@ class JsonMetadataHandler(CheckedHandler):
 
     def _update(self, changes: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         with self._lock:
-            old, (store, name) = self._read(), self._place
+            old = self._read()
+            store, name = self._place
             record = {"epochckpt": _KIND, "version": _VERSION, "epoch": None, **old, **self._params, **changes(old)}
             record["had"] = sorted(self._nodes.union(old.get("had") or ()))  # by these the job is known
             data = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
@@ -260,7 +263,8 @@ class JsonMetadataHandler(CheckedHandler):
         store, name = self._place
         record = _read_json(store, name)
         if record and not self._is_ours(record):
-            theirs, ours = ", ".join(record["had"]), ", ".join(sorted(self._nodes))
+            theirs = ", ".join(record["had"])
+            ours = ", ".join(sorted(self._nodes))
             problem = f"is of a job with the nodes {theirs}, and here are {ours}: give each job a file of its own"
             raise FormatError(f"{store.root}/{name}", problem)
         if record:
@@ -295,7 +299,9 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
         raise FormatError(path, f'{_FOREIGN} (no "epochckpt": "{_KIND}")')
     if record.get("version") != _VERSION:
         raise FormatVersionError(path, f"is of version {record.get('version')!r}; this epochckpt knows {_VERSION}")
-    epoch, had, stats = record.get("epoch"), record.get("had") or [], record.get("stats") or {}
+    epoch = record.get("epoch")
+    had = record.get("had") or []
+    stats = record.get("stats") or {}
     if epoch is not None and (type(epoch) is not int or epoch < 0):
         raise FormatError(path, f"{_FOREIGN} (the epoch is {str(epoch)[:80]})")
     if not isinstance(stats, dict) or not isinstance(had, list) or not all(isinstance(node, str) for node in had):

@@ -50,7 +50,8 @@ class HandlerNotifier:
                 self._ask(self._introduce)
 
     def _introduce(self) -> None:
-        nodes, self._nodes = self._nodes, None
+        nodes = self._nodes
+        self._nodes = None
         if nodes is None or self._handler is None:
             return
         directory, names = nodes

@@ -271,7 +271,9 @@ class _Step:
     """The arrays of one item as a restore reads them; see `ArraySource`."""
 
     def __init__(self, reader: OrbaxReader, name: str, item: OrbaxItem, target: Any):
-        self._reader, self._item, self.folder = reader, item, reader.folder
+        self._reader = reader
+        self._item = item
+        self.folder = reader.folder
         recorded = item.record(reader.record.handlers.get(name, ""), target, reader.still_there)
         self.record = dataclasses.replace(reader.record, items={name: recorded})
 

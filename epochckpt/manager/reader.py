@@ -41,7 +41,10 @@ class CheckpointReader(abc.ABC):
     native: EpochReader | None = None  # reads blocks and files of an epoch of ours
 
     def __init__(self, epoch_directory: EpochDirectory, folder: str, record: EpochRecord, context: RestoreContext):
-        self.epoch_directory, self.folder, self.record, self.context = epoch_directory, folder, record, context
+        self.epoch_directory = epoch_directory
+        self.folder = folder
+        self.record = record
+        self.context = context
         self.store = epoch_directory.store
 
     @property
@@ -166,7 +169,8 @@ class CheckpointReader(abc.ABC):
     def _item_metadata(self, name: str, kind: str) -> Any:
         if kind != "arrays":
             return self._files_metadata(name) if kind == "files" else None
-        item, directory = self.arrays(name).record.items[name], self.path / name
+        item = self.arrays(name).record.items[name]
+        directory = self.path / name
         assert item.arrays is not None, "its kind says so"
         shardings = self._shardings(name, item.arrays)
         pairs = [
@@ -201,7 +205,8 @@ class CheckpointReader(abc.ABC):
             if leaf.kind not in _SCALARS:
                 return ocp.metadata.Metadata(**common)  # of a user's type handler: no more is known
             return ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=np.dtype(_SCALARS[leaf.kind]))
-        sharding, described = shardings.of(leaf), None
+        sharding = shardings.of(leaf)
+        described = None
         if isinstance(sharding, jax.sharding.NamedSharding):
             described = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
         elif isinstance(sharding, jax.sharding.SingleDeviceSharding):

@@ -54,7 +54,8 @@ def repair(epoch_directory: EpochDirectory, epoch: int) -> list[str]:
             f"{epoch_directory.store.root}: checkpoint {epoch} was written by stock Orbax: there is no record from "
             "which its files could be rebuilt"
         )
-    store, folder = epoch_directory.store, epoch_directory.folder(epoch)
+    store = epoch_directory.store
+    folder = epoch_directory.folder(epoch)
     if record.orbax_view is None:
         why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
         problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"

@@ -154,13 +154,16 @@ class SqliteMetadataHandler(CheckedHandler):
             raise InvalidArgumentError(
                 f"SqliteMetadataHandler(timeout_secs) is at most {_MAX_TIMEOUT_SECS}, got {timeout_secs!r}"
             )
-        self._path, self._timeout_secs = os.path.abspath(name), float(timeout)
-        self._run, self._nodes = run, list[str]()
+        self._path = os.path.abspath(name)
+        self._timeout_secs = float(timeout)
+        self._run = run
+        self._nodes = list[str]()
         self._epoch: int | None = None
         self._id: int | None = None
 
     def _begin(self, params: dict[str, Any], nodes: list[str], store: Store) -> None:
-        name, run_id = self._run or params["db_prefix"], None
+        name = self._run or params["db_prefix"]
+        run_id = None
         with self._transaction() as connection:
             # A job goes on with the run of the same nodes. Without one it goes on with the last run that shares a node.
             of_name = connection.execute("SELECT id, nodes, had FROM runs WHERE name = ? ORDER BY id", (name,))
@@ -174,7 +177,8 @@ class SqliteMetadataHandler(CheckedHandler):
             row = {"id": run_id, "name": name, "now": time.time(), **params}
             row |= {"nodes": json.dumps(nodes), "had": json.dumps(sorted(nodes))}
             added = connection.execute(_START, row).lastrowid
-        self._id, self._nodes = added if run_id is None else run_id, nodes
+        self._id = added if run_id is None else run_id
+        self._nodes = nodes
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         self._epoch = super().last_epoch(user_epoch)
@@ -222,7 +226,8 @@ class SqliteMetadataHandler(CheckedHandler):
 
         A node has what the last job with this node has written: one of more nodes, or of fewer, may have gone on.
         """
-        last, missing = list[int](), set(self._nodes)
+        last = list[int]()
+        missing = set(self._nodes)
         for epoch, names in self._rows(_WRITTEN, self._run_id):
             nodes = set(json.loads(names))
             if missing.isdisjoint(nodes) and nodes and self._nodes:
@@ -255,7 +260,8 @@ class SqliteMetadataHandler(CheckedHandler):
     @contextmanager
     def _adding(self) -> Generator[tuple[sqlite3.Connection, int, float]]:
         """A transaction that adds rows to this handler's run; gives the run's id and the time, too."""
-        run, now = self._run_id, time.time()
+        run = self._run_id
+        now = time.time()
         with self._transaction() as connection:
             if not connection.execute("UPDATE runs SET seen_secs = ? WHERE id = ?", (now, run)).rowcount:
                 raise InvalidArgumentError(f"{self._path}: the run is not in it any more; call set_params first")

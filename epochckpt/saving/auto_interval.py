@@ -53,14 +53,17 @@ class SaveIntervalEstimator:
     """
 
     def __init__(self, alone: bool):
-        self._alone, self._earlier, self.runs = alone, list[SaveCost](), tuple[RunEntry, ...]()
+        self._alone = alone
+        self._earlier = list[SaveCost]()
+        self.runs = tuple[RunEntry, ...]()
         self._ends: collections.deque[tuple[Future[Any], Deadline]] = collections.deque(maxlen=_WINDOW + 1)
         self._begun = 0
         self._decided = (-1, 1)  # the number of saves, and the interval after the last one of them
 
     def reset(self, costs: Iterable[SaveCost], runs: Sequence[RunEntry]) -> None:
         """Starts anew from a look at storage, when no save is in flight; see `Survey`."""
-        self._earlier, self.runs = list(costs), tuple(runs)
+        self._earlier = list(costs)
+        self.runs = tuple(runs)
         self._ends.clear()
 
     def begun(self, end: Future[Any], secs: float) -> None:

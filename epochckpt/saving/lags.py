@@ -18,7 +18,8 @@ class Lags:
     """
 
     def __init__(self, prompt_secs: float, answered: Callable[[Save, int], bool]):
-        self._prompt_secs, self._answered = prompt_secs, answered
+        self._prompt_secs = prompt_secs
+        self._answered = answered
         self._lock = threading.Lock()  # between the lanes; the training thread calls only `most`, which takes no lock
         self._secs: dict[int, float] = {}
         self._missed: dict[int, list[Save]] = {}

@@ -103,7 +103,8 @@ class _NodeWriter:
             for source, size in zip(
                 plan.sources[cells.first : cells.last], sizes[cells.first : cells.last], strict=True
             ):
-                start, end = end, end + size
+                start = end
+                end = end + size
                 leaf = item.leaves[source.leaf]
                 if source.leaf in item.inlined:
                     self._inlined.setdefault(item.name, {})[str(source.leaf)] = bytes(buffer.data(start, end))
@@ -113,7 +114,8 @@ class _NodeWriter:
 
     def write_files(self) -> None:
         """Waits for the files that handlers write, and copies them."""
-        began, size = time.monotonic(), self._options.block_bytes
+        began = time.monotonic()
+        size = self._options.block_bytes
         found = self._save.snapshot.collect(self._save.epoch, self._save.deadline)
         folders = writer.folders(found)
         for path in folders:
@@ -130,7 +132,9 @@ class _NodeWriter:
 
     @_monitoring.timed(*events.SEALED)
     def seal(self) -> NodeReport:
-        began, save, files = time.monotonic(), self._save, tuple(self._files)
+        began = time.monotonic()
+        save = self._save
+        files = tuple(self._files)
         own = save.snapshot.own.get(self._number, {})
         timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(save.request.blocked_secs, 6)}
         record = NodeRecord(

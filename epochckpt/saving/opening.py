@@ -204,9 +204,11 @@ def _look_beside(store: Store, names: StepNames) -> None:
         return
     here = {name for name, _ in entries}
     if step_names.is_single(here):
-        above, what = os.path.dirname(store.root.rstrip("/")), "the folder of a single epoch"
+        above = os.path.dirname(store.root.rstrip("/"))
+        what = "the folder of a single epoch"
         if step_names.is_item(store, here):
-            above, what = os.path.dirname(above), "an item of an epoch"
+            above = os.path.dirname(above)
+            what = "an item of an epoch"
         raise errors.NotACheckpointDirectoryError(
             f"{store.root} is {what}, or of what a plain Orbax checkpointer saved; expected the directory that holds "
             f"the epochs. Open {above}, if it is that; look at this folder with ec.inspect or "

@@ -50,7 +50,8 @@ class NodeReport:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> NodeReport:
         fields = {**wire, "files": tuple(FILE_ROWS.parse("a report", "files", row) for row in wire["files"])}
-        own, local = fields.pop("own"), fields.pop("local", None)
+        own = fields.pop("own")
+        local = fields.pop("local", None)
         return cls(NodeEntry(**fields), own, None if local is None else LocalReport.from_wire(local))
 
 

@@ -151,11 +151,13 @@ class History:
         self._own: dict[int, None] = {}
         self._gone: dict[int, None] = {}  # epochs that another run has deleted, and that count as requested so far
         self.damaged: dict[int, ReplaceCondition] = {}
-        self.run, self.pace = RunClock(), SaveIntervalEstimator(alone)
+        self.run = RunClock()
+        self.pace = SaveIntervalEstimator(alone)
 
     def reset(self, survey: Survey, known: Collection[int] | None = None) -> None:
         """Starts anew from a look at storage; what is not `known`, as of its beginning, was committed meanwhile."""
-        self.damaged, self.run.earlier = survey.damaged, survey.runs
+        self.damaged = survey.damaged
+        self.run.earlier = survey.runs
         found = {e: EpochInfo(e, self._load) for e in survey.epochs}  # any may have been replaced
         self._committed.update(found)
         for epoch in self._committed.keys() - found.keys() if known is None else {*known} - found.keys():
@@ -167,8 +169,10 @@ class History:
 
     def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
         """Replaces the committed epochs by those on storage, and in the mirror; returns the new and the lost ones."""
-        before, now = list(self._committed), {*epochs, *self.remote}
-        new, gone = sorted(now.difference(before)), [e for e in before if e not in now]
+        before = list(self._committed)
+        now = {*epochs, *self.remote}
+        new = sorted(now.difference(before))
+        gone = [e for e in before if e not in now]
         self._committed.update({e: EpochInfo(e, self._load) for e in new})
         for epoch in gone:
             self._committed.pop(epoch, None)
@@ -363,7 +367,8 @@ def _preserved(policy: Any, infos: Sequence[EpochInfo]) -> set[int]:
 
 def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> set[int]:
     """The epochs that the older options keep: `max_to_keep`, `keep_period` and `keep_time_interval`."""
-    count, ranked = options.max_to_keep, [i.step for i in infos]
+    count = options.max_to_keep
+    ranked = [i.step for i in infos]
     if count is None:
         return set(ranked)
     kept: set[int] = set()
@@ -406,7 +411,8 @@ def retire(
     held = history.held()
     gone = [epoch for epoch in gone if epoch not in held]
     hides = tuple(epoch for epoch in gone if _may_delete(epoch_directory, infos[epoch]))
-    deleted, remote = hides, ()
+    deleted = hides
+    remote = ()
     if mirror is not None:
         remote = tuple(epoch for epoch in hides if mirror.has(epoch))
         lost = [epoch for epoch in history.pop_lost() if epoch != fresh.epoch]

@@ -59,7 +59,8 @@ class Survey:
         attached = checksums.unpack_by_number(wire["attached"])
         runs = tuple(RUN_ROWS.parse("a survey", "runs", row) for row in wire["runs"])
         costs = tuple(SaveCost(*row) for row in wire["costs"])
-        foreign, aside = dict(map(tuple, wire["foreign"])), {process: tuple(found) for process, found in wire["aside"]}
+        foreign = dict(map(tuple, wire["foreign"]))
+        aside = {process: tuple(found) for process, found in wire["aside"]}
         return cls(
             epochs=wire["epochs"],
             damaged=damaged,
@@ -124,7 +125,9 @@ def survey(
     foreign = {epoch: epoch_directory.obstacle(name) for epoch, name in others.items()}
     there = {epoch: found for epoch, found in (known or {}).items() if epoch in epochs}
     damaged = {epoch: found for epoch, found in there.items() if _is_still(epoch_directory, epoch, found)}
-    epochs, looks, runs = [e for e in epochs if e not in damaged], 0, ()
+    epochs = [e for e in epochs if e not in damaged]
+    looks = 0
+    runs = ()
     unknown: list[int] = []
     while epochs:
         epoch = epochs[-1]
