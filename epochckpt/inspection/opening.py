@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 from epochckpt import errors
 from epochckpt._lazy import ocp
@@ -14,15 +13,12 @@ from epochckpt.directory.contents import is_sign
 from epochckpt.directory.single import single_epoch
 from epochckpt.format import paths
 from epochckpt.inspection import suggest
+from epochckpt.inspection.epoch_rows import read
 from epochckpt.inspection.rows import (
     EpochRow,
 )
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
-
-if TYPE_CHECKING:
-    pass
-from epochckpt.inspection.epoch_rows import read
 
 
 def open_directory(
