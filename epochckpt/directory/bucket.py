@@ -473,7 +473,7 @@ class BucketWriter(Writer):
         save_id = staging.save_id
         folder = staging.folder
         path = _record_path(folder, save_id)
-        entry = EpochSummary.of(parsing.parse_head(path, record)).for_head()
+        entry = EpochSummary.for_head(parsing.parse_head(path, record))
         self.store.create(path, record)
         check()
         may_replace = frozenset[str]()

@@ -127,7 +127,9 @@ class BucketContents(Contents):
         unknown = [name for name in names if name not in known and self._names.parse(name) is not None]
         unknown += [name for name in names if self._other(name).kind is Kind.UNLISTED_KEPT]
         folders = list(dict.fromkeys([*begun, *dead, *unknown]))
-        self._sort_into(found, head, self._listed(head, folders[:LISTED], unknown))
+        listed = self._listed(head, folders[:LISTED], unknown)
+        # What is kept stands there already, as the head tells it.
+        self._sort_into(found, head, [thing for thing in listed if thing.kind not in KEPT])
         found.unlisted.extend(folders[LISTED:])
         return found
 

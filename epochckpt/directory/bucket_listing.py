@@ -62,7 +62,7 @@ def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head
     def look(folder: str) -> None:
         epoch = names.parse(folder)
         if epoch is not None and steps.is_step(store, folder, lambda name: names.parse(name) is not None):
-            step = EpochSummary.of(steps.read(store, folder, epoch)).for_head()
+            step = EpochSummary.for_head(steps.read(store, folder, epoch))
             gone = known.removed_steps.get(folder)
             if gone is None or gone.save_id != step.save_id:
                 found[folder] = step

@@ -514,8 +514,9 @@ class EpochDirectory(abc.ABC):
         """The folder of each epoch that is not `hidden`.
 
         Also folders that are only named like an epoch, where nothing but a look into each tells them from epochs.
+        FileNotFoundError: the directory is gone.
         """
-        entries = dict(listing.names(self.store, ""))
+        entries = {entry.name: entry.is_folder for entry in self.store.list("")}
         self.names.learn(entries)
         found: dict[int, str] = {}
         for name, is_folder in entries.items():

@@ -43,7 +43,7 @@ class EpochSummary:
     large: bool = stored("large", codec.BOOLEAN, default=False)  # its metrics are in the record only
     # Metrics by source.
     attached: Mapping[str, Mapping[str, Any]] = stored("attached", _ATTACHED, default_factory=dict)
-    # That each wrote; empty in the head if they are many. The head has the names of nodes once for many epochs.
+    # That each wrote; only in the head, and not if they are many. The head has the names of nodes once for many epochs.
     node_secs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     # Of a step of stock Orbax: why files of it could not be read just now, by path. Not recorded.
@@ -56,7 +56,7 @@ class EpochSummary:
 
     @classmethod
     def of(cls, record: EpochRecord) -> Self:
-        """The summary of a commit record, with all metrics and all nodes."""
+        """The summary of a commit record, with all metrics."""
         return cls(
             save_id=record.save_id,
             started_ns=record.started_ns,
@@ -66,7 +66,6 @@ class EpochSummary:
             secs=round(record.timings.get("secs", 0.0), 6),
             blocked_secs=round(record.timings.get("blocked_secs", 0.0), 6),
             metrics=record.metrics,
-            node_secs={node.name: round(node.secs, 6) for node in record.nodes},
             unread=record.unread,
         )
 
@@ -84,15 +83,17 @@ class EpochSummary:
             metrics=metrics,
         )
 
-    def for_head(self) -> Self:
-        """The summary as the head has it: without large metrics, and without the seconds of many nodes."""
-        packed = checksums.seal({"metrics": checksums.pack_json(self.metrics, "metrics")})
+    @classmethod
+    def for_head(cls, record: EpochRecord) -> Self:
+        """The summary as the head has it: without large metrics, and with the seconds of nodes unless they are many."""
+        packed = checksums.seal({"metrics": checksums.pack_json(record.metrics, "metrics")})
         large = len(packed) > _MAX_METRICS_BYTES
+        nodes = record.nodes if len(record.nodes) <= _MAX_NODES else ()
         return dataclasses.replace(
-            self,
-            metrics=None if large else self.metrics,
+            cls.of(record),
+            metrics=None if large else record.metrics,
             large=large,
-            node_secs=self.node_secs if self.nodes <= _MAX_NODES else {},
+            node_secs={node.name: round(node.secs, 6) for node in nodes},
             unread={},
         )
 

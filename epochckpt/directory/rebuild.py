@@ -79,7 +79,7 @@ def look(epoch_directory: BucketDirectory) -> Rebuilt:
     for name in (name for name in names if epoch_directory.names.parse(name) is None):
         inner = [paths.join(name, entry.name) for entry in epoch_directory.store.list(name) if entry.is_folder]
         found = {kept: record(kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
-        aside |= {kept: EpochSummary.of(one).for_head() for kept, one in found.items() if isinstance(one, EpochRecord)}
+        aside |= {kept: EpochSummary.for_head(one) for kept, one in found.items() if isinstance(one, EpochRecord)}
     is_aside |= {entry.save_id for entry in aside.values()}
     for name in (name for name in names if epoch_directory.names.parse(name) is not None):
         one = record(name, name, is_aside)
@@ -87,7 +87,7 @@ def look(epoch_directory: BucketDirectory) -> Rebuilt:
             left_out[name] = one
         else:
             sources = attached_metrics.in_folder(epoch_directory, name, one.epoch, one.save_id)
-            epochs[name] = dataclasses.replace(EpochSummary.of(one).for_head(), attached=sources)
+            epochs[name] = dataclasses.replace(EpochSummary.for_head(one), attached=sources)
     if head is not None and epochs:
         owners.check_idle(epoch_directory)
     return Rebuilt(

@@ -150,11 +150,16 @@ def with_attached(epoch_directory: EpochDirectory, row: EpochRow) -> EpochRow:
 
 
 def _with_sources(row: EpochRow, sources: Mapping[str, Mapping[str, Any]]) -> EpochRow:
+    """The row with these attached metrics, in place of those that it may have."""
     if not sources:
         return row
-    metrics = attached_metrics.merge(row.metrics, sources)
+    saved = {name: value for name, value in row.metrics.items() if name not in row.sources}
     by = {name: source for source in sorted(sources, reverse=True) for name in sources[source]}
-    return dataclasses.replace(row, metrics=metrics, sources={n: s for n, s in by.items() if n not in row.metrics})
+    return dataclasses.replace(
+        row,
+        metrics=attached_metrics.merge(saved, sources),
+        sources={name: source for name, source in by.items() if name not in saved},
+    )
 
 
 def _of_record(record: EpochRecord, folder: str) -> EpochRow:

@@ -79,7 +79,7 @@ class Watcher:
         again |= self._epoch_directory.replaced({epoch: row.save_id for epoch, row in self._epochs.items()})
         events = []
         before = self.newest
-        found = self._epoch_directory.folders(self._epoch_directory.hidden())
+        found = self._folders()
         for epoch in sorted(self._epochs.keys() - found.keys()):
             events.append(Event(DELETED, now, self._epochs.pop(epoch)))
         for epoch, folder in sorted(found.items()):
@@ -110,6 +110,13 @@ class Watcher:
     def _under_way(self, now_ns: int) -> list[EpochRow]:
         """The attempts that lie there, dead ones too; the head of an object store is read first."""
         return [leftovers.attempt_row(save, now_ns) for save in self._epoch_directory.contents().saves()]
+
+    def _folders(self) -> dict[int, str]:
+        """The folder of each epoch; none while the directory does not exist."""
+        try:
+            return self._epoch_directory.folders(self._epoch_directory.hidden())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
 
     def _read(self, epoch: int, folder: str, found: Collection[int]) -> EpochRow | LeftoverRow | None:
         """The row of an epoch; in an object store the head's words, if many newer ones are there."""

@@ -16,7 +16,7 @@ class MirrorEpochs:
 
     Any thread may look, without a lock: each change replaces a whole mapping. Background threads change it, under the
     lock. The training thread never takes the lock, because a signal handler may interrupt it there, save, and wait for
-    the background. What it changes (`listed`, `learn`) it changes only while nothing runs in the background.
+    the background. What it changes (`look_was`, `learn`) it changes only while nothing runs in the background.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class MirrorEpochs:
         """The ids of those that are copies of this directory's history."""
         return self._readable
 
-    def listed(self, ids: Mapping[int, str]) -> None:
-        """The mirror has these epochs, as a look has shown; which of them are readable is not known yet."""
+    def look_was(self, ids: Mapping[int, str], readable: Mapping[int, str]) -> None:
+        """What the mirror has, as a look before the first claim has shown."""
         self._ids = dict(ids)
-        self._readable = {}
+        self._readable = dict(readable)
 
     def learn(self, readable: Mapping[int, str]) -> None:
         """These of its epochs are readable, too."""

@@ -109,7 +109,7 @@ class Mirror:
         damaged = dict(survey.damaged)
         if not isinstance(self._standing, Unanswered):
             for epoch in self._epochs.readable.keys() & damaged.keys():
-                if self._is_of_save(local, epoch):
+                if self._is_of_save(local, epoch, self._epochs.ids):
                     text = "%s: checkpoint %d is read from its mirror %s"
                     logging.warning(text, local.store.root, epoch, self.url)
                     del damaged[epoch]
@@ -169,7 +169,7 @@ class Mirror:
 
     def is_copy(self, local: EpochDirectory, epoch: int) -> bool:
         """Whether the mirror's epoch of a number was a copy of the one here at the last look."""
-        return epoch in self._epochs.readable and self._is_of_save(local, epoch)
+        return epoch in self._epochs.readable and self._is_of_save(local, epoch, self._epochs.ids)
 
     def _look(self, local: EpochDirectory, epochs: Sequence[int], texts: Sequence[str] | None) -> None:
         """Asks the mirror which epochs it has, before this manager writes."""
@@ -185,25 +185,25 @@ class Mirror:
             own = None  # of the directory that this one is a copy of
         here = sorted(epochs)
         try:
-            lineage, seen = self._lineage_and_epochs()
-            self._epochs.listed(seen)
-            if recorded is not None and self.url in recorded.former and seen:
+            lineage, ids = self._lineage_and_epochs()
+            if recorded is not None and self.url in recorded.former and ids:
                 raise InvalidArgumentError(
                     f"mirror={self.url} was the mirror of {root} before, and has missed what was deleted and rolled "
                     "back here since. Choose an empty mirror, or remove the epochs of that one"
                 )
-            self._standing = assess(own, here, lineage, seen, lambda epoch: self._is_of_save(local, epoch))
+            self._standing = assess(own, here, lineage, ids, lambda epoch: self._is_of_save(local, epoch, ids))
         except _NO_ANSWER as error:
             if not here:
                 raise self._refusal(error) from error
             text = "%s: its mirror %s does not answer, so that epochs which only the mirror has cannot be read: %s"
             logging.warning(text, root, self.url, say(error))
             self._standing = Unanswered(error)
-            self._epochs.listed({epoch: copy.mirror_id for epoch, copy in self._known.items()})
+            ids = {epoch: copy.mirror_id for epoch, copy in self._known.items()}
         self._found = own
         if isinstance(self._standing, Successor):
             self._gone = {epoch: save_id(local, epoch) for epoch in self._standing.diverged}
-        self._epochs.learn(self._history(local, ledger if isinstance(self._standing, ForeignReader) else own))
+        readable = self._history(local, ids, ledger if isinstance(self._standing, ForeignReader) else own)
+        self._epochs.look_was(ids, readable)
         self._say(root, known_url="" if recorded is None else recorded.url)
 
     def _refusal(self, error: Exception) -> Exception:
@@ -223,33 +223,29 @@ class Mirror:
                 return lineage, found
             lineage = now  # it was claimed meanwhile, and may have other epochs
 
-    def _history(self, local: EpochDirectory, ledger: Ledger | None) -> dict[int, str]:
-        """Those of the mirror's epochs that are part of this directory's history, with their ids."""
-        there = self._epochs.ids
+    def _history(self, local: EpochDirectory, ids: Mapping[int, str], ledger: Ledger | None) -> dict[int, str]:
+        """Those of the mirror's epochs, which have these `ids`, that are part of this directory's history."""
         match self._standing:
             case Owner() | Unanswered():
                 hidden = frozenset[int]() if ledger is None else self._withdrawn(ledger, local)
             case Successor():
-                unchanged = ledger is not None and self._is_unchanged(ledger)
+                unchanged = ledger is not None and _is_unchanged(ledger, ids)
                 hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
             case ForeignReader(common=common):
                 # A copy of a directory has brought a ledger along. The epochs that it knows are of a common history.
-                known = {epoch for epoch in there if self._is_known(epoch) and epoch <= common}
-                hidden = frozenset(there.keys() - known) | (frozenset() if ledger is None else ledger.hidden)
+                known = {epoch for epoch in ids if self._is_known(epoch, ids) and epoch <= common}
+                hidden = frozenset(ids.keys() - known) | (frozenset() if ledger is None else ledger.hidden)
             case Stranger():
-                hidden = frozenset(there)
-        return {epoch: mirror_id for epoch, mirror_id in there.items() if epoch not in hidden}
+                hidden = frozenset(ids)
+        return {epoch: mirror_id for epoch, mirror_id in ids.items() if epoch not in hidden}
 
-    def _is_known(self, epoch: int) -> bool:
+    def _is_known(self, epoch: int, ids: Mapping[int, str]) -> bool:
+        """Whether the ledger that was found here lists the mirror's epoch, by the `ids` that the mirror has."""
         copy = self._known.get(epoch)
-        return copy is not None and copy.mirror_id == self._epochs.ids.get(epoch)
+        return copy is not None and copy.mirror_id == ids.get(epoch)
 
     def _withdrawn(self, ledger: Ledger, local: EpochDirectory) -> frozenset[int]:
         return dataclasses.replace(ledger, withdrawals=ledgers.settled_withdrawals(ledger, local)).hidden
-
-    def _is_unchanged(self, ledger: Ledger) -> bool:
-        """Whether the mirror has exactly the copies that the ledger lists."""
-        return {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == self._epochs.ids
 
     def _say(self, root: str, known_url: str) -> None:
         """Says what the standing means for this directory; raises InvalidArgumentError for a stranger's mirror."""
@@ -280,9 +276,9 @@ class Mirror:
             case _:
                 pass
 
-    def _is_of_save(self, local: EpochDirectory, epoch: int) -> bool:
+    def _is_of_save(self, local: EpochDirectory, epoch: int, ids: Mapping[int, str]) -> bool:
         """Whether the mirror's epoch of a number is of the same save as the one here, as far as that can be read."""
-        copied = self._known[epoch].save_id if self._is_known(epoch) else ""
+        copied = self._known[epoch].save_id if self._is_known(epoch, ids) else ""
         here = save_id(local, epoch)
         if here is None:
             return bool(copied)
@@ -411,7 +407,7 @@ class Mirror:
                     adopted=Adoption(claim=claim_of(seen), epochs=there),
                     copies={e: copy for e, copy in ledger.copies.items() if there.get(e) == copy.mirror_id},
                     copying={},
-                    withdrawals=ledger.withdrawals if self._is_unchanged(ledger) else (),
+                    withdrawals=ledger.withdrawals if _is_unchanged(ledger, self._epochs.ids) else (),
                 )
             case _:
                 return ledger
@@ -427,7 +423,7 @@ class Mirror:
         """
         adopted = {} if ledger.adopted is None else ledger.adopted.epochs
         there = {*self._epochs.ids, *ledger.copying, *adopted}
-        known = {epoch for epoch in there if self._is_known(epoch) and epoch in ledger.copies}
+        known = {epoch for epoch in there if self._is_known(epoch, self._epochs.ids) and epoch in ledger.copies}
         same = {epoch for epoch in known if save_id(local, epoch) in (None, ledger.copies[epoch].save_id)}
         return {epoch for epoch in epochs if epoch in there and epoch not in same}
 
@@ -527,3 +523,8 @@ def viewed(url: str, local: EpochDirectory) -> Mirror:
     mirror = Mirror(url, StorageOptions(), ocp.CheckpointManagerOptions(), names=local.names)
     mirror.look(local)
     return mirror
+
+
+def _is_unchanged(ledger: Ledger, ids: Mapping[int, str]) -> bool:
+    """Whether the mirror, which has these `ids`, has exactly the copies that the ledger lists."""
+    return {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == ids

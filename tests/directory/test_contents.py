@@ -181,6 +181,22 @@ def test_saves_of_a_bucket_are_under_way_or_given_up() -> None:
     assert directory.list_epochs() == [1]
 
 
+def test_a_quick_look_tells_of_what_was_set_aside_once() -> None:
+    """Also while a save has begun in the folder where the objects of such an epoch stay."""
+    place = new_bucket()
+    save(place, 1, 2, 3, roll_back_to=1)
+    directory = opened(place)
+    assert isinstance(directory, BucketDirectory)
+    writer = directory.claim()
+    run = Incarnation(place, writer.incarnation)
+    save_id = f"{writer.incarnation}-2-0"
+    directory.store.create(f"2/process_0/{save_id}/node.json", b"half")
+    directory.head.write(BeginSave(incarnation=run, epoch=2, folder="2", save_id=save_id))
+    found = directory.contents().leftovers()
+    assert [one.save_id for one in found.saves] == [save_id]
+    assert [(thing.kind, thing.epochs) for thing in found.others] == [(Kind.ROLLED_BACK, (2, 3))]
+
+
 def test_a_removal_measures_what_it_removes(tmp_path: pathlib.Path) -> None:
     """The age is that at the removal, not that of the look before it."""
     root = tmp_path / "run"

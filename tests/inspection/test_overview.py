@@ -31,7 +31,7 @@ from epochckpt.directory import epoch_directory
 from epochckpt.directory.epoch_directory import Rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
 from epochckpt.format import checksums, parsing
-from epochckpt.inspection import leftovers, rows, scan
+from epochckpt.inspection import leftovers, opening, rows, scan
 from epochckpt.jobs.backends.base import NOTES
 from epochckpt.storage import Store, open_store
 from epochckpt.storage.object_store import ObjectStore
@@ -771,3 +771,12 @@ def test_a_save_begins_when_it_is_called(tmp_path: pathlib.Path, monkeypatch: py
     (row,) = scan.look(tmp_path).epochs
     assert row.started_ns is not None
     assert row.started_ns <= planned[0]
+
+
+def test_a_directory_that_has_vanished_is_not_an_empty_one(tmp_path: pathlib.Path) -> None:
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    opened = opening.open_directory(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        scan.look(tmp_path / "run", known=opened)

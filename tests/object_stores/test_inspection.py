@@ -172,6 +172,16 @@ def test_the_head_has_the_seconds_of_few_nodes_only() -> None:
     assert "n16" in ec.inspect(url).to_html()
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_who_attached_metrics_is_told_with_and_without_a_look_at_the_files(check: bool) -> None:
+    url = new_memory()
+    with ec.CheckpointManager(url) as manager:
+        manager.save(1, args=Save({"w": jnp.ones(3)}), metrics={"loss": 0.5})
+    ec.attach_metrics(url, 1, {"score": 0.25}, "evaluator")
+    (row,) = scan.look(url, check=check).epochs
+    assert (row.metrics, row.sources) == ({"loss": 0.5, "score": 0.25}, {"score": "evaluator"})
+
+
 @pytest.mark.parametrize("entry", [[0, 0.5], [1], [0, 1.0, "a"], [0, 1.0, float("1e301")], [-1, 1.0, 2.0], ["0", 1, 2]])
 def test_a_head_whose_seconds_do_not_fit_its_nodes_is_refused(entry: list[Any]) -> None:
     made = EpochSummary("a-1-0", 1, 2, 3, 2, 0.1, 0.2, None, node_secs={"a": 1.0, "b": 2.0})

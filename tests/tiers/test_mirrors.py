@@ -25,13 +25,16 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli.main import main
+from epochckpt.directory import directory_of
 from epochckpt.directory.posix import PosixDirectory, PosixWriter
 from epochckpt.errors import FencedError, InvalidArgumentError, UncertainError
 from epochckpt.format import paths
-from epochckpt.storage import PosixStore
+from epochckpt.orbax import StepNames
+from epochckpt.storage import PosixStore, open_store
 from epochckpt.tiers import copying, read_ledger
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.epoch_copy import EpochCopy
+from epochckpt.tiers.mirror import Mirror
 from tests.support import lives
 from tests.support.lives import Killed, Life
 from tests.support.taps import eventually
@@ -720,6 +723,21 @@ def test_a_save_that_comes_while_its_number_is_copied_is_copied_too(every: int) 
     backlog.committed(1, MirrorEpochs())
     backlog.done()
     assert backlog.waiting() == {1, 2, 3}
+
+
+def test_a_look_that_fails_leaves_what_is_known_of_the_mirror(place: Place) -> None:
+    """The mirror that a directory had before is refused, and what an open manager reads from it stays."""
+    with place.open("one") as manager:
+        save(manager, 0)
+    mirror = Mirror(str(place.mirror), ec.StorageOptions(mirror=str(place.mirror)), Options())
+    local = directory_of(open_store(place.root / "one"), StepNames.of(Options()))
+    known = dict(mirror.look(local))
+    assert known.keys() == {0}
+    with place.open("one", mirror=place.root / "another") as manager:
+        save(manager, 1)
+    with pytest.raises(InvalidArgumentError, match="was the mirror of"):
+        mirror.look(local)
+    assert mirror.readable() == known
 
 
 def test_what_the_mirror_may_have_in_an_older_form_is_never_left_out() -> None:
