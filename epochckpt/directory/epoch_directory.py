@@ -9,8 +9,8 @@
 | the same, while a save that may replace it (`allow_overwrite`) commits | committed, old or new | everybody |
 | moved out of sight (POSIX), or gone from the head (object store) | deleted, being removed | nobody |
 
-On POSIX (`rename`) an epoch is staged whole and renamed into place. On object stores (`conditional_put`) its objects
-carry the attempt's name, and one conditional write of the head makes them the epoch. A later incarnation fences off
+On POSIX (`posix`) an epoch is staged whole and renamed into place. On object stores (`bucket`) its objects carry the
+id of the save, and one conditional write of the head makes them the epoch. A later incarnation fences off
 earlier ones: it moves their staging folders away, or claims the head, which they can no longer change then.
 
 A rollback quarantines every later epoch, and the next save of its number quarantines a damaged one. A good epoch is
@@ -433,7 +433,7 @@ class EpochDirectory(abc.ABC):
         del epoch, node
 
     def read_save_id(self, epoch: int) -> str | None:
-        """Attempt id of the committed epoch on storage; None if there is no such epoch, or its record is damaged.
+        """Save id of the committed epoch on storage; None if there is no such epoch, or its record is damaged.
 
         FormatVersionError: only a newer epochckpt can read its record.
         """

@@ -91,7 +91,7 @@ class Inspection(NamedContents):
 
     Attributes:
         metric: the metric by which the best epoch is found; None if none was given.
-        commits: the epochs on storage.
+        epoch_directory: the epochs on storage.
     """
 
     def __init__(

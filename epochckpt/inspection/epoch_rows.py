@@ -31,13 +31,8 @@ from epochckpt.orbax import steps
 if TYPE_CHECKING:
     from epochckpt.directory.epoch_summary import EpochSummary
 
-
 _TRIES = 5  # looks at the files of an epoch that is replaced during each look
-
-
 _CAFFE2_NOTES = "notes"  # a key that the managers of `ec.caffe2` use
-
-
 _CAFFE2_BLOBS = "blobs"  # the same
 
 

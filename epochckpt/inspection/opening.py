@@ -14,9 +14,7 @@ from epochckpt.directory.single import single_epoch
 from epochckpt.format import paths
 from epochckpt.inspection import suggest
 from epochckpt.inspection.epoch_rows import read
-from epochckpt.inspection.rows import (
-    EpochRow,
-)
+from epochckpt.inspection.rows import EpochRow
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
 

@@ -15,6 +15,7 @@ from epochckpt.directory import EpochDirectory
 from epochckpt.directory.single import SingleEpochDirectory
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, opening, tiers, whole_run
+from epochckpt.inspection.epoch_rows import brief, checked, in_full, with_attached, with_size
 from epochckpt.inspection.rows import (
     COMMITTED,
     DAMAGED,
@@ -26,7 +27,6 @@ from epochckpt.inspection.rows import (
 
 if TYPE_CHECKING:
     from epochckpt.directory.metrics_log import Line
-from epochckpt.inspection.epoch_rows import brief, checked, in_full, with_attached, with_size
 
 
 def look(

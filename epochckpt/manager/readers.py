@@ -74,7 +74,7 @@ class MirrorCopies(Protocol):
     """The copies of a directory's epochs in its mirror."""
 
     def copy_of(self, epoch: int, epoch_directory: EpochDirectory) -> EpochDirectory | None:
-        """Where a copy of the epoch that `commits` has, or has lost, can be read; None if there is none."""
+        """Where a copy of the epoch that `epoch_directory` has, or has lost, can be read; None if there is none."""
         ...
 
 

@@ -390,7 +390,7 @@ class _NewestSearch(Generic[T]):
         self._look = look
         self._calls = calls
         self._storage = storage
-        self._attempts: dict[int, str | None] = {}  # the ids of the saves that were tried, by epoch
+        self._save_ids: dict[int, str | None] = {}  # the ids of the saves that were tried, by epoch
 
     def allowed(self) -> list[int]:
         """The committed epochs that may be taken, ascending."""
@@ -399,13 +399,13 @@ class _NewestSearch(Generic[T]):
     def restore(self, epoch: int) -> T:
         """Restores one of them; the verdict is about the save that it is of now: another save is another epoch."""
         if self._primary:
-            self._attempts[epoch] = self._epoch_directory.read_save_id(epoch)
+            self._save_ids[epoch] = self._epoch_directory.read_save_id(epoch)
         return self._restore(epoch)
 
     def reject(self, rejected: Mapping[int, Exception]) -> None:
         """These were found damaged."""
         self._history.reject(
-            {e: ReplaceCondition(self._attempts.get(e), errors.say(why)) for e, why in rejected.items()}
+            {e: ReplaceCondition(self._save_ids.get(e), errors.say(why)) for e, why in rejected.items()}
         )
 
     def look_again(self, rejected: Mapping[int, Exception]) -> Look:

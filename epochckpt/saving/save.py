@@ -43,7 +43,7 @@ class Phase(enum.IntEnum):
     | COMMITTING | the primary just before it commits; another process just before it tells the primary what it has |
     | COMMITTED | the commit lane, with the verdict |
     | FAILED | the commit lane, with the verdict; or, before COMMITTING, a thread that has waited too long |
-    | UNCERTAIN | the commit lane, without a verdict; or, in COMMITTING, a thread that has waited too long |
+    | UNCERTAIN | the commit lane: no verdict, or not taken back; or, in COMMITTING, a thread that waited too long |
     | DROPPED | the write lane: a signal handler has queued the same save in the middle of this one |
 
     In COMMITTING this process may not give the save up any more, because it may be committed. A save that is UNCERTAIN
