@@ -275,7 +275,7 @@ def measure(nodes: int, directory: str, client: Any) -> dict[str, Any]:
     row |= {"busy ms": busy["commit"] * 1e3, "stall ms": busy["stall"] * 1e3, "parse ms": min(parse) * 1e3}
     row |= {"opening ms": opening_secs * 1e3, "opening's messages": asked}
     row |= {"a save's": last.count("/3-0"), "the primary's": primary.count("/3-0"), "record": len(data)}
-    row |= {"head": len(Head(epochs={"0": EpochSummary.of(record).for_head()}).to_bytes())}
+    row |= {"head": len(Head(epochs={"0": EpochSummary.for_head(record)}).to_bytes())}
     row |= {"view": None if record.orbax_unsupported else view_bytes, "files on the same mesh": same}
     return row | {"on half the nodes": half, "all nodes' bytes": nodes * (len(data) + same[1])}
 
