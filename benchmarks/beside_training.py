@@ -33,7 +33,7 @@ def python_step() -> None:
 def compute_step() -> Callable[[], None]:
     matrix = jnp.ones((600, 600))
     product = jax.jit(lambda x: x @ x @ x)
-    return lambda: jax.block_until_ready(product(matrix))  # type: ignore[return-value]
+    return lambda: jax.block_until_ready(product(matrix))
 
 
 def one_round(make: Callable[[pathlib.Path], Any], state: Any, step: Callable[[], None], folder: pathlib.Path) -> Any:

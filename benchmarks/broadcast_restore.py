@@ -62,7 +62,7 @@ class Meter:
         try:
             yield
         finally:
-            posix.PosixReader.read_into = plain  # type: ignore[method-assign]
+            posix.PosixReader.read_into = plain
 
 
 def body(directory: str, megabytes: int, store: float, rounds: int) -> dict[str, list[list[float]]]:

@@ -36,7 +36,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 Times = dict[str, float]
 
 
-def _sizes(case: str, d: int) -> dict[str, Sequence[int]]:
+def _sizes(case: str, d: int) -> Mapping[str, Sequence[int]]:
     """Shapes, as numbers of float32, of the parameters that a case repeats for `params`, `mu` and `nu`."""
     if case == "adam401":  # a transformer of 12 layers, 50 million parameters
         layer = [d * d] * 4 + [4 * d * d] * 2 + [d] * 5

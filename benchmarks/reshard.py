@@ -65,7 +65,8 @@ def child(place: dict[str, Any]) -> None:
                 found[name].append((took, read))
     for manager in opened.values():
         manager.close()
-    rows = {index[0].indices(side)[:2] for index in tiles.addressable_devices_indices_map((side, side)).values()}
+    indices = tiles.addressable_devices_indices_map((side, side)).values()
+    rows = {index[0].indices(side)[:2] for index in indices if index is not None}
     needed = leaves * sum(stop - start for start, stop in rows) * side * 4
     medians = {name: [statistics.median(column) for column in zip(*t, strict=True)] for name, t in found.items()}
     print(json.dumps({"needed": needed, **medians}))
@@ -79,7 +80,8 @@ def main(_: list[str]) -> None:
         found = common.start_job(__file__, PROCESSES.value, folder=str(base), **given)
     needed = sum(each.pop("needed") for each in found)
     times = {name: {"restore": max(each[name][0] for each in found)} for name in found[0]}
-    read = {"needed": {"read": needed}} | {n: {"read": sum(each[n][1] for each in found)} for n in found[0]}
+    read: dict[str, common.Times] = {"needed": {"read": needed}}
+    read |= {name: {"read": sum(each[name][1] for each in found)} for name in found[0]}
     common.show(f"{PROCESSES.value} processes, {LEAVES.value} matrices of {SIDE.value}²", times)
     common.show("bytes read by all processes together", read, scale=1e-6, unit="MB")
     common.finish({"restore": times, "read": read})

@@ -82,10 +82,14 @@ class Leaf(jax.Array):
     ndim = property(lambda self: len(self._shape))
     dtype = property(lambda self: np.dtype(np.float32))
     sharding = property(lambda self: self._sharding)
-    devices = property(lambda self: self._sharding.mesh.devices[self._process])
+    devices = property(lambda self: self._sharding.mesh.devices[self._process])  # pyright: ignore[reportAssignmentType]
     addressable_shards = property(lambda self: [types.SimpleNamespace(device=device) for device in self.devices])
-    is_deleted = lambda self: False  # noqa: E731
-    addressable_data = lambda self, index: self._data  # noqa: E731
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def addressable_data(self, index: int) -> np.ndarray:
+        return self._data
 
 
 def mesh_of(nodes: int) -> Mesh:
@@ -185,6 +189,7 @@ class Pod:
         """Writes the nodes that are read of the save that node 1 has written, and the view's links of the others."""
         (save,) = manager.components.saves.queue.pending()
         item, staging = save.snapshot.items["default"].arrays, manager.components.saves.queue._side.staging(save)
+        assert item is not None
         report, again = save.reports[1], len(self.reports) == len(self.crowd)
         bases = view.bases(save.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:
@@ -241,6 +246,7 @@ class Pod:
         """What one process of a job of so many nodes reads of epoch 0: how many files and bytes."""
         store, requests, mesh = CountingStore(self.directory), list[Request](), mesh_of(nodes)
         arrays = record.items["default"].arrays
+        assert arrays is not None
         for name, leaf in self.states[0]["w"].items():
             number = arrays.by_name[f"w/{name}"]
             counts, cells = plan_lib.device_cells(NamedSharding(mesh, leaf.sharding.spec), leaf.shape)
