@@ -347,7 +347,7 @@ def export(args: argparse.Namespace, output: Output) -> int:
     """Write an epoch, or some of its leaves, as a stock Orbax checkpoint or as safetensors, every byte verified."""
     only_cpu()  # Orbax asks jax for its devices, to name a single one
     from epochckpt.convert.export import export as write  # with jax and Orbax, which the other commands need not
-    from epochckpt.convert.selection import say_cast
+    from epochckpt.convert.selected_arrays import say_cast
 
     epoch = epoch_of(opened(args), args.epoch, output)
     arguments: dict[str, Any] = {

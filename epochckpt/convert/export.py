@@ -1,16 +1,11 @@
-"""`export`: an epoch as a plain stock Orbax checkpoint, or as safetensors files, in a folder of its own.
+"""`export`: an epoch as a plain stock Orbax checkpoint, or as safetensors files, in a folder of its own."""
 
-The folder appears whole or not at all: it is written under another name beside its own, made durable, and renamed.
-"""
-
-import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-import stat
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -20,18 +15,20 @@ from epochckpt import _progress, _threads, _units
 from epochckpt.agreement import Coordinator, restore_vote
 from epochckpt.arrays import item_names
 from epochckpt.arrays.restore import ArraySource
-from epochckpt.convert import export_formats
+from epochckpt.convert.destination import ToldProgress, checked, staged
 from epochckpt.convert.formats import EXPORTED
-from epochckpt.convert.selection import Patterns, Rename, SelectedArrays, Selection, say_cast
-from epochckpt.directory import directory_of
+from epochckpt.convert.leaf_files import FormOptions, LeftOut
+from epochckpt.convert.orbax_form import CopiedFiles, NewFiles, write_orbax
+from epochckpt.convert.safetensors_form import write_model_files, write_safetensors
+from epochckpt.convert.selected_arrays import SelectedArrays, say_cast
+from epochckpt.convert.selection import Patterns, Rename, Selection
+from epochckpt.directory import EpochDirectory, directory_of
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
-from epochckpt.format import paths
 from epochckpt.manager import CheckpointReader, Readers
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
-from epochckpt.storage import PosixStore, Store, expanded, open_store, path_text, plain
-from epochckpt.storage.posix import PosixWriter
+from epochckpt.storage import PosixStore, Store, open_store
 from epochckpt.tiers import viewed
 
 
@@ -124,84 +121,173 @@ def export(
         >>> ec.export("run", None, "tensors", "safetensors").epoch
         4
     """
+    request = ExportRequest.of(
+        format=format,
+        item=item,
+        selection=Selection.of(include, exclude, rename, dtype),
+        options=FormOptions(
+            separator=separator,
+            framework=framework,
+            max_file_bytes=max_file_bytes,
+            max_buffer_bytes=max_buffer_bytes,
+            skip_unsupported=skip_unsupported,
+        ),
+        config=config,
+        progress=progress or _progress.counting(),
+    )
     began = time.monotonic()
-    progress = progress or _progress.counting()
-    if format not in EXPORTED:
-        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, EXPORTED))}")
-    if not isinstance(separator, str) or not separator:
-        raise InvalidArgumentError(f"separator must be a text of at least one character, got {separator!r}")
-    for name, value in (("max_file_bytes", max_file_bytes), ("max_buffer_bytes", max_buffer_bytes)):
-        if type(value) is not int or value < 1:
-            raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
-    if not isinstance(framework, str):
-        raise InvalidArgumentError(f"framework must be a text such as 'pt', got {framework!r}")
-    if config is not None and format != "huggingface":
-        raise InvalidArgumentError(f"config= is of the format 'huggingface', not of {format!r}")
-    config = _config(config)
-    selection = Selection.of(include, exclude, rename, dtype)
     store = open_store(directory)
     epoch_directory = directory_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
-    place = _destination(destination, store)
-    how = export_formats.FormatOptions(separator, framework, max_file_bytes, max_buffer_bytes, skip_unsupported)
-    pool = _threads.Pool(max(StorageOptions().io_threads, store.concurrency))
-    copies = None if mirror is None else viewed(mirror, epoch_directory)
-    readers = Readers(epoch_directory, pool, mirror=copies)
-
-    def listed() -> list[int]:
-        return sorted({*epoch_directory.list_epochs(), *(() if copies is None else copies.readable())})
-
-    def run(number: int) -> Exported:
-        reader = readers.open(number)
-        arrays = None
-        kinds = reader.item_kinds()
-        record = reader.record
-        if item is not None and item not in kinds:
-            raise item_names.unknown_item(number, item, kinds)
-        if format != "orbax" or selection:
-            source, name = _array_item(reader, kinds, item)
-            arrays = SelectedArrays(source, name, selection)
-        elif record.stock:
-            raise UnsupportedError(
-                f"checkpoint {number} was written by stock Orbax: copy its folder, or save it with a manager of ours"
-            )
-        elif item is not None:
-            record = dataclasses.replace(record, items={item: record.items[item]})
-        with _staged(place) as folder:
-            target = PosixStore(folder) if progress is None else _Counted(folder, progress)
-            if arrays is None or format == "orbax":
-                unsupported = export_formats.write_orbax(reader, record, target, how, arrays)
-            else:
-                unsupported = export_formats.write_safetensors(arrays, target, how)
-            if arrays is not None and format == "huggingface":
-                export_formats.write_model_files(arrays, target, config)
-            nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
-            if reader.native is not None:
-                reader.native.check_present("it was being exported")
-        return Exported(number, place, nbytes, unsupported, arrays.cast if arrays is not None else {})
-
+    job = _Export(request, epoch_directory, mirror, checked(destination, store))
     try:
-        if epoch is not None:
-            done = run(epoch_number(epoch))
-        else:
-            _, done, _ = restore_vote.newest_readable(
-                listed(), run, lambda _: (listed(), {}), Coordinator(), "", 0.0, store.root
-            )
+        exported = job.newest() if epoch is None else job.write(epoch_number(epoch))
     except NotADirectoryError as error:
         if store.local_path is None or os.path.isdir(store.local_path):
             raise
         problem = f"{store.root} is a file, or lies below one; expected a directory of epochs"
         raise NotACheckpointDirectoryError(problem) from error
-    for left, leaves in done.unsupported.items():
+    _log(exported, request, store, time.monotonic() - began)
+    return exported
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportRequest:
+    """What to write, and how; `export` says what each means."""
+
+    format: str
+    item: str | None
+    selection: Selection
+    options: FormOptions
+    config: Mapping[str, Any] | None
+    progress: Callable[[int], None] | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        format: str,
+        item: str | None,
+        selection: Selection,
+        options: FormOptions,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None,
+        progress: Callable[[int], None] | None,
+    ) -> "ExportRequest":
+        """A request of what a caller gave; InvalidArgumentError for what cannot be meant."""
+        if format not in EXPORTED:
+            known = ", ".join(map(repr, EXPORTED))
+            raise InvalidArgumentError(f"format {format!r} is not known; expected one of {known}")
+        if not isinstance(options.separator, str) or not options.separator:
+            problem = f"separator must be a text of at least one character, got {options.separator!r}"
+            raise InvalidArgumentError(problem)
+        for name in ("max_file_bytes", "max_buffer_bytes"):
+            value = getattr(options, name)
+            if type(value) is not int or value < 1:
+                raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
+        if not isinstance(options.framework, str):
+            raise InvalidArgumentError(f"framework must be a text such as 'pt', got {options.framework!r}")
+        if config is not None and format != "huggingface":
+            raise InvalidArgumentError(f"config= is of the format 'huggingface', not of {format!r}")
+        return cls(
+            format=format,
+            item=item,
+            selection=selection,
+            options=options,
+            config=_config(config),
+            progress=progress,
+        )
+
+
+class _Export:
+    """Writes one epoch of a directory into one folder."""
+
+    def __init__(self, request: ExportRequest, epoch_directory: EpochDirectory, mirror: str | None, place: str):
+        self._request = request
+        self._directory = epoch_directory
+        self._place = place
+        self._mirror = None if mirror is None else viewed(mirror, epoch_directory)
+        store = epoch_directory.store
+        pool = _threads.Pool(max(StorageOptions().io_threads, store.concurrency))
+        self._readers = Readers(epoch_directory, pool, mirror=self._mirror)
+
+    def newest(self) -> Exported:
+        """Writes the newest epoch that can be read."""
+        _, exported, _ = restore_vote.newest_readable(
+            candidates=self._epochs(),
+            restore=self.write,
+            look_again=lambda rejected: (self._epochs(), {}),
+            coordinator=Coordinator(),
+            prefix="",
+            timeout_secs=0.0,
+            directory=self._directory.store.root,
+        )
+        return exported
+
+    def _epochs(self) -> list[int]:
+        mirrored = () if self._mirror is None else self._mirror.readable()
+        return sorted({*self._directory.list_epochs(), *mirrored})
+
+    def write(self, epoch: int) -> Exported:
+        """Writes an epoch; after an error there is no folder."""
+        request = self._request
+        reader = self._readers.open(epoch)
+        kinds = reader.item_kinds()
+        if request.item is not None and request.item not in kinds:
+            raise item_names.unknown_item(epoch, request.item, kinds)
+        arrays = None
+        if request.format != "orbax" or request.selection:
+            source, name = _array_item(reader, kinds, request.item)
+            arrays = SelectedArrays(source, name, request.selection)
+        elif reader.record.stock:
+            raise UnsupportedError(
+                f"checkpoint {epoch} was written by stock Orbax: copy its folder, or save it with a manager of ours"
+            )
+        with staged(self._place) as folder:
+            target = PosixStore(folder)
+            if request.progress is not None:
+                target.written = ToldProgress(request.progress)
+            left_out = self._write_files(reader, arrays, target)
+            nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
+            if reader.native is not None:
+                reader.native.check_present("it was being exported")
+        return Exported(
+            epoch=epoch,
+            path=self._place,
+            nbytes=nbytes,
+            unsupported=left_out,
+            cast=arrays.cast if arrays is not None else {},
+        )
+
+    def _write_files(self, reader: CheckpointReader, arrays: SelectedArrays | None, target: PosixStore) -> LeftOut:
+        request = self._request
+        options = request.options
+        if request.format == "orbax":
+            files = self._copied(reader) if arrays is None else NewFiles(arrays, options.max_buffer_bytes)
+            return write_orbax(files, reader.store, target, options)
+        assert arrays is not None, "tensors are those of one item"
+        left_out = write_safetensors(arrays, target, options)
+        if request.format == "huggingface":
+            write_model_files(arrays, target, request.config)
+        return left_out
+
+    def _copied(self, reader: CheckpointReader) -> CopiedFiles:
+        """The files of all items, or of the one that is asked for."""
+        assert reader.native is not None, "steps of stock Orbax have no records of ours"
+        record = reader.record
+        if self._request.item is not None:
+            record = dataclasses.replace(record, items={self._request.item: record.items[self._request.item]})
+        return CopiedFiles(reader.native, record)
+
+
+def _log(exported: Exported, request: ExportRequest, store: Store, secs: float) -> None:
+    place = exported.path
+    for item, leaves in exported.unsupported.items():
         few = view.few(leaves)
-        logging.warning("%s: item %s: left out %s: %s", place, left, _units.several(len(leaves), "leaf", "leaves"), few)
-    if done.cast:
-        logging.info("%s: %s", place, say_cast(done.cast, selection.dtype))
-    secs = time.monotonic() - began
-    size = _units.nbytes(done.nbytes)
-    logging.info(
-        "checkpoint %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs
-    )
-    return done
+        logging.warning("%s: item %s: left out %s: %s", place, item, _units.several(len(leaves), "leaf", "leaves"), few)
+    if exported.cast:
+        logging.info("%s: %s", place, say_cast(exported.cast, request.selection.dtype))
+    text = "checkpoint %d of %s exported as %s to %s: %s in %.2f s"
+    size = _units.nbytes(exported.nbytes)
+    logging.info(text, exported.epoch, store.root, request.format, place, size, secs)
 
 
 def _array_item(reader: CheckpointReader, kinds: Mapping[str, str], item: str | None) -> tuple[ArraySource, str]:
@@ -229,85 +315,3 @@ def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mappin
     if not (config is None or isinstance(config, Mapping)):
         raise InvalidArgumentError(f"{where} must be an object, got a {type(config).__name__}")
     return config
-
-
-def _destination(destination: str | os.PathLike[str], store: Store) -> str:
-    """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder outside of the store."""
-    path = path_text(destination, "destination")
-    if "://" in path:
-        raise InvalidArgumentError(f"destination {plain(path)!r} is a URL; export to a local folder, and upload that")
-    path = os.path.realpath(expanded(path))
-    root = None if store.local_path is None else os.path.realpath(store.local_path)
-    if root is not None and os.path.commonpath([root, path]) == root:
-        raise InvalidArgumentError(
-            f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "
-            "choose a folder outside"
-        )
-    if os.path.isdir(path):
-        with contextlib.suppress(FileNotFoundError):  # the current directory is gone
-            if os.path.samefile(path, os.curdir):
-                raise InvalidArgumentError(
-                    f"destination {path} is the current working directory, which an export would replace; "
-                    "name a folder in it, or go elsewhere"
-                )
-        if os.listdir(path) or os.path.ismount(path):
-            raise InvalidArgumentError(f"destination {path} is not empty; choose another folder")
-    elif os.path.lexists(path):
-        raise InvalidArgumentError(f"destination {path} is a file; expected a folder that is missing or empty")
-    return path
-
-
-@contextlib.contextmanager
-def _staged(place: str) -> Generator[str]:
-    """A folder beside `place`, under a temporary name; the block fills it durably, and then it becomes `place`.
-
-    After an error nothing is left, neither this folder nor the parents that were made for it.
-    """
-    parent, name = os.path.split(place)
-    above = PosixStore(parent)
-    staging = f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
-    folder = os.path.join(parent, staging)
-    missing = [str(p) for p in pathlib.Path(place).parents if not os.path.lexists(p)]  # innermost first
-    with contextlib.ExitStack() as undo:
-        undo.callback(_remove_empty, missing)
-        above.make_root()
-        undo.callback(_threads.logged, f"{folder} stays", lambda: above.remove_tree(staging))
-        above.make_folder(staging)
-        if os.path.isdir(place):  # the new folder is, from the beginning, as open to others as the one it replaces
-            status = os.stat(place)
-            with contextlib.suppress(PermissionError):
-                os.chown(folder, -1, status.st_gid)
-            os.chmod(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU)
-        yield folder
-        try:
-            above.rename(staging, name, replace=True)  # of folders only an empty one
-        except (FileExistsError, NotADirectoryError) as error:
-            problem = f"destination {place} was filled by another program meanwhile: {error}"
-            raise InvalidArgumentError(problem) from error
-        above.sync_folder("")
-        undo.pop_all()
-
-
-def _remove_empty(folders: Sequence[str]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):  # it was never made, or another program uses it already
-            os.rmdir(folder)
-
-
-class _Counted(PosixStore):
-    """A store that calls `progress` with the bytes of each write."""
-
-    def __init__(self, root: str, progress: Callable[[int], None]):
-        super().__init__(root)
-        self._progress = progress
-
-    def open_writer(self, path: str, size: int) -> PosixWriter:
-        writer = super().open_writer(path, size)
-        write = writer.write
-
-        def counted(offset: int, data: memoryview | bytes) -> None:
-            write(offset, data)
-            self._progress(memoryview(data).nbytes)
-
-        writer.write = counted
-        return writer

@@ -6,10 +6,8 @@ to storage.
 
 import contextlib
 import dataclasses
-import json
 import os
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,21 +16,18 @@ import orbax.checkpoint as ocp
 
 from epochckpt import _text
 from epochckpt.arrays.snapshot import checked_json
-from epochckpt.convert import torch_dcp
-from epochckpt.convert.formats import IMPORTED
+from epochckpt.convert.import_sources import Source, source_of
 from epochckpt.convert.selection import Patterns, Rename, Selection
+from epochckpt.convert.torch_dcp import Unread
 from epochckpt.directory import directory_of
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
-from epochckpt.format import flax_msgpack, grid, paths, safetensors
+from epochckpt.format import grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager import CheckpointManager, EpochStatus
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.storage import expanded, mmap, open_store, path_text, plain
-
-INDEX_SUFFIX = ".safetensors.index.json"
-_MAX_INDEX_BYTES = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +54,7 @@ class ImportPlan:
     epoch: int
     item: str
     leaves: tuple[ImportedLeaf, ...]
-    _save: Callable[[bool], EpochStatus] = dataclasses.field(repr=False, compare=False)
+    _save: "_ImportSave" = dataclasses.field(repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +63,7 @@ class ImportPlan:
 
     def write(self, *, take_over: bool = True) -> EpochStatus:
         """Makes the epoch; raises as `import_` does, and for `take_over` as `CheckpointManager.claim`."""
-        return self._save(take_over)
+        return self._save.run(take_over)
 
 
 def import_(
@@ -134,8 +129,23 @@ def import_(
         >>> ec.import_("params.msgpack", "run", 0).state
         'committed'
     """
-    arguments = dict(locals())
-    return plan_import(**arguments).write()
+    plan = plan_import(
+        source,
+        directory,
+        epoch,
+        format=format,
+        item=item,
+        separator=separator,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        metrics=metrics,
+        custom_metadata=custom_metadata,
+        options=options,
+        storage=storage,
+    )
+    return plan.write()
 
 
 def plan_import(
@@ -188,23 +198,52 @@ def plan_import(
     path = path_text(source, "source")
     if "://" in path:
         raise UnsupportedError(f"source {plain(path)!r}: only local files are imported; download it first")
-    tree, verify = _read(os.path.abspath(expanded(path)), format, separator)
-    tree, leaves = _chosen(tree, path, selection)
-    # what is imported has to fit once: a bound on copies of training state is no reason to refuse it
-    storage = dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None)
+    loaded = source_of(os.path.abspath(expanded(path)), format)
+    tree, leaves = _chosen(loaded.tree(separator), path, selection)
     args: Any = ocp.args.StandardSave(tree)
     if item != paths.DEFAULT_ITEM:
         args = ocp.args.Composite(**{item: args})
-
-    def save(take_over: bool) -> EpochStatus:
-        verify()
-        with CheckpointManager(directory, options=names, storage=storage) as manager:
-            manager.claim(take_over=take_over)
-            manager.save(epoch, args=args, metrics=metrics, custom_metadata=custom, force=True)
-            manager.wait_until_finished()
-            return manager.status(epoch)
-
+    save = _ImportSave(
+        source=loaded,
+        directory=directory,
+        epoch=epoch,
+        args=args,
+        metrics=metrics,
+        custom_metadata=custom,
+        options=names,
+        # what is imported has to fit once: a bound on copies of training state is no reason to refuse it
+        storage=dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None),
+    )
     return ImportPlan(path, store.root, epoch, item, leaves, save)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ImportSave:
+    """The save that makes the epoch of an import."""
+
+    source: Source
+    directory: str | os.PathLike[str]
+    epoch: int
+    args: Any
+    metrics: Any
+    custom_metadata: dict[str, Any]
+    options: ocp.CheckpointManagerOptions
+    storage: StorageOptions
+
+    def run(self, take_over: bool) -> EpochStatus:
+        """Verifies the source, and saves."""
+        self.source.verify()
+        with CheckpointManager(self.directory, options=self.options, storage=self.storage) as manager:
+            manager.claim(take_over=take_over)
+            manager.save(
+                self.epoch,
+                args=self.args,
+                metrics=self.metrics,
+                custom_metadata=self.custom_metadata,
+                force=True,
+            )
+            manager.wait_until_finished()
+            return manager.status(self.epoch)
 
 
 def _chosen(tree: Any, source: str, selection: Selection) -> tuple[Any, tuple[ImportedLeaf, ...]]:
@@ -256,106 +295,10 @@ def _check(pairs: Sequence[tuple[tree_lib.KeyPath, Any]], source: str) -> None:
     seen: set[str] = set()
     for path, value in pairs:
         name = tree_lib.leaf_name(path)
-        if isinstance(value, torch_dcp.Unread):
+        if isinstance(value, Unread):
             raise UnsupportedError(f"{source}: {name[:200]!r} cannot be read ({value.why}); leave it out with exclude=")
         if tree_lib.leaf_kind(value) is None:
             raise UnsupportedError(f"{source}: leaf {name[:200]!r} is a {type(value).__qualname__}; it cannot be saved")
         if name in seen:  # two keys that are NaN
             raise FormatError(source, f"has two leaves that are called {name[:200]!r}")
         seen.add(name)
-
-
-def _read(path: str, format: str | None, separator: str | None) -> tuple[Any, Callable[[], None]]:
-    """The tree of a file or folder, and what compares its bytes with their checksums, if it has some."""
-    if format not in (None, *IMPORTED):
-        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, IMPORTED))}")
-    if format == "dcp" or (format is None and os.path.exists(os.path.join(path, torch_dcp.METADATA))):
-        loaded = torch_dcp.load(path)
-        named = ((safetensors.split_name(name, separator), value) for name, value in loaded.entries.items())
-        pairs = [(key + inner, leaf) for key, value in named for inner, leaf in tree_lib.flatten(value)[0]]
-        return tree_lib.nest(pairs, path) if pairs else {}, loaded.verify
-    files = _files(path, format) if os.path.isdir(path) else {path: None}
-    for file, listed in files.items():
-        if listed is None and (format or _guess(file)) == "msgpack":
-            return flax_msgpack.load(file), lambda: None
-    pairs = [pair for file, listed in files.items() for pair in _tensors(file, separator, listed)]
-    return tree_lib.nest(pairs, path) if pairs else {}, lambda: None
-
-
-def _guess(path: str) -> str:
-    for name in ("msgpack", "safetensors"):
-        if path.endswith(f".{name}"):
-            return name
-    with open(path, "rb") as file:
-        head = file.read(9)
-    length = int.from_bytes(head[:8], "little")
-    is_safetensors = head[8:] == b"{" and length <= min(safetensors.MAX_READ_BYTES, os.path.getsize(path) - 8)
-    return "safetensors" if is_safetensors else "msgpack"
-
-
-def _files(path: str, format: str | None) -> Mapping[str, set[str] | None]:
-    """The files of a folder: one, or those that an index lists, with the names of the tensors in each."""
-    names = sorted(os.listdir(path))
-    indices = [n for n in names if n.endswith(INDEX_SUFFIX)] if format != "msgpack" else []
-    if len(indices) == 1:
-        return _index(os.path.join(path, indices[0]))
-    endings = (".safetensors", ".msgpack") if format is None else (f".{format}",)
-    files = [n for n in names if n.endswith(endings)]
-    if len(indices) > 1 or len(files) != 1:
-        several = ", ".join((indices or files)[:5]) or "none"
-        raise InvalidArgumentError(
-            f"{path}: expected one {' or '.join(endings)} file, or parts with one '*{INDEX_SUFFIX}'; found: {several}"
-        )
-    return {os.path.join(path, files[0]): None}
-
-
-def _index(path: str) -> dict[str, set[str]]:
-    """The names of the tensors in each file that an index of Hugging Face lists."""
-    if os.path.getsize(path) > _MAX_INDEX_BYTES:
-        raise FormatError(path, f"is larger than {_MAX_INDEX_BYTES} bytes")
-    data = pathlib.Path(path).read_bytes()
-    try:
-        weights = json.loads(data)["weight_map"]
-        listed = sorted(weights.items(), key=lambda pair: str(pair[1]))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise FormatError(path, "is not JSON with a weight_map") from None
-    if not listed:
-        raise FormatError(path, "lists no tensors")
-    index: dict[str, set[str]] = {}
-    for name, file in listed:
-        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
-            raise FormatError(path, f"says that {name[:200]!r} lies in {str(file)[:200]!r}, no file beside it")
-        index.setdefault(os.path.join(os.path.dirname(path), file), set()).add(name)
-    return index
-
-
-def _tensors(path: str, separator: str | None, listed: set[str] | None) -> list[tuple[tree_lib.KeyPath, Any]]:
-    """The leaves of one safetensors file."""
-    if listed is not None and not os.path.exists(path):
-        raise FormatError(path, "is missing; the index lists it")
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        head = file.read(8)
-        head += file.read(safetensors.header_length(path, head, size))
-    tensors, metadata = safetensors.parse(path, head, size)
-    if listed is not None and listed != tensors.keys():
-        some = ", ".join(repr(name) for name in sorted(listed ^ tensors.keys())[:5])
-        raise FormatError(path, f"does not hold the tensors that the index lists for it; they differ in {some}")
-    notes = safetensors.Notes(separator or "")
-    if separator is not None and safetensors.NOTES_KEY in metadata:
-        notes = safetensors.parse_notes(path, metadata[safetensors.NOTES_KEY])
-        separator = notes.separator
-    data = mmap.open_map(path)
-    pairs: list[tuple[tree_lib.KeyPath, Any]] = []
-    for name, tensor in tensors.items():
-        array: np.ndarray = data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)
-        by_name = safetensors.split_name(name, separator), "numpy", None
-        key, kind, impl = notes.tensors.get(name, by_name)
-        if len(key) > tree_lib.MAX_DEPTH:
-            raise FormatError(path, f"tensor {name[:200]!r} is nested deeper than {tree_lib.MAX_DEPTH}")
-        pairs.append((key, safetensors.array_of(path, array, kind, impl)))
-    for key, kind, value in notes.values:
-        empty = {} if kind == "node" else tree_lib.empty_value(kind)
-        is_value = kind in tree_lib.VALUE_KINDS
-        pairs.append((key, tree_lib.value_from_json(path, kind, value) if is_value else empty))
-    return pairs

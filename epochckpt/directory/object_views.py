@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from epochckpt.directory.epoch_summary import EpochSummary
     from epochckpt.directory.head_object import HeadObject
     from epochckpt.directory.head_record import Head
-    from epochckpt.orbax.view import View
+    from epochckpt.orbax.view_layouts import View
     from epochckpt.storage import Store
 
 

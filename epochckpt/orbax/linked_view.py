@@ -14,7 +14,8 @@ from epochckpt._threads import Pool
 from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
 from epochckpt.format import EpochRecord, NodeEntry, checksums
 from epochckpt.format import paths as layout
-from epochckpt.orbax.view import ALIAS_FILE, Run, View, Views, link_in
+from epochckpt.orbax.view import WHOLE, Run, Views
+from epochckpt.orbax.view_layouts import ALIAS_FILE, View, link_in
 from epochckpt.storage import Store
 
 _PREFIX = "view-"  # of folders that repairs work in
@@ -64,7 +65,7 @@ def write(store: Store, folder: str, record: EpochRecord, view: View | None, run
                 "another file system; orbax_view=False saves this line",
                 store.root,
             )
-        lost = {"*": {"*": "the file system has no symlinks"}}
+        lost = {WHOLE: {WHOLE: "the file system has no symlinks"}}
         return dataclasses.replace(record, orbax_unsupported=lost, orbax_view=None)
     return record
 

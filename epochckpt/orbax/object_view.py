@@ -18,7 +18,8 @@ from epochckpt.format import paths as layout
 from epochckpt.orbax import ocdbt, step_files, steps
 from epochckpt.orbax.linked_view import check_known, compare_file, damage_of, same
 from epochckpt.orbax.steps import COMMIT, STEP_RECORD
-from epochckpt.orbax.view import METRICS_FILE, View, Views, copies
+from epochckpt.orbax.view import Views
+from epochckpt.orbax.view_layouts import METRICS_FILE, View, copies
 from epochckpt.storage import Store
 
 _SMALL = {

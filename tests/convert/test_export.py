@@ -29,7 +29,7 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.format.tree import DTYPES
-from epochckpt.orbax import ocdbt, view
+from epochckpt.orbax import ocdbt, parameters
 from epochckpt.storage import PosixStore
 from epochckpt.storage.posix import PosixWriter
 from tests.support import handler_jobs, stock_states
@@ -252,7 +252,7 @@ def test_items_with_too_many_chunks_for_an_epochs_view_can_be_exported(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the note in the epoch says."""
-    monkeypatch.setattr(view, "MAX_ENTRIES", 17)
+    monkeypatch.setattr(parameters, "MAX_ENTRIES", 17)
     tree = {str(i): np.full(2, i) for i in range(9)}
     save(tmp_path / "run", tree)
     assert not (tmp_path / "run" / "5" / "default").exists()

@@ -23,7 +23,7 @@ from flax import nnx
 
 import epochckpt as ec
 from epochckpt.arrays import snapshot, writer
-from epochckpt.convert import import_files
+from epochckpt.convert import import_sources
 from epochckpt.errors import (
     BufferChangedError,
     EpochExistsError,
@@ -612,7 +612,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: pathlib.Path, format: str) -> 
     for length in [*range(0, len(data), max(1, len(data) // 900)), len(data) - 1]:
         path.write_bytes(data[:length])
         with pytest.raises(FormatError):
-            import_files._read(str(path), format, ".")
+            import_sources.source_of(str(path), format).tree(".")
 
 
 @pytest.mark.parametrize("format", ["msgpack", "safetensors"])
@@ -633,7 +633,7 @@ def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path: pathlib.Path,
             data[chance.randrange(len(data))] = chance.randrange(256)
         path.write_bytes(data)
         try:
-            import_files._read(str(path), format, ".")
+            import_sources.source_of(str(path), format).tree(".")
             outcomes.add("read")
         except ec.EpochCheckpointError:
             outcomes.add("refused")

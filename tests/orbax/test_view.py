@@ -23,8 +23,7 @@ from safetensors.numpy import load_file
 import epochckpt as ec
 from epochckpt.arrays import plan
 from epochckpt.format.tree import DTYPES
-from epochckpt.orbax import linked_view, ocdbt
-from epochckpt.orbax import view as orbax_sharding
+from epochckpt.orbax import linked_view, ocdbt, parameters
 from epochckpt.orbax import view as orbax_view
 from tests.support import stock_states
 from tests.support.processes import run_worker
@@ -582,7 +581,7 @@ def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatc
         assert set(unsupported(tmp_path)) == {"raw", "own"}
         assert not (tmp_path / "5" / "raw").exists()
         assert not (tmp_path / "5" / "own").exists()
-        monkeypatch.setattr(orbax_view, "MAX_ENTRIES", 3)
+        monkeypatch.setattr(parameters, "MAX_ENTRIES", 3)
         items["many"] = ocp.args.StandardSave({str(i): jnp.ones(2) for i in range(9)})
         manager.save(6, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
@@ -776,7 +775,7 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
         replica_split_bytes=1 << 20,
         part_bytes=None,
     ).item
-    found = [json.loads(str(orbax_sharding.sharding_text(item, row))) for row in item.shardings]
+    found = [json.loads(str(parameters.sharding_text(item, row))) for row in item.shardings]
     named = ocp.metadata.NamedShardingMetadata.from_jax_sharding(array.sharding).to_serialized_string()
     single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
     lone = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(single).to_serialized_string()
@@ -785,7 +784,7 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
 
 def test_the_shardings_of_a_large_job_name_no_devices(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every leaf Orbax would list all devices; without them it takes JAX's, and restores to the same sharding."""
-    monkeypatch.setattr(orbax_view, "_MAX_SHARDING_BYTES", 10)
+    monkeypatch.setattr(parameters, "_MAX_SHARDING_BYTES", 10)
     tree = {"a": stock_states.place(np.arange(16, dtype=np.float32).reshape(4, 4), "x", "y")}
     with ec.CheckpointManager(tmp_path) as manager:
         manager.save(5, args=ocp.args.StandardSave(tree))
