@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from epochckpt._settings import RULES, SETTINGS
 from epochckpt.format.checksums import BLOCK_CHECKSUMS
-from epochckpt.inspection import directory_views as views
+from epochckpt.inspection.epoch_table import EpochTable
 from epochckpt.inspection.rows import Overview
 from epochckpt.jobs.stop import CONDITIONS
 from epochckpt.options import BUCKET_SETTINGS
@@ -78,7 +78,7 @@ def stop_conditions() -> str:
 
 def epoch_columns() -> str:
     """The columns in tables of epochs, with their explanations."""
-    columns = [column for column, _ in views.epoch_columns(Overview("", ()))]
+    columns = [column for column, _ in EpochTable(Overview("", ())).columns()]
     rows = [[f"`{column.title.removeprefix('0 ')}`", column.tip] for column in columns if column.tip]
     return table(["column", "what it shows"], rows)
 

@@ -17,7 +17,7 @@ from epochckpt.cli.output import FOUND, OK, Output
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import epoch_rows, opening
 from epochckpt.inspection.blocks import Block, Column, Span, Summary, TextLine, Tone, problems, table
-from epochckpt.inspection.directory_views import noun, several
+from epochckpt.inspection.columns import noun, several
 from epochckpt.inspection.rows import DAMAGED, MIRROR, EpochRow
 from epochckpt.inspection.text import render
 from epochckpt.storage import open_store

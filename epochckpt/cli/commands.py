@@ -24,7 +24,7 @@ from epochckpt.errors import (
     StorageError,
     UnknownNameError,
 )
-from epochckpt.inspection import directory_views, leaf_views, views
+from epochckpt.inspection import columns, directory_views, leaf_views, views
 from epochckpt.inspection.blocks import Block, Facts, Span, Tone
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.gc import Garbage, collect
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 _CHILDREN = 40  # shown of one group of a tree, where a depth is asked for
 _DAMAGE = 20  # places of an epoch that are listed
-_FAILED = "could not be removed"
 _NEWER = 5  # damaged epochs that are named
 
 
@@ -268,7 +267,7 @@ def _verifications(verifications: Sequence[Verification], unit: str) -> Iterator
     for note in dict.fromkeys(one.note for one in verifications if one.note):
         yield Fact(Text("*", FAINT), safe(note, FAINT, limit=600), 1)
     if not verifications:
-        yield Text(f"no {directory_views.noun(unit)} was verified", FAINT)
+        yield Text(f"no {columns.noun(unit)} was verified", FAINT)
 
 
 def _places(errors: Sequence[EpochCheckpointError], style: str) -> Iterator[RenderableType]:
@@ -294,7 +293,7 @@ def gc(args: argparse.Namespace, output: Output) -> int:
     answer = {"deleted": bool(args.delete), **dataclasses.asdict(garbage), "nbytes": garbage.nbytes}
     unit = args.unit or inspect(args.directory, options=options).unit
     output.rows(answer, lambda: Group(*_garbage(garbage, args.delete, unit)))
-    return UNREACHABLE if any(why.startswith(_FAILED) for why in garbage.kept.values()) else OK
+    return UNREACHABLE if garbage.failed else OK
 
 
 def repair(args: argparse.Namespace, output: Output) -> int:
@@ -334,10 +333,10 @@ def _garbage(garbage: Garbage, deleted: bool, unit: str) -> Iterator[RenderableT
         yield Text()
         yield Text("stays:", HEAD)
     sizes = {row.path: f"  {_units.nbytes(row.nbytes)}" for row in garbage.others}
-    for path, why in garbage.kept.items():
-        style = BAD if why.startswith(_FAILED) else ""
+    for path, kept in garbage.kept.items():
+        style = BAD if kept.failed else ""
         line = safe(path, limit=100).append(sizes.get(path, ""), FAINT)
-        yield Fact(Text("·", FAINT), line.append_text(safe(f"  {why}", style, limit=600)), 1, 2)
+        yield Fact(Text("·", FAINT), line.append_text(safe(f"  {kept.reason}", style, limit=600)), 1, 2)
     if garbage.rows and not deleted:
         yield Text()
         yield Text("Nothing was changed; --delete removes it.", FAINT)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from epochckpt import _threads
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
-from epochckpt.storage import PosixStore, Store, expanded, path_text, plain
-from epochckpt.storage.store import Tally
+from epochckpt.storage import PosixStore, Store, Tally, expanded, path_text, plain
 
 
 class ToldProgress(Tally):

@@ -30,18 +30,31 @@ DAY_SECS = 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
+class Kept:
+    """Why a thing stays: it may not go; or it could not be removed, which is a failure."""
+
+    reason: str
+    failed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Garbage:
     """The result of a clean-up, or of a look before one."""
 
     directory: str
     rows: tuple[LeftoverRow, ...]  # that may be removed; after a removal, that were
-    kept: Mapping[str, str]  # why other things stay, by path
+    kept: Mapping[str, Kept]  # why other things stay, by path
     others: tuple[LeftoverRow, ...] = ()  # these other things
 
     @property
     def nbytes(self) -> int:
         """Bytes of all `rows`."""
         return sum(row.nbytes for row in self.rows)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something could not be removed."""
+        return any(kept.failed for kept in self.kept.values())
 
 
 def collect(
@@ -73,7 +86,7 @@ def collect(
     search = _GarbageSearch(epoch_directory, older_than_secs, epochs_too)
     remover = contents.remover(clock)
     rows = list[LeftoverRow]()
-    kept = dict[str, str]()
+    kept = dict[str, Kept]()
     with opening.access(epoch_directory.store):
         found = search.look(contents, remover.now_ns())
     try:
@@ -84,9 +97,10 @@ def collect(
                 try:
                     reason = remover.remove(each.thing, functools.partial(search.reason, each))
                 except (EpochCheckpointError, OSError) as error:
-                    reason = f"could not be removed: {say(error)}"
+                    kept[row.path] = Kept(f"could not be removed: {say(error)}", failed=True)
+                    continue
             if reason:
-                kept[row.path] = reason
+                kept[row.path] = Kept(reason)
                 continue
             rows.append(row)
             if delete:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from epochckpt import _units
 from epochckpt.directory.contents import Contents, Kind, Leftover, UnfinishedSave, age_secs
@@ -15,49 +16,56 @@ LIVE_SECS = 600.0
 """A save that something was written to within so many seconds counts as under way."""
 
 
-_ROWS: Mapping[Kind, tuple[str, str]] = {
-    Kind.EPOCH: (rows.COMMITTED, ""),
-    Kind.SAVE: (rows.ATTEMPT, "a save"),
-    Kind.ORBAX_SAVE: (rows.ORBAX_ATTEMPT, "a save of stock Orbax, under way or left over"),
-    Kind.EXPORT: (rows.ATTEMPT, "staging of an export"),
-    Kind.ROLLED_BACK: (rows.ROLLED_BACK, "quarantined by rollback_to"),
-    Kind.REPLACED: (rows.QUARANTINED, "a damaged epoch that was replaced"),
-    Kind.PARTIAL: (rows.QUARANTINED, "parts of epochs that other hosts lack"),
-    Kind.DIVERGED: (rows.QUARANTINED, "no part of the history that the mirror has"),
-    Kind.DELETED_AND_KEPT: (rows.QUARANTINED, "deleted epochs, kept because of todelete_subdir"),
-    Kind.SET_ASIDE: (rows.QUARANTINED, "epochs that were deleted and kept"),
-    Kind.MOVING: (rows.QUARANTINED, "an epoch on the move to {destination}: the next run puts it there"),
-    Kind.HOLDS_MOVING: (rows.QUARANTINED, "what an earlier run left, with an epoch on the move in it"),
-    Kind.UNCLAIMED: (rows.DELETED, "staging of a run that has not begun, or has ended"),
-    Kind.REMOVAL: (rows.DELETED, "being removed, or left by a removal that was interrupted"),
-    Kind.TAKEN_OVER: (rows.DELETED, "what an earlier run left, out of sight"),
-    Kind.REMOVED_EPOCH: (rows.DELETED, "a deleted or replaced epoch, out of sight"),
-    Kind.REMOVED_DRAFT: (rows.DELETED, "a failed save, or a draft, out of sight"),
-    Kind.REMOVED_STEP: (rows.DELETED, "a deleted step of stock Orbax: no reader looks at it"),
-    Kind.DEAD_EPOCH: (
+class RowText(NamedTuple):
+    """What the row of a thing says: its kind, and a detail, in which names in braces are filled in."""
+
+    kind: str
+    text: str
+
+
+_ROWS: Mapping[Kind, RowText] = {
+    Kind.EPOCH: RowText(rows.COMMITTED, ""),
+    Kind.SAVE: RowText(rows.ATTEMPT, "a save"),
+    Kind.ORBAX_SAVE: RowText(rows.ORBAX_ATTEMPT, "a save of stock Orbax, under way or left over"),
+    Kind.EXPORT: RowText(rows.ATTEMPT, "staging of an export"),
+    Kind.ROLLED_BACK: RowText(rows.ROLLED_BACK, "quarantined by rollback_to"),
+    Kind.REPLACED: RowText(rows.QUARANTINED, "a damaged epoch that was replaced"),
+    Kind.PARTIAL: RowText(rows.QUARANTINED, "parts of epochs that other hosts lack"),
+    Kind.DIVERGED: RowText(rows.QUARANTINED, "no part of the history that the mirror has"),
+    Kind.DELETED_AND_KEPT: RowText(rows.QUARANTINED, "deleted epochs, kept because of todelete_subdir"),
+    Kind.SET_ASIDE: RowText(rows.QUARANTINED, "epochs that were deleted and kept"),
+    Kind.MOVING: RowText(rows.QUARANTINED, "an epoch on the move to {destination}: the next run puts it there"),
+    Kind.HOLDS_MOVING: RowText(rows.QUARANTINED, "what an earlier run left, with an epoch on the move in it"),
+    Kind.UNCLAIMED: RowText(rows.DELETED, "staging of a run that has not begun, or has ended"),
+    Kind.REMOVAL: RowText(rows.DELETED, "being removed, or left by a removal that was interrupted"),
+    Kind.TAKEN_OVER: RowText(rows.DELETED, "what an earlier run left, out of sight"),
+    Kind.REMOVED_EPOCH: RowText(rows.DELETED, "a deleted or replaced epoch, out of sight"),
+    Kind.REMOVED_DRAFT: RowText(rows.DELETED, "a failed save, or a draft, out of sight"),
+    Kind.REMOVED_STEP: RowText(rows.DELETED, "a deleted step of stock Orbax: no reader looks at it"),
+    Kind.DEAD_EPOCH: RowText(
         rows.DELETED,
         "a deleted or replaced epoch, or a save that failed at its end: no reader looks at it",
     ),
-    Kind.LATE_COPY: (
+    Kind.LATE_COPY: RowText(
         rows.DELETED,
         "what a run that was killed or overtaken wrote late of a deleted epoch: no reader looks at it",
     ),
-    Kind.UNKNOWN: (rows.FOREIGN, "not known"),
-    Kind.NOT_AN_EPOCH: (
+    Kind.UNKNOWN: RowText(rows.FOREIGN, "not known"),
+    Kind.NOT_AN_EPOCH: RowText(
         rows.FOREIGN,
         "named like an epoch, and none: neither ours nor stock Orbax's on a file system",
     ),
-    Kind.NOT_LISTED: (rows.FOREIGN, "named like an epoch, and none: the head names no attempt at it"),
-    Kind.RENUMBERED_COPY: (
+    Kind.NOT_LISTED: RowText(rows.FOREIGN, "named like an epoch, and none: the head names no attempt at it"),
+    Kind.RENUMBERED_COPY: RowText(
         rows.FOREIGN,
         "a copy of checkpoint {numbers} under another number, which no reader looks at",
     ),
-    Kind.UNLISTED_EPOCH: (
+    Kind.UNLISTED_EPOCH: RowText(
         rows.FOREIGN,
         f"an epoch that {paths.HEAD} does not name, such as a copy; `epochckpt repair {{root}}` can help",
     ),
-    Kind.UNLISTED_KEPT: (rows.FOREIGN, f"named like what a run sets aside, but {paths.HEAD} does not name it"),
-    Kind.OTHER: (rows.OTHER, ""),
+    Kind.UNLISTED_KEPT: RowText(rows.FOREIGN, f"named like what a run sets aside, but {paths.HEAD} does not name it"),
+    Kind.OTHER: RowText(rows.OTHER, ""),
 }
 """The kind of the row of each thing, and what the row says of it."""
 
@@ -88,7 +96,7 @@ def rows_of(contents: Contents, root: str, now_ns: int) -> LeftoverRows:
 
 def kind_of_row(kind: Kind) -> str:
     """The kind of the row of a thing."""
-    return _ROWS[kind][0]
+    return _ROWS[kind].kind
 
 
 def silence(age: float) -> str:
@@ -134,8 +142,8 @@ def attempt_row(save: UnfinishedSave, now_ns: int) -> EpochRow:
 
 def leftover_row(thing: Leftover, root: str, now_ns: int) -> LeftoverRow:
     """The row of a thing other than an epoch or an attempt."""
-    kind, text = _ROWS[thing.kind]
-    detail = text.format(destination=thing.destination, numbers=", ".join(thing.numbers), root=root)
+    row = _ROWS[thing.kind]
+    detail = row.text.format(destination=thing.destination, numbers=", ".join(thing.numbers), root=root)
     detail += f" (the first {_units.count(thing.counted)} objects)" if thing.counted is not None else ""
     detail += f" ({thing.problem})" if thing.problem else ""
-    return LeftoverRow(thing.path, kind, thing.nbytes, age_secs(thing.last_ns, now_ns), thing.epochs, detail)
+    return LeftoverRow(thing.path, row.kind, thing.nbytes, age_secs(thing.last_ns, now_ns), thing.epochs, detail)

@@ -50,7 +50,7 @@ class EpochRow:
     """One epoch, or one attempt at saving an epoch that has not been committed.
 
     A field that the epoch's record tells says how, see `facts_of`. To show one, add a column to
-    `directory_views.epoch_columns`, for `ls` and notebooks; JSON has every field.
+    `epoch_table.EpochTable.columns`, for `ls` and notebooks; JSON has every field.
     """
 
     epoch: int

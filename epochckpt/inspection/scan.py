@@ -7,7 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from epochckpt import _metrics, _text, errors
 from epochckpt._lazy import ocp
@@ -65,6 +65,14 @@ def _row_of(epoch_directory: EpochDirectory, epoch: int) -> EpochRow | LeftoverR
     return brief(epoch_directory, epoch_directory.folder(epoch), epoch)
 
 
+class _Shown(NamedTuple):
+    """The epochs whose rows are shown, and which of them are marked."""
+
+    epochs: frozenset[int]
+    latest: int | None
+    best: int | None
+
+
 class _Scan:
     """One look at a directory."""
 
@@ -76,19 +84,28 @@ class _Scan:
         self._rows: dict[int, EpochRow] = {}
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
-        epoch_directory = self._epoch_directory
+        """Makes the rows and puts them together; see `look`."""
+        directory = self._epoch_directory
         # Attempts first: one that is committed meanwhile is then seen in its new place.
-        contents = epoch_directory.contents(todelete_subdir)
-        found = leftovers.rows_of(contents, epoch_directory.store.root, time.time_ns())
+        beside = leftovers.rows_of(directory.contents(todelete_subdir), directory.store.root, time.time_ns())
         folders = self._folders()
-        found.others.extend(self._read_all(folders))
-        # What a brief look leaves out of metrics is read: for the rows shown, and to compare all epochs.
-        listed = folders if limit is None or self._metric is not None else sorted(folders)[-limit or len(folders) :]
-        lacking = epoch_directory.lacking_metrics()
-        self._update(functools.partial(in_full, epoch_directory), [epoch for epoch in listed if epoch in lacking])
+        beside.others.extend(self._read_all(folders))
+        self._read_lacking_metrics(folders, limit)
+        shown = self._choose(limit, check)
+        return self._assembled(shown, beside)
 
-        # Which rows are shown: the newest, and those that are marked. A check may find that a marked epoch is damaged;
-        # then another one is.
+    def _read_lacking_metrics(self, folders: Collection[int], limit: int | None) -> None:
+        """Reads what a brief look leaves out of metrics: for the rows shown, and to compare all epochs."""
+        listed = folders if limit is None or self._metric is not None else sorted(folders)[-limit or len(folders) :]
+        lacking = self._epoch_directory.lacking_metrics()
+        in_full_here = functools.partial(in_full, self._epoch_directory)
+        self._update(in_full_here, [epoch for epoch in listed if epoch in lacking])
+
+    def _choose(self, limit: int | None, check: bool) -> _Shown:
+        """Which rows are shown: the newest, and those that are marked.
+
+        A check may find that a marked epoch is damaged; then another one is marked.
+        """
         newest = sorted(self._rows, reverse=True)
         if self._metric is not None:
             self._update(self._attach, self._rows)
@@ -98,32 +115,38 @@ class _Scan:
             if self._metric is None:
                 self._update(self._attach, more)
             if check:
-                self._update(functools.partial(checked, epoch_directory), more if shown else self._first(more))
+                checked_here = functools.partial(checked, self._epoch_directory)
+                self._update(checked_here, more if shown else self._first(more))
             shown |= more
             latest = max((epoch for epoch, row in self._rows.items() if row.state in (COMMITTED, NEWER)), default=None)
             best = self._best()
             more = {epoch for epoch in (best, latest if limit != 0 else None) if epoch is not None} - shown
             if not more:
-                break
-        sized = {epoch: with_size(epoch_directory, self._rows[epoch]) for epoch in shown}
-        rows = [dataclasses.replace(row, latest=e == latest, best=e == best) for e, row in sized.items()]
+                return _Shown(frozenset(shown), latest, best)
 
+    def _assembled(self, shown: _Shown, beside: leftovers.LeftoverRows) -> Overview:
+        """The overview of the chosen rows, and of what lies beside the epochs."""
+        directory = self._epoch_directory
+        rows = list[EpochRow]()
+        for epoch in shown.epochs:
+            row = with_size(directory, self._rows[epoch])
+            rows.append(dataclasses.replace(row, latest=epoch == shown.latest, best=epoch == shown.best))
         committed = {row.save_id for row in rows}
-        epochs = [*rows, *(row for row in found.attempts if row.save_id not in committed)]
+        epochs = [*rows, *(row for row in beside.attempts if row.save_id not in committed)]
         epochs.sort(key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.save_id))
-        hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
+        hidden = [row for epoch, row in self._rows.items() if epoch not in shown.epochs]
         seen = Overview(
-            directory=epoch_directory.place,
+            directory=directory.place,
             epochs=tuple(epochs),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
-            leftovers=tuple(sorted(found.others, key=lambda row: row.path)),
+            leftovers=tuple(sorted(beside.others, key=lambda row: row.path)),
             metric=self._metric or "",
             mode=self._mode,
             unit=next((row.unit for row in reversed(epochs) if row.notes), "epoch"),
         )
         seen = whole_run.completed(seen, self._rows.values(), self._deleted())
-        return dataclasses.replace(seen, problems={**found.problems, **self._problems, **self._no_metric()})
+        return dataclasses.replace(seen, problems={**beside.problems, **self._problems, **self._no_metric()})
 
     def _deleted(self) -> Mapping[int, Line]:
         try:
@@ -134,12 +157,17 @@ class _Scan:
 
     def _read_all(self, folders: Mapping[int, str]) -> list[LeftoverRow]:
         """Makes the rows of epochs; returns what is none."""
-        found = dict[int, EpochRow | LeftoverRow | None]()
-        self._epoch_directory.store.each(
-            lambda e: found.__setitem__(e, brief(self._epoch_directory, folders[e], e)), list(folders)
-        )
-        self._rows |= {epoch: row for epoch, row in found.items() if isinstance(row, EpochRow)}
-        return [row for row in found.values() if isinstance(row, LeftoverRow)]
+        others = list[LeftoverRow]()
+
+        def read(epoch: int) -> None:
+            row = brief(self._epoch_directory, folders[epoch], epoch)
+            if isinstance(row, EpochRow):
+                self._rows[epoch] = row
+            elif row is not None:
+                others.append(row)
+
+        self._epoch_directory.store.each(read, list(folders))
+        return others
 
     def _first(self, epochs: Collection[int]) -> list[int]:
         """The newest of some epochs, at least one, that together cost as much as a look may."""
@@ -170,7 +198,10 @@ class _Scan:
         return found
 
     def _update(self, change: Callable[[EpochRow], EpochRow], epochs: Collection[int]) -> None:
-        self._epoch_directory.store.each(lambda e: self._rows.__setitem__(e, change(self._rows[e])), list(epochs))
+        def update(epoch: int) -> None:
+            self._rows[epoch] = change(self._rows[epoch])
+
+        self._epoch_directory.store.each(update, list(epochs))
 
     def _attach(self, row: EpochRow) -> EpochRow:
         try:

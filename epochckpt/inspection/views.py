@@ -1,7 +1,8 @@
 """The views of an epoch and of an item, and of all else through `of`: blocks made from rows.
 
-Notebooks and terminals draw the same blocks. Every decision about a view is made here, in `directory_views` and in
-`leaf_views`: which facts and columns it has, in which order, how much of a long list, and in which words.
+Notebooks and terminals draw the same blocks. Every decision about a view is made here, in `directory_views` with its
+tables, in `runs_views` and in `leaf_views`: which facts and columns it has, in which order, how much of a long list,
+and in which words.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from epochckpt._metrics import flat
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import leaf_views, rows, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Problem, Span, TextLine, Tone, Words, secs, table
-from epochckpt.inspection.directory_views import goodput, metrics, overview, runs, usage
+from epochckpt.inspection.directory_views import goodput, metrics, overview, usage
 from epochckpt.inspection.leaf_views import cuts, diff, stats
+from epochckpt.inspection.runs_views import runs
 from epochckpt.inspection.signs import BEST, LATEST, faint, figure, nbytes, node_strip, slow_node, strip_column, tone
 
 _NODES = 12  # of an epoch that are listed; of more than that only some

@@ -93,7 +93,7 @@ def test_what_is_dead_goes_and_nothing_else(run: pathlib.Path) -> None:
     assert {row.kind for row in found.rows} == {"attempt", "deleted", "orbax attempt"}
     kept = {row.kind: row for row in found.others}
     assert kept.keys() == {"rolled back", "quarantined"}
-    assert all("only when asked for" in found.kept[row.path] for row in found.others)
+    assert all("only when asked for" in found.kept[row.path].reason for row in found.others)
     assert all(path.exists() for path in left.values()), "finding removes nothing"
     seen: list[LeftoverRow] = []
     removed = gc.collect(run, delete=True, clock=next_week, progress=seen.append)
@@ -111,7 +111,7 @@ def test_what_was_written_to_lately_stays(run: pathlib.Path) -> None:
     found = gc.collect(run, delete=True)
     assert found.rows == ()
     assert found.kept.keys() >= {path.relative_to(run).as_posix() for path in left.values()}
-    assert all("was written to it" in found.kept[path.relative_to(run).as_posix()] for path in left.values())
+    assert all("was written to it" in found.kept[path.relative_to(run).as_posix()].reason for path in left.values())
     old = left["attempt"]
     for path in (*old.rglob("*"), old):
         os.utime(path, (1.0, 1.0))
@@ -163,7 +163,7 @@ def test_a_rollback_under_way_keeps_what_it_moved(run: pathlib.Path) -> None:
         else:
             (run / "rollback.json").write_bytes(record)
         found = gc.collect(run, delete=True, epochs_too=True, clock=next_week)
-        assert found.kept[folder.name] == "a rollback is under way"
+        assert found.kept[folder.name].reason == "a rollback is under way"
         assert (folder / "4" / "epoch.json").exists()
         found_dirs = {path.name for path in run.iterdir()}
         assert {"2", "3"} <= found_dirs
@@ -219,7 +219,7 @@ def test_what_is_written_to_while_it_is_removed_goes_back(run: pathlib.Path, mon
     monkeypatch.setattr(PosixStore, "rename", race)
     found = gc.collect(run, delete=True, clock=next_week)
     path = left["attempt"].relative_to(run).as_posix()
-    assert found.kept[path] == "something was written to it just now"
+    assert found.kept[path].reason == "something was written to it just now"
     assert below(left["attempt"]) == {"process_0", "process_0/default.safetensors", "process_0/node.json"}
     assert len(found.rows) == len(left) - 1
     assert not list(run.glob("gc-*"))

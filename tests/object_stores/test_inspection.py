@@ -444,7 +444,7 @@ def test_a_clock_that_is_ahead_of_the_store_makes_nothing_old(cloud: Bucket, mon
     monkeypatch.setattr(gc.time, "time", lambda: now() + 7 * gc.DAY_SECS)
     found = gc.collect(url, delete=True, clock=gc.time.time)
     assert found.rows == ()
-    assert "was written to it" in found.kept[f"5/{save_id}"]
+    assert "was written to it" in found.kept[f"5/{save_id}"].reason
     assert open_store(url).files("5")
 
 
