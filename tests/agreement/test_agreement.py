@@ -306,7 +306,7 @@ def test_after_a_long_pause_nodes_that_do_not_compute_in_step_commit_again(
     """They stay as far apart as the pause has put them, further than the timeout: each is waited for that much longer,
     and one that is far ahead is held back."""
     monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
-    epochs, pace, timeout = range(24), 0.4, 4.0
+    epochs, pace, timeout = range(40), 0.4, 4.0
 
     def process(number: int) -> Any:
         manager = job.open(save_timeout_secs=timeout)
