@@ -14,6 +14,7 @@ from epochckpt.errors import EpochNotFoundError, FencedError, InvalidArgumentErr
 from epochckpt.jobs import Task, TaskGroup
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import MUST, NEVER, CheckpointBackend, Names, Restored
+from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
@@ -71,7 +72,7 @@ class Caffe2Backend(CheckpointBackend):
         self._ready = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
         self._report("checkpoint_load", self._calls.collective(f"stats of the load of {epoch}", self._stats, list))
-        return Restored(epoch, self._manager.read_notes(epoch) or {}, names, named=named is not None)
+        return Restored(epoch, RunNotes.read(self._manager.read_notes(epoch)), names, named=named is not None)
 
     def _managers(self) -> Mapping[str, CheckpointManager]:
         """The managers of the nodes of this process."""
@@ -102,9 +103,9 @@ class Caffe2Backend(CheckpointBackend):
         if not self._ready:
             self._run(lambda: self._manager.init(self._nodes))
 
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
         """See CheckpointBackend. An error becomes an outcome on all processes, and training goes on."""
-        self._manager.notes = dict(notes)
+        self._manager.notes = notes.to_json()
         began = time.monotonic()
         error = ""
         fenced = ""

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from epochckpt._metrics import flat
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
 from epochckpt.format import tree as tree_lib
-from epochckpt.jobs.notes import NOTES
+from epochckpt.jobs.notes import NOTES, RunNotes
 from epochckpt.manager import status
 from epochckpt.options import SECRET
 
@@ -54,12 +53,7 @@ def config_of(epoch_directory: EpochDirectory, first: EpochRow, newest: EpochRow
         same |= _plain("", metadata)
     count = collections.Counter(name for _, name in same)
     values = {name if count[name] == 1 or not item else f"{item}/{name}": value for (item, name), value in same.items()}
-    return RunConfig(values, _trained((newest.notes or {}).get("total_secs")))
-
-
-def _trained(secs: Any) -> float | None:
-    is_number = isinstance(secs, int | float) and not isinstance(secs, bool)
-    return float(secs) if is_number and math.isfinite(secs) else None
+    return RunConfig(values, RunNotes.read(newest.notes).total_secs)
 
 
 def _plain(item: str, content: Mapping[str, Any]) -> _Values:

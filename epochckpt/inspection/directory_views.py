@@ -21,6 +21,7 @@ from epochckpt.inspection.signs import (
     figure,
     tone,
 )
+from epochckpt.jobs.notes import RunNotes
 
 _RECENT = 20  # epochs that a page shows before it folds
 _USED = 50  # epochs, and other things, whose use of storage is listed
@@ -95,7 +96,7 @@ def _legend(found: rows.Overview) -> list[Block]:
     said = []
     if any(row.state == rows.COMMITTED for row in found.epochs):
         said.append(f"✓ committed: the {noun(found.unit)} can be restored")
-    if any((row.notes or {}).get("partial") for row in found.epochs):
+    if any(RunNotes.read(row.notes).partial for row in found.epochs):
         said.append("partial: saved in the middle, a run that resumes enters it")
     if any(len(row.nodes) > 1 for row in found.epochs):
         said.append("a bar is a node's time of writing, × a damaged node, · a missing node")

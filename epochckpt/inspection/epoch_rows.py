@@ -25,7 +25,7 @@ from epochckpt.inspection.rows import (
     NodeRow,
     facts_of,
 )
-from epochckpt.jobs.notes import NOTES
+from epochckpt.jobs.notes import NOTES, RunNotes
 from epochckpt.orbax import steps
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
         metrics=metrics if isinstance(metrics, Mapping) else {} if metrics is None else {"metrics": metrics},
         custom_metadata=custom,
         notes=notes if isinstance(notes, Mapping) else {},
-        unit="step" if isinstance(notes, Mapping) and notes.get("unit") == "step" else "epoch",
+        unit=RunNotes.read(notes).unit,
         **facts_of(record),
     )
 

@@ -27,6 +27,7 @@ from epochckpt.inspection.signs import (
     strip_column,
     tone,
 )
+from epochckpt.jobs.notes import RunNotes
 
 _BLOCKED = 0.1  # seconds by which a save that held training holds it longer than most
 _NODES = 12  # damaged ones that a remark names
@@ -128,7 +129,7 @@ class EpochTable:
     @staticmethod
     def _state(row: rows.EpochRow) -> Cell:
         tone, meaning = STATES.get(row.state, UNKNOWN)
-        if (row.notes or {}).get("partial"):
+        if RunNotes.read(row.notes).partial:
             return Cell(Span("partial", Tone.WARN), tip="saved in the middle of it; a run that resumes enters it")
         return Cell(Span("✓" if row.state == rows.COMMITTED else row.state, tone), tip=meaning)
 

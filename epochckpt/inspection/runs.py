@@ -19,6 +19,7 @@ from epochckpt.inspection import configs, opening, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import NamedContents
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, NEWER, DirectoryRow, Overview, RunsOverview
+from epochckpt.jobs.notes import RunNotes
 from epochckpt.storage import Store, listing, open_store
 
 if TYPE_CHECKING:
@@ -301,8 +302,8 @@ def state_of(seen: Overview, owners: Owners = Owners.ALIVE) -> tuple[str, str]:
     damaged = [row.epoch for row in seen.epochs if row.state == DAMAGED]
     if damaged and (latest is None or damaged[-1] > latest.epoch):
         return DAMAGED, f"{seen.unit} {damaged[-1]}"
-    if finished := (latest.notes or {}).get("finished") if latest else None:
-        return "finished", "; ".join(map(str, finished)) if isinstance(finished, list | tuple) else str(finished)
+    if latest is not None and (finished := RunNotes.read(latest.notes).finished):
+        return "finished", "; ".join(finished)
     if any(row.state == IN_PROGRESS for row in seen.epochs):
         return "saving", ""
     times = [row.committed_ns for row in whole if row.committed_ns is not None]

@@ -21,6 +21,7 @@ from epochckpt.inspection.directory_views import goodput, metrics, overview, usa
 from epochckpt.inspection.leaf_views import cuts, diff, stats
 from epochckpt.inspection.runs_views import runs
 from epochckpt.inspection.signs import BEST, LATEST, faint, figure, nbytes, node_strip, slow_node, strip_column, tone
+from epochckpt.jobs.notes import RunNotes
 
 _NODES = 12  # of an epoch that are listed; of more than that only some
 _SLOWEST = 5
@@ -115,7 +116,7 @@ def _facts(found: rows.EpochDetail) -> Iterator[Fact]:
         metrics.append(("metric", (f"{name} ", Span(figure(value), Tone.STRONG, 60), Span(source, Tone.FAINT))))
     yield from _first(metrics)
     yield from _metadata(row.custom_metadata)
-    yield from _first(_notes(row.notes or {}))
+    yield from _first(_notes(RunNotes.read(row.notes)))
     if row.state == rows.COMMITTED:
         yield from _orbax(found)
 
@@ -136,26 +137,20 @@ def _metadata(found: Any) -> Iterator[Fact]:
     return _first(("metadata", Span(each, limit=400)) for each in texts)
 
 
-def _notes(notes: Mapping[str, Any]) -> Iterator[Fact]:
-    """The runner's notes, in a few words. No reader has checked their values, which may be of any type."""
-    if finished := notes.get("finished"):
-        why = "; ".join(map(str, finished)) if isinstance(finished, list | tuple) else str(finished)
-        yield "run ended", Span(why, limit=400)
-    if notes.get("partial"):
+def _notes(notes: RunNotes) -> Iterator[Fact]:
+    """The runner's notes, in a few words."""
+    if notes.finished:
+        yield "run ended", Span("; ".join(notes.finished), limit=400)
+    if notes.partial:
         yield "partial", "the run was left in the middle of it, and goes on there"
-    if notes.get("beside"):
+    if notes.out_of_band:
         yield "beside", "saved by save_checkpoints() in the middle of a run, which does not go on from it"
-    trained = notes.get("total_secs")
-    if isinstance(trained, int | float) and not isinstance(trained, bool):
-        yield "trained for", f"{_units.secs(trained)} in all"
-    for title, name in (("stop state", "stop"), ("blobs", "blobs")):
-        kept = notes.get(name)
+    if notes.total_secs is not None:
+        yield "trained for", f"{_units.secs(notes.total_secs)} in all"
+    for title, kept in (("stop state", notes.stop_states), ("blobs", notes.entries.get("blobs"))):
         each = [f"{key}: {_plain(value)}" for key, value in kept.items()] if isinstance(kept, Mapping) else [str(kept)]
         yield from ((title, Span(words, limit=400)) for words in each if kept is not None)
-    shown = "finished", "partial", "beside", "total_secs", "stop", "blobs"
-    internal = "version", "nodes", "metrics", "forms", "kinds", "types", "unit", "begun"  # or shown elsewhere
-    known = {*shown, *internal}
-    yield from (("run", Span(f"{name}: {value}", limit=400)) for name, value in notes.items() if name not in known)
+    yield from (("run", Span(f"{name}: {value}", limit=400)) for name, value in notes.others().items())
 
 
 def _plain(value: object) -> str:

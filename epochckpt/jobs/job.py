@@ -14,9 +14,8 @@ from epochckpt import _text
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.jobs import stop
+from epochckpt.jobs.notes import EPOCH, STEP
 from epochckpt.jobs.workspace import Workspace
-
-EPOCH, STEP = "epoch", "step"  # what a job may count
 
 F = TypeVar("F", bound=Callable[[Workspace], Any])
 

@@ -19,8 +19,10 @@ from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgum
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
-from epochckpt.jobs.backends.base import OUT_OF_BAND, WENT_BACK_TO, CheckpointBackend, Names, Restored
-from epochckpt.jobs.job import EPOCH, ComputedCondition, Job, TaskGroup
+from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
+from epochckpt.jobs.epoch_verdict import EpochReport, EpochReports, EpochVerdict, reason_of
+from epochckpt.jobs.job import Job, TaskGroup
+from epochckpt.jobs.notes import EPOCH, RunNotes
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
 from epochckpt.jobs.run_calls import RunCalls
@@ -55,20 +57,6 @@ class _TrainedEpoch:
     preempted: bool = False  # the preemption notice has reached all processes
     interrupted: bool = False  # this process left the epoch in the middle
     prepared: Any = None  # what the backend saves, see `CheckpointBackend.prepare`
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Verdict:
-    """What the primary has decided at the end of an epoch; the same on all processes."""
-
-    stop: dict[str, str]  # why the run ends, by the stop condition's `repr`
-    interrupted: bool  # a process left the epoch in the middle
-    save: bool  # the epoch is saved now
-    retry: bool  # if this is the last epoch and is not saved, it is tried once more at the end of the run
-    exists: bool  # the epoch is on storage and is to be replaced
-    fenced_off: str  # how a process learned that a newer run owns the directory; empty if none does
-    results: list[dict[str, Any]]  # of saves that have ended, as JSON
-    too_many: str = ""  # saves in a row that have failed; empty unless they end the run
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -170,13 +158,12 @@ class TrainingRun:
             return None
         epoch = restored.epoch
         notes = restored.notes
-        self._set(epoch=epoch, resumed_from=epoch, last_committed_epoch=epoch, partial=bool(notes.get("partial")))
+        self._set(epoch=epoch, resumed_from=epoch, last_committed_epoch=epoch, partial=notes.partial)
         self._in_epoch = epoch
-        earlier = notes.get("total_secs")
-        self._earlier_secs = float(earlier) if isinstance(earlier, int | float) else 0.0
-        self._begun = begun if isinstance(begun := notes.get("begun"), int) else epoch
-        self._stop_states = notes.get("stop") or {}
-        stop.load_states(self.job.stop_conditions, notes.get("stop"))
+        self._earlier_secs = notes.total_secs or 0.0
+        self._begun = epoch if notes.begun is None else notes.begun
+        self._stop_states = notes.stop_states or {}
+        stop.load_states(self.job.stop_conditions, notes.stop_states)
         for workspace in spaces.values():
             workspace.epoch = epoch
         self.handler.report("checkpoint_load", dict(zip(self.session.nodes, secs, strict=False)))
@@ -245,9 +232,9 @@ class TrainingRun:
 
     def _check_unit(self, restored: Restored, directory: str) -> None:
         """Refuses an epoch of a job that counted something else, unless the user has named it."""
-        counted = str(restored.notes.get("unit", EPOCH))
+        counted = restored.notes.unit
         unit = self.job.unit
-        if "version" in restored.notes and counted != unit and self.resume_from_epoch is None:
+        if restored.notes.is_of_run and counted != unit and self.resume_from_epoch is None:
             raise InvalidArgumentError(
                 f"{directory}: {counted} {restored.epoch} is of a job that counts {counted}s, and this one counts "
                 f"{unit}s: take another directory, make the job with unit={counted!r}, or name the number to go on "
@@ -346,20 +333,20 @@ class TrainingRun:
             return False
         notes = restored.notes
         conditions = self.job.stop_conditions
-        ctx = self._context(restored.epoch, notes.get("metrics") or {}, 0.0)
+        ctx = self._context(restored.epoch, notes.metrics, 0.0)
 
         def holds(condition: stop.Condition) -> bool:
             if not stop.is_foreign(condition):
                 return stop.held(condition, ctx)
             try:
-                return bool(notes.get("finished")) and condition.holds(ctx)
+                return bool(notes.finished) and condition.holds(ctx)
             except Exception as error:
                 logging.warning("stop condition %r needs an epoch, so one is trained: %s", condition, say(error))
                 return False
 
         def report() -> bool:
             held = [holds(condition) for condition in conditions]
-            stop.load_states(conditions, notes.get("stop"))  # callables may have counted this
+            stop.load_states(conditions, notes.stop_states)  # callables may have counted this
             return any(held)
 
         return self.calls.collective("whether training is over", report, any)
@@ -399,15 +386,15 @@ class TrainingRun:
             conditions = self.job.stop_conditions
             answers = [stop.look(condition, ctx) for condition in conditions]
             self._stop_states = stop.save_states(conditions)
-            return [_reason(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
+            return [reason_of(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
 
         verdict = self._agree(epoch, train)
         if verdict.fenced_off:
             self._end_fenced_off(number, verdict.fenced_off)
             return
-        if verdict.too_many:
-            self._set(epoch=number, stop_reason=UNSAVED, unsaved=verdict.too_many)
-            logging.error("the run ends after %s: %s", self._named(number), verdict.too_many)
+        if too_many := self._too_many_failures():
+            self._set(epoch=number, stop_reason=UNSAVED, unsaved=too_many)
+            logging.error("the run ends after %s: %s", self._named(number), too_many)
             return
 
         # A run that was preempted has not finished, unless a condition other than `preempted` is true.
@@ -426,71 +413,73 @@ class TrainingRun:
         self.show_epoch(number, epoch.metrics)
         self._save(epoch, dataclasses.replace(verdict, stop=stops), force=bool(reason))
 
-    def _agree(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> _Verdict:
+    def _agree(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> EpochVerdict:
         """The collective call at the end of an epoch; prepares the save.
 
         `train` gives for each stop condition why it is true here, "" if it is false, None if it has no vote here.
         """
-        conditions = self.job.stop_conditions
-        backend = self.backend
-
-        def report() -> dict[str, Any]:
-            looked_back = self._looked_back
-            reasons = train()
-            problem = ""
-            first = self._looked_back and not looked_back  # the first epoch has been trained to its end
-            blobs = self._blobs_here() if first or None in reasons else []
-            if backend is not None and (self.job.resumable or not epoch.interrupted):
-                try:
-                    epoch.prepared = backend.prepare(epoch.number, self.names)
-                except Exception as error:
-                    problem = say(error)
-            fenced_off = "" if backend is None else backend.fenced_off()
-            more = {"problem": problem, "fenced_off": fenced_off, "first": first, "blobs": blobs}
-            return {"reasons": reasons, "interrupted": epoch.interrupted, **more}
-
-        def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
-            # A condition is true if it is on any process that has a vote, and some process must have one.
-            stops: dict[str, str] = {}
-            names = sorted({name for r in reports for name in r["blobs"]})
-            voters = [r["reasons"] for r in reports if r["reasons"]]
-            for condition, votes in zip(conditions, zip(*voters, strict=True), strict=False):
-                if isinstance(condition, ComputedCondition) and all(vote is None for vote in votes):
-                    near = f"; {_text.near(condition.blob, names)}" if condition.blob else ""
-                    raise InvalidArgumentError(f"stop condition {condition!r}: {condition.missing}{near}")
-                if any(votes):
-                    stops[repr(condition)] = next(filter(None, votes))
-            if all(r["first"] for r in reports):
-                self._check_excluded(names)
-
-            # The epoch is saved if it is time, every process can save its part, and storage can be reached.
-            interrupted = any(r["interrupted"] for r in reports)
-            due = bool(stops) or interrupted or epoch.preempted or epoch.number == 0
-            due = due or time.monotonic() - self._saved >= self.settings.save_every_secs
-            refusal = problem = _first(reports, "problem")
-            if due and backend is not None and not problem and not self.handler.cp_accessible(epoch.number):
-                refusal = NOT_ACCESSIBLE
-            if due and refusal:
-                self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
-            return {
-                "stop": stops,
-                "interrupted": interrupted,
-                "save": due and not refusal,
-                "retry": not problem,
-                "exists": backend is not None and epoch.number in backend.epochs(),
-                "fenced_off": _first(reports, "fenced_off"),
-                "results": self._take_results(),
-            }
-
-        verdict = _Verdict(**self.calls.collective(f"end of {self._named(epoch.number)}", report, decide))
+        answer = self.calls.collective(
+            f"end of {self._named(epoch.number)}",
+            lambda: self._report(epoch, train).to_json(),
+            lambda told: self._decide(epoch, EpochReports(told)).to_json(),
+        )
+        verdict = EpochVerdict(**answer)
         self._enter(verdict.results)
+        return verdict
+
+    def _report(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> EpochReport:
+        """Trains the epoch, and takes what is saved of it."""
+        backend = self.backend
+        looked_back = self._looked_back
+        reasons = train()
+        problem = ""
+        first = self._looked_back and not looked_back  # the first epoch has been trained to its end
+        if backend is not None and (self.job.resumable or not epoch.interrupted):
+            try:
+                epoch.prepared = backend.prepare(epoch.number, self.names)
+            except Exception as error:
+                problem = say(error)
+        return EpochReport(
+            reasons=reasons,
+            interrupted=epoch.interrupted,
+            problem=problem,
+            fenced_off="" if backend is None else backend.fenced_off(),
+            first=first,
+            blobs=self._blobs_here() if first or None in reasons else [],
+        )
+
+    def _decide(self, epoch: _TrainedEpoch, reports: EpochReports) -> EpochVerdict:
+        """On the primary. The epoch is saved if it is time, all can save their parts, and storage can be reached."""
+        backend = self.backend
+        stops = reports.stops(self.job.stop_conditions)
+        if reports.first:
+            self._check_excluded(reports.blobs)
+        due = bool(stops) or reports.interrupted or epoch.preempted or epoch.number == 0
+        due = due or time.monotonic() - self._saved >= self.settings.save_every_secs
+        refusal = reports.problem
+        if due and backend is not None and not refusal and not self.handler.cp_accessible(epoch.number):
+            refusal = NOT_ACCESSIBLE
+        if due and refusal:
+            self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
+        return EpochVerdict(
+            stop=stops,
+            interrupted=reports.interrupted,
+            save=due and not refusal,
+            retry=not reports.problem,
+            exists=backend is not None and epoch.number in backend.epochs(),
+            fenced_off=reports.fenced_off,
+            results=self._take_results(),
+        )
+
+    def _too_many_failures(self) -> str:
+        """Which saves in a row have failed; empty unless they end the run."""
         limit = self.settings.max_consecutive_save_failures
         failures = self._failures_in_a_row
-        if limit is not None and failures > limit and not verdict.fenced_off:
-            failed, reason = self._result.failed_saves[-1]
-            many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
-            verdict.too_many = f"{many}; the last, of {self._named(failed)}: {reason}"
-        return verdict
+        if limit is None or failures <= limit:
+            return ""
+        failed, reason = self._result.failed_saves[-1]
+        many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
+        return f"{many}; the last, of {self._named(failed)}: {reason}"
 
     def _check_excluded(self, known: Sequence[str]) -> None:
         """On the primary, after the first epoch: warns of a name in `exclude` that no node has: it may be misspelt.
@@ -525,15 +514,14 @@ class TrainingRun:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def _save(self, epoch: _TrainedEpoch, verdict: _Verdict, force: bool) -> None:
+    def _save(self, epoch: _TrainedEpoch, verdict: EpochVerdict, force: bool) -> None:
         """Begins to save an epoch. The last one of a run (`force`) may be tried once more."""
         backend = self.backend
         number = epoch.number
         metrics = dict(epoch.metrics)
         if backend is None:
             return
-        more = {"finished": list(verdict.stop) or None, "metrics": metrics}
-        notes = {**self._notes(self._result.partial), **more}
+        notes = self._notes(self._result.partial).with_end(list(verdict.stop), metrics)
 
         def save() -> None:
             began = time.monotonic()
@@ -614,18 +602,18 @@ class TrainingRun:
         self._set(unsaved=unsaved)
         logging.error("%s, the last, was not saved: %s", self._named(epoch), unsaved)
 
-    def _notes(self, partial: bool) -> dict[str, Any]:
-        return {
-            "version": 1,
-            "nodes": list(self.session.nodes),
-            "partial": partial,
-            "stop": self._stop_states,
-            "total_secs": self._earlier_secs + time.monotonic() - self._began,
-            **({} if self.resume_from_epoch is None else {WENT_BACK_TO: self.resume_from_epoch}),
-            **({"unit": self.job.unit, "begun": self._begun} if self.job.unit != EPOCH else {}),
-        }
+    def _notes(self, partial: bool) -> RunNotes:
+        return RunNotes.of_run(
+            nodes=self.session.nodes,
+            partial=partial,
+            stop_states=self._stop_states,
+            total_secs=self._earlier_secs + time.monotonic() - self._began,
+            went_back_to=self.resume_from_epoch,
+            unit=self.job.unit,
+            begun=self._begun,
+        )
 
-    def out_of_band_notes(self, epoch: int, session: Session) -> dict[str, Any]:
+    def out_of_band_notes(self, epoch: int, session: Session) -> RunNotes:
         """The notes for an epoch that `JobRunner.save_checkpoints` is about to save, during this run or after it.
 
         Waits for the run's own saves first, and enters their results: what the backend tells later is not the run's.
@@ -636,9 +624,9 @@ class TrainingRun:
             backend.drain()
             self._ended += backend.outcomes()
         current = self._in_epoch  # the run may have gone on meanwhile
-        notes = self._notes(current == epoch and self.job.resumable) if own else {}
+        notes = self._notes(current == epoch and self.job.resumable) if own else RunNotes()
         if current is not None and (epoch > current or not own):
-            notes[OUT_OF_BAND] = True
+            notes = notes.as_out_of_band()
         if current is not None and epoch > current:
             resume = "a resumed run goes on from it only if it is named: resume_from_epoch=…"
             if backend is not None and backend.per_node:
@@ -704,15 +692,3 @@ class TrainingRun:
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that match a shell pattern."""
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-
-
-def _first(reports: Iterable[Mapping[str, Any]], key: str) -> str:
-    """The first text that is not empty."""
-    return next((report[key] for report in reports if report[key]), "")
-
-
-def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | None:
-    """Why a condition is true after an epoch; "" if it is not; None if this process has no vote on it."""
-    if isinstance(condition, ComputedCondition) and not condition.values(ctx.workspace):
-        return None
-    return stop.why(condition, ctx) if true else ""

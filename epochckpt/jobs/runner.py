@@ -19,6 +19,7 @@ from epochckpt.jobs import backends
 from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
 from epochckpt.jobs.blobs import traced_init
 from epochckpt.jobs.job import Job, TaskGroup
+from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
 from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
@@ -320,7 +321,7 @@ class JobRunner:
         calls = opened.calls
         handler = opened.handler
         run = self._run
-        notes = dict[str, Any]()
+        notes = RunNotes()
 
         def look() -> list[bool]:
             self._introduce(handler, backend)

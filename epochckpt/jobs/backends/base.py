@@ -14,15 +14,11 @@ from epochckpt._renaming import Rename
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.notes import NOTES
+from epochckpt.jobs.notes import NOTES, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
-
-# In the notes of an epoch: `save_checkpoints` saved it during a run, which had not come to this epoch yet.
-OUT_OF_BAND = "beside"
-WENT_BACK_TO = "went_back_to"  # in the notes: the epoch that the user has named for the run to go back to
 
 AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from an epoch on storage
 
@@ -38,7 +34,7 @@ class Restored:
     """What a restore found; the blobs are in the workspaces."""
 
     epoch: int
-    notes: Mapping[str, Any]  # what the runner wrote with the epoch
+    notes: RunNotes  # what the runner wrote with the epoch
     names: Names  # the blobs that came back
     named: bool = False  # the user has named it, and the run trains on from it
 
@@ -105,7 +101,7 @@ class CheckpointBackend(abc.ABC):
         del epoch, names
 
     @abc.abstractmethod
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
         """Begins a save; returns whether it did."""
 
     def outcomes(self) -> list[SaveResult]:
@@ -135,6 +131,15 @@ class CheckpointBackend(abc.ABC):
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What `ItemBackend.prepare` has taken from the workspaces."""
+
+    items: Mapping[str, Any]  # what each item is made of, by its name
+    names: Mapping[str, str]  # see `RunNotes.blobs`
+    types: Mapping[str, Any]  # see `RunNotes.types`
+
+
 class ItemBackend(CheckpointBackend):
     """A manager of Orbax's interface. The runner's notes, with the types of the blobs, are custom metadata."""
 
@@ -161,10 +166,9 @@ class ItemBackend(CheckpointBackend):
         """The workspaces of this process whose nodes are checkpointed."""
         return dict(self._session.workspaces())
 
-    def notes(self, epoch: int) -> Mapping[str, Any]:
+    def notes(self, epoch: int) -> RunNotes:
         """What the runner wrote with an epoch."""
-        notes = (self._manager.metadata(epoch).custom_metadata or {}).get(NOTES)
-        return notes if isinstance(notes, dict) else {}
+        return RunNotes.read((self._manager.metadata(epoch).custom_metadata or {}).get(NOTES))
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -236,8 +240,8 @@ class ItemBackend(CheckpointBackend):
         """On the primary: whether the newest epoch is of a run that has gone back to this one."""
         for epoch in reversed(self.epochs()):
             notes = self._readable_notes(epoch)
-            if notes and not notes.get(OUT_OF_BAND):
-                gone_back = epoch > named and notes.get(WENT_BACK_TO) == named
+            if notes and not notes.out_of_band:
+                gone_back = epoch > named and notes.went_back_to == named
                 if gone_back:
                     logging.warning(
                         "%s: checkpoint %d is of a run that has gone back to %d already, so this one goes on from "
@@ -252,13 +256,13 @@ class ItemBackend(CheckpointBackend):
         return False
 
     def _is_out_of_band(self, epoch: int) -> bool:
-        return bool(self._readable_notes(epoch).get(OUT_OF_BAND))
+        return self._readable_notes(epoch).out_of_band
 
-    def _readable_notes(self, epoch: int) -> Mapping[str, Any]:
+    def _readable_notes(self, epoch: int) -> RunNotes:
         try:
             return self.notes(epoch)
         except (DamagedError, FormatError, FormatVersionError, EpochNotFoundError):  # the restore raises it
-            return {}
+            return RunNotes()
 
     def _check_free(self) -> None:
         """Refuses a directory without epochs in which no run may start over."""
@@ -269,7 +273,7 @@ class ItemBackend(CheckpointBackend):
         """Makes an epoch that is not the latest the latest, durably; UnsupportedError if the manager cannot do that."""
 
     @abc.abstractmethod
-    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[Mapping[str, Any], Values]]:
+    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[RunNotes, Values]]:
         """The newest of these epochs that every node can read, and what `_read` gives of it."""
 
     @abc.abstractmethod
@@ -277,20 +281,17 @@ class ItemBackend(CheckpointBackend):
         """The items of an epoch that are blobs."""
 
     @abc.abstractmethod
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[RunNotes, Values]:
         """The notes of an epoch, and its blobs; `only`: just these blobs, which go to these nodes."""
 
-    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[Mapping[str, Any], Values]:
+    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[RunNotes, Values]:
         """What `_read` gives, on all processes or on none; each may want other blobs."""
         return self._read(epoch, only)
 
     @staticmethod
-    def _blobs_of(
-        items: Iterable[str], notes: Mapping[str, Any], only: Collection[str] | None = None
-    ) -> dict[str, str]:
+    def _blobs_of(items: Iterable[str], notes: RunNotes, only: Collection[str] | None = None) -> dict[str, str]:
         """The blobs of an epoch by item; with `only`, just these blobs."""
-        names = notes.get("blobs") or {}
-        blobs = {item: names.get(item, item) for item in items}
+        blobs = {item: notes.blobs.get(item, item) for item in items}
         return {item: blob for item, blob in blobs.items() if only is None or blob in only}
 
     @staticmethod
@@ -300,7 +301,7 @@ class ItemBackend(CheckpointBackend):
         return blob_lib.argument(target, rename)
 
     def _as_saved(
-        self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: Mapping[str, Any]
+        self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: RunNotes
     ) -> dict[str, Any]:
         """A blob by node of this process, out of its `form` in an item, in the containers that it was saved in."""
         spaces = self._spaces()
@@ -310,10 +311,10 @@ class ItemBackend(CheckpointBackend):
                 value = _of_this_node(blob, value, nodes, spaces[node])
             elif form == "bare":
                 value = value[BARE]
-            made[node] = blob_lib.as_saved(spaces[node], blob, value, notes.get("types"))
+            made[node] = blob_lib.as_saved(spaces[node], blob, value, notes.types)
         return made
 
-    def _put_back(self, epoch: int, notes: Mapping[str, Any], values: Values) -> Restored:
+    def _put_back(self, epoch: int, notes: RunNotes, values: Values) -> Restored:
         """Puts restored values into the workspaces, after all of them have been read."""
         spaces = self._spaces()
         for blob, by_node in values.items():
@@ -393,8 +394,8 @@ class ItemBackend(CheckpointBackend):
         """The containers of blobs as JSON, by `node/blob`; None for dicts and lists alone."""
         return {f"{n}/{blob}": self._recorder.record(f"{n}/{blob}", tree) for (n, blob), tree in states.items()}
 
-    def _blob_notes(self, states: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-        """The notes of an epoch about blobs: their names, and their containers.
+    def _prepared(self, items: Mapping[str, Any], states: Mapping[tuple[str, str], Any]) -> "Prepared":
+        """Items with the names of their blobs, and their containers.
 
         Containers are noted by blob, and by `node/blob` where nodes differ. Containers of other processes are noted
         as they were after init.
@@ -404,12 +405,13 @@ class ItemBackend(CheckpointBackend):
             if types.setdefault(key.partition("/")[2], one) != one:
                 types[key] = one
         types = {key: one for key, one in types.items() if one is not None or "/" in key}
-        return {"blobs": {item: blob for blob, item in self._items.items() if item != blob}, "types": types}
+        names = {item: blob for blob, item in self._items.items() if item != blob}
+        return Prepared(items=items, names=names, types=types)
 
-    def _begin(self, epoch: int, items: Mapping[str, Any], metrics: Any, notes: Mapping[str, Any]) -> bool:
+    def _begin(self, epoch: int, items: Mapping[str, Any], metrics: Any, notes: RunNotes) -> bool:
         """Begins a save of these items, by their arguments."""
         args = ocp.args.Composite(**items)
-        metadata = {NOTES: notes}
+        metadata = {NOTES: notes.to_json()}
         return self._manager.save(epoch, args=args, metrics=metrics or None, force=True, custom_metadata=metadata)
 
 

@@ -26,6 +26,7 @@ from epochckpt.errors import (
 )
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
+from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Reshard, Workspace
@@ -38,7 +39,7 @@ class _SavedItems:
 
     blobs: Mapping[str, str]  # the blob of each item
     kinds: Mapping[str, str]  # of all items, also of those that hold the nodes' own values of a blob
-    forms: Mapping[str, str]  # of items that the runner saved with stock Orbax
+    forms: Mapping[str, str | None]  # of items that the runner saved with stock Orbax
     nodes: int  # how many nodes saved the epoch
 
 
@@ -104,22 +105,22 @@ class NativeBackend(ItemBackend):
     def _roll_back(self, epoch: int) -> None:
         self._manager.rollback_to(epoch)
 
-    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[Mapping[str, Any], Values]]:
+    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[RunNotes, Values]]:
         return self._manager.restore_newest(self._read, epochs)
 
-    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[Mapping[str, Any], Values]:
+    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[RunNotes, Values]:
         return self._manager.restore_newest(lambda named: self._read(named, only), [epoch])[1]
 
     def _item_names(self, epoch: int) -> Sequence[str]:
         return _blob_items(self._manager.item_kinds(epoch))
 
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[RunNotes, Values]:
         notes = self.notes(epoch)
         kinds = self._manager.item_kinds(epoch)
         saved = _SavedItems(
             blobs=self._blobs_of(_blob_items(kinds), notes, only),
             kinds=kinds,
-            forms=notes.get("forms") or {},
+            forms=notes.forms,
             nodes=max(len(self._manager.nodes(epoch)), 1),
         )
         request = self._request(saved)
@@ -230,9 +231,9 @@ class NativeBackend(ItemBackend):
                 items[item] = own_args.NodeSave(trees, by_node=True)
             else:
                 items[item] = ocp.args.StandardSave(next(iter(trees.values())))
-        return items, self._blob_notes(states)
+        return self._prepared(items, states)
 
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
         """See CheckpointBackend. The policies do not count epochs after this one: they are not of this run.
 
         Raises:
@@ -245,8 +246,8 @@ class NativeBackend(ItemBackend):
             return False
         if blocked:
             raise EpochExistsError(blocked)
-        items, blob_notes = prepared
-        notes = {**notes, **blob_notes}
+        items = prepared.items
+        notes = notes.with_blobs(prepared.names, prepared.types)
         try:
             begun = self._begin(epoch, items, metrics, notes)
         except EpochExistsError:

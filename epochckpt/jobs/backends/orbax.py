@@ -21,6 +21,7 @@ from epochckpt.format import paths
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.backends.base import BARE, BYTES, ItemBackend, Names, Values
+from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.manager import SaveResult
@@ -56,11 +57,11 @@ class OrbaxBackend(ItemBackend):
             "stock Orbax cannot do; use epochckpt.CheckpointManager, or delete the later steps"
         )
 
-    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[Mapping[str, Any], Values]]:
+    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[RunNotes, Values]]:
         """See ItemBackend. Orbax does not verify: the newest is the newest that it lists."""
         return epochs[-1], self._read(epochs[-1])
 
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[RunNotes, Values]:
         if only is None and (self._manager.directory / str(epoch) / paths.EPOCH_RECORD).exists():
             raise UnsupportedError(
                 f"{self.directory}: checkpoint {epoch} was written by epochckpt.CheckpointManager; resume it with "
@@ -68,7 +69,7 @@ class OrbaxBackend(ItemBackend):
             )
         notes = self.notes(epoch)
         blobs = self._blobs_of(self._item_names(epoch), notes, only)
-        forms = notes.get("forms") or {}
+        forms = notes.forms
         ((node, workspace),) = self._spaces().items()
         if renamed := [blob for blob in blobs.values() if blob_lib.rename_of(workspace, blob) is not None]:
             problem = f"ws.target({renamed[0]!r}, rename=…) needs an epochckpt.CheckpointManager"
@@ -80,7 +81,7 @@ class OrbaxBackend(ItemBackend):
             for item, blob in blobs.items()
         }
         nodes = self._session.nodes
-        saved_by = notes.get("nodes") or self._session.nodes
+        saved_by = notes.nodes or self._session.nodes
         try:
             got = self._manager.restore(epoch, args=ocp.args.Composite(**requested)) if requested else {}
         except Exception as error:  # Orbax raises many types where it has no devices for an array
@@ -98,7 +99,7 @@ class OrbaxBackend(ItemBackend):
         }
 
     def _item_names(self, epoch: int) -> Sequence[str]:
-        if forms := self.notes(epoch).get("forms"):
+        if forms := self.notes(epoch).forms:
             return list(forms)
         metadata: Any = self._manager.metadata(epoch).item_metadata
         items = list(metadata.keys()) if hasattr(metadata, "keys") else []
@@ -124,21 +125,22 @@ class OrbaxBackend(ItemBackend):
                 items[item] = ("bare", {BARE: value})
             else:
                 items[item] = ("arrays", value)
-        return items, self._blob_notes(states)
+        return self._prepared(items, states)
 
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
         """See CheckpointBackend. Orbax's policies refuse what is older than the newest: so they are not asked."""
         if not force and not any(e > epoch for e in self.epochs()) and not self._manager.should_save(epoch):
             return False
         self._settle()
-        items, blob_notes = prepared
+        items = prepared.items
         args = {
             item: ocp.args.JsonSave(self._by_node(f"blob of item {item}", value))
             if form == "json"
             else ocp.args.StandardSave(value)
             for item, (form, value) in items.items()
         }
-        notes = {**notes, **blob_notes, "forms": {item: form for item, (form, _) in items.items()}}
+        notes = notes.with_blobs(prepared.names, prepared.types)
+        notes = notes.with_forms({item: form for item, (form, _) in items.items()})
         if epoch in self._replace:
             self._manager.delete(epoch)
             self._replace.discard(epoch)

@@ -1,0 +1,56 @@
+"""The runner's notes: a run writes them, anything may be read, and what is not known is kept."""
+
+import math
+from typing import Any
+
+import pytest
+
+from epochckpt.jobs.notes import RunNotes
+
+OF_STEPS = RunNotes.of_run(
+    nodes=["a", "b"], partial=True, stop_states={"nan": 1}, total_secs=2.5, went_back_to=3, unit="step", begun=40
+)
+
+
+def test_what_a_run_notes_comes_back() -> None:
+    noted = OF_STEPS.with_end(["max_steps(50)"], {"loss": 1.0}).with_blobs({"i": "b"}, {"b": None})
+    read = RunNotes.read(noted.with_forms({"i": "json"}).as_out_of_band().to_json())
+    assert (read.nodes, read.partial, read.stop_states, read.total_secs) == (["a", "b"], True, {"nan": 1}, 2.5)
+    assert (read.went_back_to, read.unit, read.begun, read.finished) == (3, "step", 40, ("max_steps(50)",))
+    assert (read.metrics, read.blobs, read.types, read.forms) == ({"loss": 1.0}, {"i": "b"}, {"b": None}, {"i": "json"})
+    assert (read.out_of_band, read.is_of_run) == (True, True)
+
+
+def test_a_job_of_epochs_notes_no_unit_and_a_run_that_goes_on_no_end() -> None:
+    notes = RunNotes.of_run(
+        nodes=["a"], partial=False, stop_states={}, total_secs=0.0, went_back_to=None, unit="epoch", begun=4
+    )
+    assert notes.to_json().keys() == {"version", "nodes", "partial", "stop", "total_secs"}
+    notes = notes.with_end([], {})
+    assert (notes.unit, notes.begun, notes.went_back_to, notes.finished) == ("epoch", None, None, ())
+
+
+@pytest.mark.parametrize("found", [None, 5, "text", [], {}])
+def test_an_epoch_without_notes_is_of_no_run(found: Any) -> None:
+    notes = RunNotes.read(found)
+    assert not notes
+    assert (notes.is_of_run, notes.partial, notes.out_of_band, notes.total_secs) == (False, False, False, None)
+    assert (notes.nodes, notes.blobs, notes.forms, notes.types, notes.metrics) == ([], {}, {}, {}, {})
+
+
+@pytest.mark.parametrize("value", ["a text", True, math.nan, [1], None])
+def test_values_of_other_types_count_as_missing(value: Any) -> None:
+    notes = RunNotes({"total_secs": value, "begun": "x", "went_back_to": value if value is not True else "x"})
+    assert (notes.total_secs, notes.begun, notes.went_back_to) == (None, None, None)
+    assert RunNotes({"blobs": value, "types": value, "nodes": 3}).blobs == {}
+
+
+@pytest.mark.parametrize(("stored", "why"), [(["a", 1], ("a", "1")), ("a", ("a",)), (None, ()), ([], ()), (0, ())])
+def test_why_a_run_has_finished_is_texts(stored: Any, why: tuple[str, ...]) -> None:
+    assert RunNotes({"finished": stored}).finished == why
+
+
+def test_what_is_not_known_is_kept_and_shown() -> None:
+    notes = RunNotes({**OF_STEPS.to_json(), "of a later one": [1]}).as_out_of_band()
+    assert notes.to_json()["of a later one"] == [1]
+    assert notes.others() == {"went_back_to": 3, "of a later one": [1]}
