@@ -53,7 +53,7 @@ from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames
 from epochckpt.orbax import options as checks
-from epochckpt.orbax.steps import STEP_RECORD
+from epochckpt.orbax.step_files import STEP_RECORD
 from epochckpt.saving import Save, SaveRequest
 from epochckpt.saving.node_writer import write_nodes
 from epochckpt.storage import Store, open_store

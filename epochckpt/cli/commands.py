@@ -291,6 +291,8 @@ def gc(args: argparse.Namespace, output: Output) -> int:
         with _progress.work("removing", garbage.nbytes) as bar:
             garbage = search(delete=True, progress=lambda row: bar.advance(row.nbytes))
     answer = {"deleted": bool(args.delete), **dataclasses.asdict(garbage), "nbytes": garbage.nbytes}
+    answer["kept"] = {path: kept.reason for path, kept in garbage.kept.items()}
+    answer["failed"] = [path for path, kept in garbage.kept.items() if kept.failed]
     unit = args.unit or inspect(args.directory, options=options).unit
     output.rows(answer, lambda: Group(*_garbage(garbage, args.delete, unit)))
     return UNREACHABLE if garbage.failed else OK

@@ -10,7 +10,7 @@ from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_record import Head
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError
 from epochckpt.format import parsing, paths
-from epochckpt.orbax import StepNames, object_view, step_files, steps
+from epochckpt.orbax import StepNames, object_view, step_files, step_recognition, steps
 
 if TYPE_CHECKING:
     from epochckpt.storage import Store
@@ -61,7 +61,7 @@ def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head
 
     def look(folder: str) -> None:
         epoch = names.parse(folder)
-        if epoch is not None and steps.is_step(store, folder, lambda name: names.parse(name) is not None):
+        if epoch is not None and step_recognition.is_step(store, folder, lambda name: names.parse(name) is not None):
             step = EpochSummary.for_head(steps.read(store, folder, epoch))
             gone = known.removed_steps.get(folder)
             if gone is None or gone.save_id != step.save_id:

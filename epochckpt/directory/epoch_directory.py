@@ -5,7 +5,7 @@
 | only below `incarnation-*` (POSIX), or named by no epoch of the head (object store) | uncommitted | nobody |
 | `<epoch>/epoch.json` under its final name (POSIX), or an epoch of the head (object store) | committed | everybody |
 | the same, named by a `rollback.json` (POSIX) | rolled back or deleted, being moved or removed | nobody |
-| `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax.steps`) | committed | everybody |
+| `<epoch>/` as stock Orbax finished it (POSIX; see `orbax.step_recognition`) | committed | everybody |
 | the same, while a save that may replace it (`allow_overwrite`) commits | committed, old or new | everybody |
 | moved out of sight (POSIX), or gone from the head (object store) | deleted, being removed | nobody |
 
@@ -42,7 +42,7 @@ from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.format import EpochRecord, codec, parsing, paths
 from epochckpt.format.codec import stored
-from epochckpt.orbax import StepNames, step_names, steps
+from epochckpt.orbax import StepNames, step_names, step_recognition, steps
 from epochckpt.storage import listing
 
 if TYPE_CHECKING:
@@ -388,7 +388,7 @@ class EpochDirectory(abc.ABC):
 
     def _is_orbax(self, folder: str) -> bool:
         """Whether a folder without a commit record is a step that stock Orbax finished."""
-        return steps.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
+        return step_recognition.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
 
     def lost_records(self, folder: str) -> bool:
         """Whether a foreign folder is an epoch of ours that lost its records; a bucket does not tell."""

@@ -15,7 +15,7 @@ from epochckpt import _threads
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import Views, object_view
-from epochckpt.orbax.steps import COMMIT
+from epochckpt.orbax.step_files import COMMIT
 
 if TYPE_CHECKING:
     from epochckpt.directory.epoch_summary import EpochSummary

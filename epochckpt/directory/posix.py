@@ -36,7 +36,7 @@ from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
 from epochckpt.directory.metrics_log import Line
 from epochckpt.directory.posix_contents import PosixContents
 from epochckpt.format import EpochRecord, parsing, paths
-from epochckpt.orbax import StepNames, Views, linked_view, step_names, steps
+from epochckpt.orbax import StepNames, Views, linked_view, step_names, step_recognition
 from epochckpt.storage.posix import owner_of, this_user
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class PosixDirectory(EpochDirectory):
         return {epoch: line for epoch, line in found.items() if to is None or epoch <= to}
 
     def lost_records(self, folder: str) -> bool:
-        return steps.lost_records(self.store, folder)
+        return step_recognition.lost_records(self.store, folder)
 
     def is_of_host(self) -> bool:
         return self.store.exists(paths.HOST_RECORD)

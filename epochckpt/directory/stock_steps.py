@@ -17,7 +17,7 @@ from absl import logging
 from epochckpt.directory.head_changes import FinishStepRemoval, Incarnation
 from epochckpt.errors import StorageError
 from epochckpt.format import paths
-from epochckpt.orbax import steps
+from epochckpt.orbax import step_files, step_recognition
 
 if TYPE_CHECKING:
     from epochckpt.directory.head_object import HeadObject
@@ -46,7 +46,7 @@ class StockStepRemoval:
             found, step = self._named(folder, incarnation)
             if found is None or step is None:
                 return
-            if not steps.is_other(self._store, folder, step.save_id):
+            if not step_recognition.is_other(self._store, folder, step.save_id):
                 self._clear(folder, step, incarnation)
             elif folder not in found.epochs:  # else it is the view of that epoch
                 text = "%s/%s: stock Orbax has saved there anew: that stays, and the next run that claims looks at it"
@@ -77,9 +77,9 @@ class StockStepRemoval:
             if wrong := next((path for path, size in sizes.items() if there.get(path) != size), None):
                 problem = f"its copy {place}/{wrong} has {there.get(wrong)} bytes, {sizes[wrong]} are expected"
                 raise StorageError(f"{store.root}/{folder}/{wrong}", OSError(problem))
-        rest = [path for path in sizes if path != steps.COMMIT]
+        rest = [path for path in sizes if path != step_files.COMMIT]
         parts = (rest[start : start + _REMOVED] for start in range(0, len(rest), _REMOVED))
-        for part in ([path for path in sizes if path == steps.COMMIT], *parts):
+        for part in ([path for path in sizes if path == step_files.COMMIT], *parts):
             # This may be late: an epoch that was saved here since has a view, with objects of the same names.
             if self._named(folder, incarnation)[1] != step:
                 return

@@ -22,7 +22,7 @@ from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, Leaf,
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection.leaf_reader import PerNodeReader, open_reader
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
-from epochckpt.orbax import OrbaxRecord, steps
+from epochckpt.orbax import OrbaxRecord, step_files, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store, listing
 from epochckpt.tiers import Mirror
@@ -323,7 +323,7 @@ def _files(store: Store, at: str) -> list[FileRow]:
     found = []
     for path, is_folder in itertools.islice(listing.walk(store, at), _MAX_FILES):
         name = path.removeprefix(f"{at}/")
-        if not is_folder and name.rpartition("/")[2] != steps.COMMIT:
+        if not is_folder and name.rpartition("/")[2] != step_files.COMMIT:
             found.append(FileRow(name, "", store.size(path)))
     small = [file for file in found if file.nbytes <= _MAX_JSON]
     if len(small) > _MAX_READ:

@@ -88,8 +88,10 @@ def _state(error: Exception) -> str:
 def unit_of(epoch_directory: EpochDirectory) -> str:
     """What the job counts that saved the newest three epochs: `epoch` or `step`; `epoch` if they do not tell."""
     with contextlib.suppress(errors.EpochCheckpointError, OSError):  # whoever reads on is told
-        newest = epoch_directory.seen_epochs()[:-4:-1]  # several: one may be damaged, or no runner's
-        rows = (read(epoch_directory, epoch_directory.folder(epoch), epoch) for epoch in newest)
+        folders = {epoch: epoch_directory.folder(epoch) for epoch in epoch_directory.seen_epochs()}
+        folders = folders or epoch_directory.folders(frozenset())  # those that each node saved by itself
+        newest = sorted(folders)[:-4:-1]  # several: one may be damaged, or no runner's
+        rows = (read(epoch_directory, folders[epoch], epoch) for epoch in newest)
         return next((row.unit for row in rows if isinstance(row, EpochRow) and row.notes), "epoch")
     return "epoch"
 
@@ -255,6 +257,7 @@ def _of_nodes(epoch_directory: EpochDirectory, folder: str, epoch: int) -> Epoch
         committed_ns=max(r.committed_ns or 0 for r in rows),
         custom_metadata=custom,
         notes=notes,
+        unit=RunNotes.read(notes).unit,
     )
     nodes: list[NodeRow] = []
     for name, record in records.items():

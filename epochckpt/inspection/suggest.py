@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from epochckpt import _text
 from epochckpt.format import paths
-from epochckpt.orbax import step_names, steps
+from epochckpt.orbax import step_files, step_names
 from epochckpt.storage import listing
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def folder(store: Store, found: Mapping[str, bool]) -> str:
         return "is empty: nothing was saved there yet, or it is another one; check the path"
     if paths.NODE_RECORD in found:
         return f"is the folder of one node of an epoch; pass the directory above the epoch, {os.path.dirname(above)}"
-    if found.keys() & {paths.EPOCH_RECORD, steps.STEP_RECORD}:
+    if found.keys() & {paths.EPOCH_RECORD, step_files.STEP_RECORD}:
         return f"is the folder of a single epoch; pass its parent, {above}"
-    if found.keys() & {steps.TREE_RECORD, steps.OCDBT, steps.ARRAY_RECORDS}:
+    if found.keys() & {step_files.TREE_RECORD, step_files.OCDBT, step_files.ARRAY_RECORDS}:
         return (
             f"is one item of a step of stock Orbax; pass the directory above the step, {os.path.dirname(above)}, or, "
             f"if a plain Checkpointer saved it, {above}"
@@ -69,6 +69,6 @@ def holds_epochs(store: Store, name: str) -> bool:
         if any(paths.parse_incarnation(n) or paths.parse_node_staging(n) for n in inner):
             return True
         below = [paths.join(name, n) for n in inner if _STEP_LIKE.search(n)][:_STEPS]
-        return any(step_names.has_one(store, step, (*step_names.RECORDS, steps.TREE_RECORD)) for step in below)
+        return any(step_names.has_one(store, step, (*step_names.RECORDS, step_files.TREE_RECORD)) for step in below)
     except OSError:  # it may not be looked into
         return False

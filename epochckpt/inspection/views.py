@@ -22,6 +22,7 @@ from epochckpt.inspection.leaf_views import cuts, diff, stats
 from epochckpt.inspection.runs_views import runs
 from epochckpt.inspection.signs import BEST, LATEST, faint, figure, nbytes, node_strip, slow_node, strip_column, tone
 from epochckpt.jobs.notes import RunNotes
+from epochckpt.orbax.view import WHOLE
 
 _NODES = 12  # of an epoch that are listed; of more than that only some
 _SLOWEST = 5
@@ -169,13 +170,13 @@ def _orbax(found: rows.EpochDetail) -> Iterator[Fact]:
     elif not found.unsupported:
         yield title, Span("can read all of it", Tone.FAINT)
     for name, reasons in (found.unsupported or {}).items():
-        if name == "*":
+        if name == WHOLE:
             yield title, Span(f"can read nothing of it: {'; '.join(reasons.values())}", Tone.WARN, 1000)
             continue
         each = [(_text.readable(leaf), reason) for leaf, reason in list(reasons.items())[:_LEAVES]]
-        why = "; ".join(reason if leaf == "*" else f"{leaf}: {reason}" for leaf, reason in each)  # `*` is all of it
+        why = "; ".join(reason if leaf == WHOLE else f"{leaf}: {reason}" for leaf, reason in each)
         more = f"; … {len(reasons) - _LEAVES} more" if len(reasons) > _LEAVES else ""
-        what = "item" if "*" in reasons else "all of item"
+        what = "item" if WHOLE in reasons else "all of item"
         yield title, Span(f"cannot read {what} {name}: {why}{more}", Tone.WARN, 1000)
 
 

@@ -88,9 +88,14 @@ class RunNotes:
         return "version" in self.entries
 
     @property
+    def counted(self) -> str:
+        """What the job counted, in the words of the program that saved the epoch."""
+        return str(self.entries.get("unit", EPOCH))
+
+    @property
     def unit(self) -> str:
-        """What the job counts: `epoch` or `step`."""
-        return STEP if self.entries.get("unit") == STEP else EPOCH
+        """What the job counts: `epoch` or `step`; `epoch` for what a later epochckpt may count."""
+        return STEP if self.counted == STEP else EPOCH
 
     @property
     def begun(self) -> int | None:
@@ -138,7 +143,10 @@ class RunNotes:
         secs = self.entries.get("total_secs")
         if not isinstance(secs, int | float) or isinstance(secs, bool):
             return None
-        return float(secs) if math.isfinite(secs) else None
+        try:
+            return float(secs) if math.isfinite(secs) else None
+        except OverflowError:
+            return None
 
     # -- how its blobs are stored ----------------------------------------------------------------------------------
 
@@ -164,7 +172,7 @@ class RunNotes:
         return self._mapping("types")
 
     def others(self) -> dict[str, Any]:
-        """Entries that have no property here: of a later epochckpt, or of somebody else."""
+        """Entries that no view shows in words of its own, such as those of a later epochckpt."""
         return {name: value for name, value in self.entries.items() if name not in (*_SHOWN, *_INTERNAL)}
 
     def _mapping(self, name: str) -> Mapping[str, Any]:

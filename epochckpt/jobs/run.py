@@ -232,7 +232,7 @@ class TrainingRun:
 
     def _check_unit(self, restored: Restored, directory: str) -> None:
         """Refuses an epoch of a job that counted something else, unless the user has named it."""
-        counted = restored.notes.unit
+        counted = restored.notes.counted
         unit = self.job.unit
         if restored.notes.is_of_run and counted != unit and self.resume_from_epoch is None:
             raise InvalidArgumentError(

@@ -25,7 +25,7 @@ from epochckpt.directory import EpochDirectory
 from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
-from epochckpt.orbax import OrbaxRecord, handlers, steps
+from epochckpt.orbax import OrbaxRecord, handlers, small_files, step_files, steps
 from epochckpt.orbax.item_files import local_folder
 from epochckpt.orbax.leaves import OrbaxItem, errno_in, in_bands
 
@@ -78,7 +78,7 @@ class OrbaxReader(CheckpointReader):
             raise restore_items.contradiction(name, recorded or kind, args)
         if kind == "json" and (args is None or isinstance(args, ocp.args.JsonRestore)):
             with self._readable(name), self._local(name) as path:
-                file = steps.json_file(self.store, self._at(name))
+                file = small_files.json_file(self.store, self._at(name))
                 return ocp.JsonCheckpointHandler(file).restore(path, args=args or ocp.args.JsonRestore())
         handler, args = self._handler(name, recorded, args)
         if handlers.kind_of(handler) == "other":  # its errors are passed on as they are
@@ -118,7 +118,7 @@ class OrbaxReader(CheckpointReader):
             raise errors.UnknownNameError(f"item {item!r} has no file {name!r}")
         path = paths.join(self._at(item), name)
         with self.still_there():
-            data = parsing.read_record(self.store, path, lambda _, found: found, limit_bytes=steps.MAX_BYTES)
+            data = parsing.read_record(self.store, path, lambda _, found: found, limit_bytes=step_files.MAX_BYTES)
             if data is None:
                 raise errors.DamagedError(path, "is missing")
             return data
@@ -264,7 +264,7 @@ class OrbaxReader(CheckpointReader):
                 if isinstance(cause, MemoryError | RuntimeError | Warning) and not isinstance(cause, RecursionError):
                     raise  # it says nothing about the data
             problem = f"Orbax cannot read item {name!r} ({type(causes[-1]).__name__}: {str(causes[-1])[:800]})"
-            raise steps.half_written(self.record.epoch, at, problem) from error
+            raise small_files.half_written(self.record.epoch, at, problem) from error
 
 
 class _Step:

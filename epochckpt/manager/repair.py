@@ -11,6 +11,7 @@ from epochckpt.directory import EpochDirectory, directory_of, rebuild
 from epochckpt.errors import UnsupportedError
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.orbax import StepNames, linked_view, object_view
+from epochckpt.orbax.view import WHOLE
 from epochckpt.storage import open_store
 
 
@@ -57,7 +58,7 @@ def repair(epoch_directory: EpochDirectory, epoch: int) -> list[str]:
     store = epoch_directory.store
     folder = epoch_directory.folder(epoch)
     if record.orbax_view is None:
-        why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
+        why = "; ".join((record.orbax_unsupported or {}).get(WHOLE, {}).values()) or "none was asked for"
         problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
         raise UnsupportedError(f"{store.root}/{folder}: {problem}")
     if record.objects:

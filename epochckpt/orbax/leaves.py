@@ -27,7 +27,7 @@ import tensorstore as ts
 from epochckpt.errors import DamagedError, EpochCheckpointError, StorageError, UnsupportedError, is_passing, unreadable
 from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
-from epochckpt.orbax import step_files, steps
+from epochckpt.orbax import small_files, step_files, steps
 from epochckpt.orbax.item_files import TensorFiles, local_folder
 from epochckpt.storage import Store
 
@@ -67,7 +67,8 @@ class ZarrArray:
 class StoredLeaf:
     """A leaf as Orbax stored it."""
 
-    leaf: Leaf  # typed keys have the shape and dtype of their data; `sharding` is the leaf's own number
+    number: int  # of the leaf in its item
+    leaf: Leaf  # typed keys have the shape and dtype of their data; each leaf has its own sharding, of its number
     param: str  # Orbax's name for it; "" if it is the item by itself, except in an item of `_BARE_HANDLER`
     write_shape: tuple[int, ...] | None = None  # of the pieces that devices held, where Orbax says it
     value: Any = None  # of a leaf in the msgpack file; for a type that only a user's handler can read, its name
@@ -101,14 +102,14 @@ class OrbaxItem:
         self._files = TensorFiles(store, at)
         limits = self._files.resources(_READS) | {"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}}
         self._context = ts.Context(limits)
-        self._ocdbt = store.exists(paths.join(at, steps.OCDBT))
+        self._ocdbt = store.exists(paths.join(at, step_files.OCDBT))
         self._cached: tuple[str, ts.TensorStore | None] = ("", None)
         self._numbers: dict[int, Any] = {}  # the reads of scalars
         self._ahead = threading.Lock()  # threads may share a reader
         try:
             step_files.of(store).check(at)
-            if store.exists(paths.join(at, steps.TREE_RECORD)):
-                rows = self._recorded(steps.tree_record(store, at, epoch))
+            if store.exists(paths.join(at, step_files.TREE_RECORD)):
+                rows = self._recorded(small_files.tree_record(store, at, epoch))
             else:
                 rows = self._aggregated()
         except EpochCheckpointError:
@@ -123,7 +124,7 @@ class OrbaxItem:
     @functools.cached_property
     def shardings(self) -> dict[str, dict[str, Any]]:
         """How arrays lay on devices, as Orbax recorded it, by Orbax's name; empty where it did not."""
-        found, _ = steps.read_object(self._store, paths.join(self._at, "_sharding"))
+        found, _ = small_files.read_object(self._store, paths.join(self._at, "_sharding"))
         out: dict[str, dict[str, Any]] = {}
         for key, text in (found or {}).items():
             with contextlib.suppress(ValueError, TypeError, RecursionError):  # one is not worth an error
@@ -158,7 +159,7 @@ class OrbaxItem:
 
     def _check(self, row: StoredLeaf) -> None:
         if row.problem:
-            raise steps.half_written(self._epoch, self._at, row.problem, row.leaf.name)
+            raise small_files.half_written(self._epoch, self._at, row.problem, row.leaf.name)
         if row.leaf.kind == UNKNOWN:
             raise UnsupportedError(
                 f"leaf {row.leaf.name!r} is of the type {str(row.value)[:80]!r}: only the type handler that wrote it, "
@@ -174,13 +175,13 @@ class OrbaxItem:
         try:
             entries = [_entry(row) for row in tree["tree_metadata"].values()]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise steps.unexpected(paths.join(self._at, steps.TREE_RECORD), error) from None
+            raise small_files.unexpected(paths.join(self._at, step_files.TREE_RECORD), error) from None
         inner = {path[:depth] for path, *_ in entries for depth in range(len(path))}
         entries = [entry for entry in entries if entry[0] not in inner]  # what is left over from partial saves goes
         params = [".".join(str(key) for _, key in path) for path, *_ in entries]
         plain = {*_EMPTY, "string"}  # a user's type handler may write arrays, too
         arrays = self._zarr_arrays([p for p, (_, kind, _) in zip(params, entries, strict=True) if kind not in plain])
-        impls = steps.prng_impls(self._store, self._at)
+        impls = small_files.prng_impls(self._store, self._at)
         rows = []
         for param, (path, written, write_shape) in zip(params, entries, strict=True):
             array = arrays.get(param)
@@ -201,7 +202,16 @@ class OrbaxItem:
             leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=len(rows), impl=impl)
             problem = array.problem if array is not None and written in steps.ARRAY_TYPES else ""
             value = written if kind == UNKNOWN else None
-            rows.append(StoredLeaf(leaf, param, write_shape, value, array=array, problem=problem))
+            stored = StoredLeaf(
+                number=len(rows),
+                leaf=leaf,
+                param=param,
+                write_shape=write_shape,
+                value=value,
+                array=array,
+                problem=problem,
+            )
+            rows.append(stored)
         return rows
 
     def _zarr_arrays(self, params: Sequence[str]) -> dict[str, ZarrArray]:
@@ -212,9 +222,9 @@ class OrbaxItem:
         out: dict[str, ZarrArray] = {}
         with self._tensorstore(""):
             kv = ts.KvStore.open(self._kvstore(), context=self._context).result()
-            reads = [kv.read(steps.array_key(param, file)) for param in params]
+            reads = [kv.read(small_files.array_key(param, file)) for param in params]
         for param, read in zip(params, reads, strict=True):
-            where = steps.array_key(param, file)
+            where = small_files.array_key(param, file)
             try:
                 with self._tensorstore(""):
                     got = read.result()
@@ -229,7 +239,9 @@ class OrbaxItem:
         """The leaves of the msgpack file, in its order."""
         path = paths.join(self._at, steps.AGGREGATE)
         if not self._store.exists(path):
-            raise DamagedError(paths.join(self._at, steps.TREE_RECORD), "is missing; expected the tree of the item")
+            raise DamagedError(
+                paths.join(self._at, step_files.TREE_RECORD), "is missing; expected the tree of the item"
+            )
         with local_folder(self._store, self._at, [steps.AGGREGATE]) as folder:
             tree = flax_msgpack.load(os.path.join(folder, steps.AGGREGATE))
         pairs, _ = tree_lib.flatten(tree)
@@ -241,13 +253,13 @@ class OrbaxItem:
                 array = arrays[away[path]]
                 kind = UNKNOWN if array.problem else "jax"
                 leaf = Leaf(path, _name(path), kind, array.dtype, array.shape, sharding=number)
-                rows.append(StoredLeaf(leaf, away[path], array=array, problem=array.problem))
+                rows.append(StoredLeaf(number, leaf, away[path], array=array, problem=array.problem))
             else:
                 kind = tree_lib.leaf_kind(value) or UNKNOWN
                 dtype = getattr(value, "dtype", None)
                 shape = getattr(value, "shape", ())
                 leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=number)
-                rows.append(StoredLeaf(leaf, "", value=value, in_msgpack=True))
+                rows.append(StoredLeaf(number, leaf, "", value=value, in_msgpack=True))
         return rows
 
     def value(self, row: StoredLeaf) -> Any:
@@ -261,8 +273,8 @@ class OrbaxItem:
             return self._text(row)
         # After one number, callers ask for the next ones: many are read at the same time.
         with self._ahead:
-            if row.leaf.sharding not in self._numbers:
-                ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _NUMBERS))}
+            if row.number not in self._numbers:
+                ahead = {row.number: row, **dict(itertools.islice(self._unread.items(), _NUMBERS))}
                 begun = {number: self._begin(other) for number, other in ahead.items()}
                 if self._fill:
                     for future in begun.values():
@@ -272,7 +284,7 @@ class OrbaxItem:
                     del self._unread[number]
                 self._numbers |= begun
         with self._tensorstore(row.leaf.name):
-            return self._numbers[row.leaf.sharding].result().item()
+            return self._numbers[row.number].result().item()
 
     def read(self, parts: Iterable[Part], one_by_one: bool = False) -> Iterator[_Done]:
         """Reads parts of arrays, many at the same time; gives each, with its error, in order.
@@ -329,7 +341,7 @@ class OrbaxItem:
         limit = min(kept + _row_bytes(row) + _SLACK_BYTES, _CACHE_BYTES) if shared else 0
         spec = {
             "driver": "zarr3" if self._zarr3 else "zarr",
-            "kvstore": self._kvstore(steps.array_key(row.param, "")),
+            "kvstore": self._kvstore(small_files.array_key(row.param, "")),
             "metadata": row.array.metadata,
             "fill_missing_data_reads": self._fill,
             "recheck_cached_data": False,
@@ -345,7 +357,7 @@ class OrbaxItem:
     @functools.cached_property
     def _unread(self) -> dict[int, StoredLeaf]:
         """The numbers of the item that are not yet read, by leaf number."""
-        return {row.leaf.sharding: row for row in self.leaves if row.array is not None and row.leaf.dtype is None}
+        return {row.number: row for row in self.leaves if row.array is not None and row.leaf.dtype is None}
 
     def _text(self, row: StoredLeaf) -> str:
         path = paths.join(self._at, "_strings.json")
@@ -360,7 +372,7 @@ class OrbaxItem:
     @functools.cached_property
     def _strings(self) -> Mapping[str, Any]:
         path = paths.join(self._at, "_strings.json")
-        found, problem = steps.read_object(self._store, path)
+        found, problem = small_files.read_object(self._store, path)
         if found is None:  # raised here: a failure is not kept
             raise DamagedError(path, problem or "is missing; expected the strings of the item")
         return found
@@ -391,7 +403,7 @@ class OrbaxItem:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             problem = f"cannot be read: {str(error)[:500]}"
-            raise steps.half_written(self._epoch, self._at, problem, name or None) from error
+            raise small_files.half_written(self._epoch, self._at, problem, name or None) from error
 
 
 class _Values(Mapping[int, Any]):

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError
 from epochckpt.format import EpochRecord
 from epochckpt.format import paths as layout
-from epochckpt.orbax import ocdbt, step_files, steps
+from epochckpt.orbax import ocdbt, step_files, step_recognition
 from epochckpt.orbax.linked_view import check_known, compare_file, damage_of, same
-from epochckpt.orbax.steps import COMMIT, STEP_RECORD
+from epochckpt.orbax.step_files import COMMIT, STEP_RECORD
 from epochckpt.orbax.view import Views
 from epochckpt.orbax.view_layouts import METRICS_FILE, View, copies
 from epochckpt.storage import Store
@@ -25,8 +25,8 @@ from epochckpt.storage import Store
 _SMALL = {
     COMMIT,
     STEP_RECORD,
-    steps.TREE_RECORD,
-    steps.OCDBT,
+    step_files.TREE_RECORD,
+    step_files.OCDBT,
     ocdbt.NODE,
     "_sharding",
     "_strings.json",
@@ -107,7 +107,7 @@ def remove_rest(store: Store, folder: str, old: EpochRecord, record: EpochRecord
 def is_small(path: str) -> bool:
     """Whether a file of a view may be called so, as far as it holds nothing that can be restored."""
     *_, above, name = f"/{path}".split("/")
-    return name in _SMALL or above == steps.ARRAY_RECORDS or path == METRICS_FILE
+    return name in _SMALL or above == step_files.ARRAY_RECORDS or path == METRICS_FILE
 
 
 def is_remainder(store: Store, folder: str, files: Collection[str]) -> bool:
@@ -118,11 +118,13 @@ def is_remainder(store: Store, folder: str, files: Collection[str]) -> bool:
     if not is_of_use(store) or not files or not all(map(is_small, files)):
         return False
     for path in files:
-        if path.endswith(f"/{layout.JSON_FILE}") and not steps.is_our_record(store, layout.join(folder, path)):
+        if path.endswith(f"/{layout.JSON_FILE}") and not step_recognition.is_our_record(
+            store, layout.join(folder, path)
+        ):
             return False
-    if STEP_RECORD in files and not steps.is_finished(store, folder):
+    if STEP_RECORD in files and not step_recognition.is_finished(store, folder):
         return False
-    return not steps.is_step(store, folder, lambda name: False)
+    return not step_recognition.is_step(store, folder, lambda name: False)
 
 
 def remove(store: Store, folder: str, record: EpochRecord | None) -> None:

@@ -23,7 +23,7 @@ from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPa
 from epochckpt.format import paths as layout
 from epochckpt.orbax import ocdbt
 from epochckpt.orbax.handler_types import key_folders, takes_array
-from epochckpt.orbax.steps import array_key
+from epochckpt.orbax.small_files import array_key
 
 TEXT = "string"
 MAX_ENTRIES = 250_000

@@ -18,12 +18,12 @@ from absl import logging
 from epochckpt._lazy import ocp
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import parsing, paths
-from epochckpt.orbax import steps
+from epochckpt.orbax import step_files
 
 if TYPE_CHECKING:
     from epochckpt.storage import Store
 
-RECORDS = (paths.EPOCH_RECORD, steps.STEP_RECORD)
+RECORDS = (paths.EPOCH_RECORD, step_files.STEP_RECORD)
 _LOOKED_INTO = 50
 _MAX_DIGITS = 100
 _EXAMPLE = 7  # a step
@@ -166,8 +166,8 @@ def _ask(name_format: Any, names: Iterable[str]) -> dict[str, int]:
         for name in names:
             folder = pathlib.Path(made, name)
             folder.mkdir()
-            (folder / steps.STEP_RECORD).write_text(_FINISHED)
-            (folder / steps.COMMIT).touch()
+            (folder / step_files.STEP_RECORD).write_text(_FINISHED)
+            (folder / step_files.COMMIT).touch()
         try:
             found = [(one.path.name, int(one.step)) for one in name_format.find_all(epath.Path(made))]
         except Exception as error:  # of the user's: it may raise anything
@@ -179,7 +179,7 @@ def _ask(name_format: Any, names: Iterable[str]) -> dict[str, int]:
 
 def is_single(names: set[str]) -> bool:
     """Whether a folder with these entries is one epoch: of ours, a step of stock Orbax, or a tree that Orbax saved."""
-    return paths.NODE_RECORD not in names and bool(names & {*RECORDS, steps.TREE_RECORD})
+    return paths.NODE_RECORD not in names and bool(names & {*RECORDS, step_files.TREE_RECORD})
 
 
 def is_item(store: Store, names: set[str]) -> bool:

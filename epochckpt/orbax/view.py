@@ -35,7 +35,7 @@ from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import parameters
 from epochckpt.orbax.handler_types import jax_key_handler, json_handler, key_folders, takes_array, tree_handler
 from epochckpt.orbax.parameters import Basis, Parameters, Scalars
-from epochckpt.orbax.steps import COMMIT, STEP_RECORD
+from epochckpt.orbax.step_files import COMMIT, STEP_RECORD
 from epochckpt.orbax.view_layouts import METRICS_FILE, Layout, View, copies, database_folder, layout_of
 
 WHOLE = "*"

@@ -16,11 +16,13 @@ from typing import Protocol
 from epochckpt.format import EpochRecord, ItemRecord
 from epochckpt.format import paths as layout
 from epochckpt.orbax.handler_types import json_handler, key_folders
-from epochckpt.orbax.steps import COMMIT
+from epochckpt.orbax.step_files import COMMIT
 
 METRICS_FILE = "metrics/metrics"  # where the view of an epoch has its metrics
 ALIAS_FILE = f"{layout.DEFAULT_ITEM}/{layout.JSON_FILE}"  # where the view of an epoch has aliases
-_COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.steps: so it is never taken for one of Orbax's
+_COMMITTED_BY_US = (
+    b"epochckpt committed this epoch.\n"  # see `step_recognition`: so it is never taken for one of Orbax's
+)
 
 
 @dataclasses.dataclass

@@ -245,3 +245,23 @@ def test_three_processes_of_one_job(tmp_path: pathlib.Path) -> None:
         told = [row.node for row in handler.stats() if row.action == action and row.name.startswith(str(tmp_path))]
         assert sorted(told) == sorted(NODES * times), action
     assert [row.epoch for row in rows if row.outcome == "written"] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_epochs_of_a_job_that_counts_steps_are_shown_as_steps(tmp_path: pathlib.Path) -> None:
+    """The managers of `ec.caffe2` note what the runner tells them, each node in its own epoch."""
+    job = ec.Job(unit="step", steps_per_epoch=2)
+
+    @job.init
+    def init(ws: ec.Workspace) -> None:
+        ws["w"] = 0
+
+    @job.epoch
+    def epoch(ws: ec.Workspace) -> None:
+        ws["w"] += 1
+
+    job.stop_when(ec.stop.max_steps(4))
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    ec.JobRunner(job, manager).train(ec.LocalSession())
+    found = ec.inspect(tmp_path)
+    assert {row.unit for row in found.overview().epochs} == {"step"}
+    assert found.unit == "step"

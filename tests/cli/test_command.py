@@ -488,6 +488,10 @@ def test_gc_removes_nothing_unless_told_to(run_cli: Any, damaged: pathlib.Path) 
     said = run_cli("gc", damaged, *soon, "--json")
     assert said.json["deleted"] is False
     assert [(row["kind"], row["epochs"]) for row in said.json["rows"]] == [("attempt", [4])]
+    assert (said.json["kept"], said.json["failed"]) == ({}, [])
+    kept = run_cli("gc", damaged, "--json").json["kept"]
+    assert all("something was written to it" in why for why in kept.values())
+    assert kept.keys() == {row["path"] for row in said.json["rows"]}
     assert "--delete removes it" in run_cli("gc", damaged, *soon).out
     assert sorted(damaged.rglob("*")) == before
     assert "removed: 1 thing" in run_cli("gc", damaged, "--delete", *soon).out

@@ -38,16 +38,21 @@ def test_an_epoch_without_notes_is_of_no_run(found: Any) -> None:
     assert (notes.nodes, notes.blobs, notes.forms, notes.types, notes.metrics) == ([], {}, {}, {}, {})
 
 
-@pytest.mark.parametrize("value", ["a text", True, math.nan, [1], None])
+@pytest.mark.parametrize("value", ["a text", True, math.nan, 10**400, [1], None])
 def test_values_of_other_types_count_as_missing(value: Any) -> None:
-    notes = RunNotes({"total_secs": value, "begun": "x", "went_back_to": value if value is not True else "x"})
-    assert (notes.total_secs, notes.begun, notes.went_back_to) == (None, None, None)
+    assert RunNotes({"total_secs": value}).total_secs is None
+    assert (RunNotes({"begun": "x"}).begun, RunNotes({"went_back_to": "x"}).went_back_to) == (None, None)
     assert RunNotes({"blobs": value, "types": value, "nodes": 3}).blobs == {}
 
 
 @pytest.mark.parametrize(("stored", "why"), [(["a", 1], ("a", "1")), ("a", ("a",)), (None, ()), ([], ()), (0, ())])
 def test_why_a_run_has_finished_is_texts(stored: Any, why: tuple[str, ...]) -> None:
     assert RunNotes({"finished": stored}).finished == why
+
+
+def test_a_unit_of_a_later_version_is_shown_as_epochs_and_told_apart() -> None:
+    assert (RunNotes({"unit": "token"}).unit, RunNotes({"unit": "token"}).counted) == ("epoch", "token")
+    assert (RunNotes().unit, RunNotes().counted) == ("epoch", "epoch")
 
 
 def test_what_is_not_known_is_kept_and_shown() -> None:

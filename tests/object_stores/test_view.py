@@ -15,7 +15,7 @@ import epochckpt as ec
 from epochckpt.errors import RemovalError
 from epochckpt.format import paths
 from epochckpt.orbax import Views, object_view
-from epochckpt.orbax.steps import STEP_RECORD
+from epochckpt.orbax.step_files import STEP_RECORD
 from epochckpt.storage import open_store
 from tests.support import stock_buckets
 from tests.support.object_servers import Bucket, Fault, Request, bucket

@@ -19,7 +19,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.directory import directory_of
-from epochckpt.orbax import StepNames, steps
+from epochckpt.orbax import StepNames, step_recognition, steps
 from epochckpt.storage import open_store
 from epochckpt.storage import store as store_lib
 from tests.support import stock_states
@@ -313,11 +313,11 @@ def test_data_files_of_somebody_elses_handler_are_no_mark_of_ours(run: pathlib.P
     (run / "2" / "model").mkdir()
     (run / "2" / "model" / "model.safetensors").write_bytes(b"x")
     store, record = open_store(run), run / "2" / "_CHECKPOINT_METADATA"
-    assert steps.lost_records(store, "2")
+    assert step_recognition.lost_records(store, "2")
     content = json.loads(record.read_text())
     content["item_handlers"]["model"] = "my.Handler"
     record.write_text(json.dumps(content))
-    assert not steps.lost_records(store, "2")
+    assert not step_recognition.lost_records(store, "2")
 
 
 @pytest.mark.parametrize("several", [True, False])

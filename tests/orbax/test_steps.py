@@ -28,7 +28,7 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt.format.tree import DTYPES
 from epochckpt.orbax import leaves as orbax_leaves
-from epochckpt.orbax import steps
+from epochckpt.orbax import small_files
 from epochckpt.storage import open_store
 from epochckpt.testing import in_parallel
 from tests.support import handler_jobs, stock_states
@@ -826,7 +826,7 @@ def test_deleting_is_advised_only_for_what_is_known_to_be_lost(
     """Not where the tree of an item cannot be read; the error keeps its cause."""
     harm(run / "1" / "default" / "_METADATA")
     with pytest.raises(errors.DamagedError) as caught:
-        steps.tree_record(open_store(run), "1/default", 1)
+        small_files.tree_record(open_store(run), "1/default", 1)
     assert isinstance(caught.value.__cause__, cause)
     assert ("delete(1)" in str(caught.value)) is advised
 

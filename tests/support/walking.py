@@ -26,7 +26,7 @@ from epochckpt.errors import EpochCheckpointError, FencedError, UncertainError
 from epochckpt.format import paths
 from epochckpt.inspection.gc import collect
 from epochckpt.orbax import object_view
-from epochckpt.orbax.steps import COMMIT
+from epochckpt.orbax.step_files import COMMIT
 from epochckpt.storage import open_store
 from tests.support.walk_places import FORMS, KILLED, WAIT_SECS, Pause, Place, of_run
 
