@@ -44,6 +44,7 @@ from epochckpt import _threads
 from epochckpt.agreement import coordination
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import EpochReader, Request
+from epochckpt.arrays.sharding_grids import device_cells
 from epochckpt.arrays.snapshot import Buffer, SavedTree, Snapshot
 from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_record import Head
@@ -249,7 +250,7 @@ class Pod:
         assert arrays is not None
         for name, leaf in self.states[0]["w"].items():
             number = arrays.by_name[f"w/{name}"]
-            counts, cells = plan_lib.device_cells(NamedSharding(mesh, leaf.sharding.spec), leaf.shape)
+            counts, cells = device_cells(NamedSharding(mesh, leaf.sharding.spec), leaf.shape)
             side = [d // c for d, c in zip(leaf.shape, counts, strict=True)]
             for cell in {cells[device] for device in mesh.devices[process]}:
                 box = cell_box(cell, counts, side)

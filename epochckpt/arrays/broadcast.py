@@ -28,8 +28,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from epochckpt import _threads, _units, errors
-from epochckpt.arrays.plan import device_cells
 from epochckpt.arrays.reader import Request
+from epochckpt.arrays.sharding_grids import device_cells
 from epochckpt.arrays.shardings import logical_shape
 from epochckpt.arrays.targets import LeafRequest, RestoredForm
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochCheckpointError, InvalidArgumentError

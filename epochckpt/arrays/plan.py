@@ -19,8 +19,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from epochckpt._text import readable
+from epochckpt.arrays.sharding_grids import ShardingGrid, grid_of
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.format import ArrayItem, Box, Grid, Leaf, NodeCells, checksums, safetensors
+from epochckpt.format import ArrayItem, Grid, Leaf, NodeCells, checksums, safetensors
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import MAX_ITEM_CELLS, blocks, cell_box, slices
 from epochckpt.format.tree import ARRAY_KINDS
@@ -345,7 +346,7 @@ class _Builder:
         self.cut: dict[Any, Grid] = {}  # by another grid, and the cells along each axis
         self.shardings: dict[Any, int] = {}
         self.meshes: dict[Any, int] = {}
-        self.layouts: dict[Any, _Layout] = {}  # by sharding
+        self.layouts: dict[Any, ShardingGrid] = {}  # by sharding
         self.cells: dict[int, Grid] = {}  # by the id of a layout
         self.nodes: dict[int, np.ndarray] = {}  # by the id of its devices
 
@@ -400,15 +401,15 @@ class _Builder:
                 yield i, turns[row] % width
             turns[row] += steps[row]
 
-    def layout(self, form: LeafForm) -> "_Layout":
+    def layout(self, form: LeafForm) -> "ShardingGrid":
         """How an array's sharding cuts it; cached, as far as it does not depend on the shape."""
         shape = form.of_leaf
         known = (form.sharding, len(shape) if isinstance(form.sharding, NamedSharding) else shape)
         if (found := self.layouts.get(known)) is None:
-            found = self.layouts[known] = _layout(form.sharding, shape)
+            found = self.layouts[known] = grid_of(form.sharding, shape)
         return found
 
-    def nodes_of(self, layout: "_Layout") -> np.ndarray:
+    def nodes_of(self, layout: "ShardingGrid") -> np.ndarray:
         """The node of each device, or -1; int64 of shape (devices,)."""
         # A mesh keeps its array of devices alive, so the array's id stays unique.
         if (found := self.nodes.get(id(layout.devices))) is None:
@@ -537,48 +538,11 @@ def _holders(cells: np.ndarray, nodes: np.ndarray, count: int) -> tuple[tuple[in
     return tuple([equal.setdefault(nodes, nodes) for nodes in found])
 
 
-class _Layout(NamedTuple):
-    """The regular grid of a sharding."""
-
-    counts: tuple[int, ...]  # cells per dimension
-    devices: np.ndarray  # of one mesh always the same object
-    cells: np.ndarray  # the cell of each device; int64, flat
-
-
-def _layout(sharding: Any, shape: tuple[int, ...]) -> _Layout:
-    if isinstance(sharding, NamedSharding):  # arithmetic over the mesh: JAX's map of devices to indices is slower
-        mesh: Any = sharding.mesh
-        sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-        where = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
-        spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-        counts = []
-        cell = np.zeros(mesh.devices.shape, dtype=np.int64)
-        for entry in spec:
-            axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            for axis in axes:
-                cell = cell * sizes[axis] + where[axis]
-            counts.append(math.prod(sizes[axis] for axis in axes))
-        return _Layout(tuple(counts), mesh.devices, cell.ravel())
-    piece = sharding.shard_shape(shape)
-    counts = tuple(d // p if p else 1 for d, p in zip(shape, piece, strict=True))
-    cells = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        at = [s.indices(d)[0] // p if p else 0 for s, d, p in zip(index, shape, piece, strict=True)]
-        cells[device] = int(np.ravel_multi_index(at, counts)) if shape else 0
-    return _Layout(counts, np.array([*cells], dtype=object), np.array([*cells.values()], np.int64))
-
-
-def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[Any, int]]:
-    """The regular grid of a sharding: cells per dimension, and the cell that each device holds."""
-    counts, devices, cells = _layout(sharding, shape)
-    return counts, dict(zip(devices.flat, cells.tolist(), strict=True))
-
-
 def _sources(builder: "_Builder", item: ArrayItem, forms: Forms, cells: NodeCells) -> Iterator[CellSource]:
     """The sources of the cells that this node writes."""
     places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
     whole: dict[int, tuple[Any, ...]] = {}  # by form, of those of which a leaf is one cell: the source but for the leaf
-    shards: dict[int, tuple[_Layout, dict[int, int], bool]] = {}  # by form: which shard is which cell
+    shards: dict[int, tuple[ShardingGrid, dict[int, int], bool]] = {}  # by form: which shard is which cell
     for leaf, cell in zip(cells.leaves.tolist(), cells.cells.tolist(), strict=True):
         number = forms.of[leaf]
         if (rest := whole.get(number)) is not None:
@@ -613,10 +577,3 @@ def _sources(builder: "_Builder", item: ArrayItem, forms: Forms, cells: NodeCell
         if item.is_whole(leaf):
             whole[number] = source[1:]
         yield source
-
-
-def boxes_of_devices(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """The box that each addressable device holds, for an array of this shape and sharding."""
-    counts, cells = device_cells(sharding, shape)
-    piece = [d // c for d, c in zip(shape, counts, strict=True)]
-    return {device: cell_box(cells[device], counts, piece) for device in sharding.addressable_devices}

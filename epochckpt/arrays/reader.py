@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -71,6 +71,19 @@ def once(method: Callable[..., T]) -> Callable[..., T]:
     return kept
 
 
+class ArraySource(Protocol):
+    """What a restore reads from: an `EpochReader`, which says what the methods do, or a step of stock Orbax."""
+
+    folder: str
+
+    @property
+    def record(self) -> EpochRecord: ...  # it describes at least the item that is restored
+
+    def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None: ...
+
+    def check_files(self, item: str, leaf: int, box: Box) -> None: ...
+
+
 class EpochReader:
     """Reads one committed epoch from its folder in the store; without `verify`, leaves are read without checksums.
 
@@ -99,11 +112,11 @@ class EpochReader:
         self.kept: dict[Any, Any] = {}  # see `once`
         self._checked: set[tuple[int, str]] = set()  # reader and path of files whose sizes are as recorded
 
-    def again(self, pool: Pool) -> EpochReader:
+    def verifying_copy(self, pool: Pool) -> EpochReader:
         """A reader of the same epoch, which verifies."""
         return EpochReader(self.store, self.folder, self.record, pool, True, self.local_nodes, self.copy)
 
-    def at(self, node: int) -> EpochReader:
+    def of_owner(self, node: int) -> EpochReader:
         """The reader that reaches a node's files: this one, or the one of the copy.
 
         DamagedError: they are not on this host, and there is no copy. StorageError: where the copy is does not answer.
@@ -113,13 +126,13 @@ class EpochReader:
         copy = self.copy()
         if copy is None:
             name = self.record.nodes[node].name
-            has = f"which has those of {self.some}" if self.some else "which has those of no node"
+            has = f"which has those of {self.local_node_names or 'no node'}"
             problem = f"neither this host, {has}, nor a mirror has the files of node {name!r}"
             raise DamagedError(self.path(node), f"{problem}: only the disk of the host that wrote them does")
         return copy
 
     @property
-    def some(self) -> str | None:
+    def local_node_names(self) -> str | None:
         """The names of the local nodes; None if all nodes are local."""
         if len(self.local_nodes) == len(self.record.nodes):
             return None
@@ -189,7 +202,7 @@ class EpochReader:
         """A file that a handler wrote, wherever it can be read."""
         content = self.record.inlined.get(file.item, {}).get(file.name)
         if node in self.local_nodes or content is None:
-            return NodeFile(self.at(node), node, file)
+            return NodeFile(self.of_owner(node), node, file)
         return InlinedFile(self, node, file, content)
 
     def read_file(self, item: str, name: str) -> bytes:
@@ -227,7 +240,7 @@ class EpochReader:
 
     def node_record(self, node: int) -> NodeRecord:
         """A node's `node.json`, verified against `epoch.json`."""
-        return self._node_record(node) if node in self.local_nodes else self.at(node).node_record(node)
+        return self._node_record(node) if node in self.local_nodes else self.of_owner(node).node_record(node)
 
     @once
     def node_files(self, node: int) -> dict[str, DataFile]:
@@ -257,7 +270,7 @@ class EpochReader:
     def of_node(self, node: int, item: str) -> EpochReader:
         """A reader of one node's own tree of an item, as if it were an epoch by itself."""
         if node not in self.local_nodes:
-            return self.at(node).of_node(node, item)
+            return self.of_owner(node).of_node(node, item)
         own = self.node_record(node).items.get(item)
         if own is None:
             raise FormatError(self.path(node), f"has no tree of item {item!r}")
@@ -270,13 +283,13 @@ class EpochReader:
     def files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node wrote for an item."""
         if node not in self.local_nodes:
-            return self.at(node).files(item, node)
+            return self.of_owner(node).files(item, node)
         listed = [f for f in self.record.nodes[node].files if f.item == item]
         owned = self._arrays(item).owned(node)
         return self._laid_out(item, node, listed, owned, paths.join(self.folder, paths.EPOCH_RECORD))
 
     @once
-    def also_files(self, item: str, node: int) -> list[ArrayFile]:
+    def replica_files(self, item: str, node: int) -> list[ArrayFile]:
         """The replica files that a local node wrote; none unless hosts have disks of their own."""
         listed = [f for f in self.node_record(node).replicas if f.item == item]
         held = self._arrays(item).replicas(node)
@@ -352,7 +365,7 @@ class EpochReader:
                             continue
                         files: Iterable[NodeFile] = (NodeFile(self, node, file) for file in written)
                         if item.kind == "arrays":
-                            files = [*self.files(name, node), *self.also_files(name, node)]
+                            files = [*self.files(name, node), *self.replica_files(name, node)]
                         for file in files:
                             with noting(damage):
                                 file.stream(lambda _, block: progress(len(block)), damage=damage)
@@ -398,7 +411,7 @@ class EpochReader:
 
     @once
     def _also_places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
-        return _places_in(self.also_files(item, node))
+        return _places_in(self.replica_files(item, node))
 
     def _inlined(self, request: Request) -> np.ndarray | None:
         """The leaf of a request, if the commit record has it and its node is not local."""

@@ -14,7 +14,7 @@ from google.protobuf import message, text_format
 
 from epochckpt import args as own
 from epochckpt.arrays.item_names import arguments_by_item
-from epochckpt.arrays.restore import keeps_kind
+from epochckpt.arrays.leaf_values import keeps_kind
 from epochckpt.errors import (
     InvalidArgumentError,
 )

@@ -257,39 +257,78 @@ class Matcher:
         As in Orbax, the shape of a target array with dimensions must be the stored one unless the arguments name
         another, and `ArrayRestoreArgs` without a dtype take the target's.
         """
+        given = _GivenArgs.of(args, target)
+        if leaf.kind in EMPTY_KINDS or leaf.kind in _TEXT_KINDS:
+            return self._leaf(number, leaf, "") if args.restore_type is str else as_saved(number, leaf, self.shardings)
+        if mismatch := self._other_shape(leaf, given):
+            return mismatch
+        if given.of_array or given.typed:
+            return self._array_as_given(number, leaf, given)
         kind = args.restore_type
+        if kind in (str, int, float, bool, complex):
+            return self._leaf(number, leaf, kind())
+        if kind is np.ndarray or (kind is None and given.dtype is not None):
+            dtype = None if given.dtype is None else np.dtype(given.dtype)
+            return LeafRequest(number, RestoredForm.NUMPY, dtype)
+        return as_saved(number, leaf, self.shardings)
+
+    def _other_shape(self, leaf: Leaf, given: "_GivenArgs") -> LeafRequest | None:
+        """Notes a shape that the leaf cannot get; None if each that is named is the leaf's, or one to resize it to."""
+        for shape in given.shapes:
+            if shape in (leaf.shape, logical_shape(leaf)):
+                continue
+            if given.strict or leaf.kind == "prng" or len(shape) != len(leaf.shape):
+                return self._row(leaf.name, "shape", describe_leaf(leaf), str(list(shape)))
+        return None
+
+    def _array_as_given(self, number: int, leaf: Leaf, given: "_GivenArgs") -> LeafRequest:
+        """A jax array with the dtype, the sharding and the shape that arguments name, or with the leaf's own."""
+        dtype = given.dtype
+        if dtype is None:
+            number_type = {"bool": bool, "int": int, "float": float}.get(leaf.kind, complex)
+            dtype = leaf.dtype if leaf.dtype is not None else jax.dtypes.canonicalize_dtype(number_type)
+        own = logical_shape(leaf) if given.typed else leaf.shape
+        resized = [shape for shape in given.shapes if shape not in (leaf.shape, logical_shape(leaf))]
+        abstract = jax.ShapeDtypeStruct(resized[-1] if resized else own, dtype, sharding=given.sharding)
+        return self._array(number, leaf, abstract, self.resize or not given.strict)
+
+
+class _GivenArgs(NamedTuple):
+    """What `ocp.RestoreArgs` and the target of a leaf name together."""
+
+    of_array: bool  # they are of a jax array
+    dtype: Any
+    shapes: tuple[tuple[int, ...], ...]
+    strict: bool  # the shape must be the stored one
+    args: Any
+
+    @property
+    def typed(self) -> bool:
+        """Whether they are of typed PRNG keys."""
+        return self.dtype is not None and tree_lib.is_prng_dtype(self.dtype)
+
+    @property
+    def sharding(self) -> Any:
+        """The sharding that the arguments name, or None."""
+        sharding = _jax_sharding(getattr(self.args, "sharding", None))
+        mesh = getattr(self.args, "mesh", None)
+        if sharding is None and mesh is not None and self.args.mesh_axes is not None:
+            return NamedSharding(mesh, self.args.mesh_axes)
+        return sharding
+
+    @classmethod
+    def of(cls, args: Any, target: Any) -> Self:
+        """As in Orbax: the arguments come first, and then a target array with dimensions."""
         dtype = args.dtype
-        of_array = isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array)
-        shapes = [getattr(args, name, None) for name in ("global_shape", "shape")] if of_array else []
+        of_array = isinstance(args, ocp.ArrayRestoreArgs) and args.restore_type in (None, jax.Array)
+        named = [args.global_shape, args.shape] if of_array else []
+        shapes = tuple([tuple(shape) for shape in named if shape is not None])
         strict = getattr(args, "strict", True)
         is_array = getattr(target, "shape", ()) and hasattr(target, "dtype")
         if strict and is_array and not tree_lib.is_prng_dtype(target.dtype):
-            shapes = shapes if any(shape is not None for shape in shapes) else [target.shape]
+            shapes = shapes or (tuple(target.shape),)
             dtype = target.dtype if dtype is None and of_array else dtype
-        typed = dtype is not None and tree_lib.is_prng_dtype(dtype)
-        if leaf.kind in EMPTY_KINDS or leaf.kind in _TEXT_KINDS:
-            return self._leaf(number, leaf, "") if kind is str else as_saved(number, leaf, self.shardings)
-        shape = logical_shape(leaf) if typed else leaf.shape
-        for asked in shapes:
-            if asked is not None and tuple(asked) not in (leaf.shape, logical_shape(leaf)):
-                if strict or leaf.kind == "prng" or len(asked) != len(leaf.shape):
-                    return self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
-                shape = tuple(asked)
-        if of_array or typed:
-            if dtype is None:
-                number_type = {"bool": bool, "int": int, "float": float}.get(leaf.kind, complex)
-                dtype = leaf.dtype if leaf.dtype is not None else jax.dtypes.canonicalize_dtype(number_type)
-            sharding = _jax_sharding(getattr(args, "sharding", None))
-            mesh = getattr(args, "mesh", None)
-            if sharding is None and mesh is not None and args.mesh_axes is not None:
-                sharding = NamedSharding(mesh, args.mesh_axes)
-            abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            return self._array(number, leaf, abstract, self.resize or not strict)
-        if kind in (str, int, float, bool, complex):
-            return self._leaf(number, leaf, kind())
-        if kind is np.ndarray or (kind is None and dtype is not None):
-            return LeafRequest(number, RestoredForm.NUMPY, None if dtype is None else np.dtype(dtype))
-        return as_saved(number, leaf, self.shardings)
+        return cls(of_array=of_array, dtype=dtype, shapes=shapes, strict=strict, args=args)
 
 
 def _is_value(target: Any) -> bool:

@@ -14,7 +14,7 @@ from absl import logging
 from epochckpt import _progress, _threads, _units
 from epochckpt.agreement import Coordinator, restore_vote
 from epochckpt.arrays import item_names
-from epochckpt.arrays.restore import ArraySource
+from epochckpt.arrays.reader import ArraySource
 from epochckpt.convert.destination import ToldProgress, checked, staged
 from epochckpt.convert.formats import EXPORTED
 from epochckpt.convert.leaf_files import FormOptions, LeftOut

@@ -9,7 +9,7 @@ import numpy as np
 from epochckpt import _text
 from epochckpt._units import several
 from epochckpt.arrays import Pack, Request
-from epochckpt.arrays.restore import ArraySource
+from epochckpt.arrays.reader import ArraySource
 from epochckpt.convert.selection import Selection
 from epochckpt.format import Box, Grid, Leaf
 from epochckpt.format import tree as tree_lib

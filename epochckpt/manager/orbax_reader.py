@@ -19,7 +19,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from epochckpt import args as own
 from epochckpt import errors
 from epochckpt.arrays import Pack, Request, Shardings, item_names, restore_items
-from epochckpt.arrays.restore import ArraySource, restore_tree
+from epochckpt.arrays.reader import ArraySource
+from epochckpt.arrays.restore import restore_tree
 from epochckpt.arrays.shardings import divides, logical_shape, of_keys
 from epochckpt.directory import EpochDirectory
 from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths

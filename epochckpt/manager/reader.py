@@ -13,8 +13,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, item_names, restore_items
-from epochckpt.arrays.reader import once
-from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
+from epochckpt.arrays.reader import ArraySource, once
+from epochckpt.arrays.restore import read_leaves, read_values
 from epochckpt.arrays.restore_items import MISSING, RestoreContext
 from epochckpt.directory import EpochDirectory, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
@@ -283,8 +283,8 @@ class NativeReader(CheckpointReader):
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         damage = tuple(self.native.verify_all(progress))
-        if (some := self.native.some) is not None:
-            note = f"only what this host has was read: the files of {some or 'no node'}"
+        if (names := self.native.local_node_names) is not None:
+            note = f"only what this host has was read: the files of {names or 'no node'}"
             return Verification(self.record.epoch, self.native.nbytes, damage, note)
         found = (object_view if self.record.objects else linked_view).check(self.store, self.folder, self.record)
         if found is None or found:

@@ -80,10 +80,10 @@ class Completing(Protocol):
 
     url: str
 
-    def complete(self, local: EpochDirectory, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
+    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
         """The survey of the directory with the epochs that the mirror has.
 
-        `texts`: with local disks, the records of the mirror that these have.
+        `disk_ledgers`: with local disks, the records of the mirror that these have.
         """
         ...
 

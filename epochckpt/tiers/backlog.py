@@ -61,7 +61,7 @@ class MirrorEpochs:
             self._pinned = epoch
             return epoch is None or epoch in self._readable
 
-    def oldest_leaving(self, keep: float) -> int | None:
+    def begin_leaving(self, keep: float) -> int | None:
         """The epoch that is to be removed so that the mirror keeps no more than so many; None if it has no more.
 
         From then on the epoch is not readable, and counts as removed.

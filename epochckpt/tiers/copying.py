@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
@@ -60,7 +61,9 @@ _LISTEN_SECS = 60.0  # one question of another process for the next task
 _KEPT_TASKS = 8  # in the coordination service
 _RECLAIMS = 16  # times in a row that a run may be fenced off from a mirror that is still its directory's
 _END = {"end": True}
-NEWER_ID = "newer"  # of an epoch that a newer epochckpt has written: nothing here is the same
+# In place of the id of an epoch in the mirror, also in ledgers:
+NEWER_ID = "newer"  # a newer epochckpt has written it: nothing here is the same
+UNUSABLE_ID = ""  # its record cannot be used: nothing tells what it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,46 @@ class MirrorJob:
         return copy
 
 
+class _Outcome(enum.Enum):
+    """What became of one step of the worker."""
+
+    WORKED = "worked"
+    IDLE = "idle"  # there was nothing to do
+    FAILED = "failed"  # it is tried again
+    FENCED = "fenced"  # another run has taken over
+
+
+class _Failures:
+    """Failed steps in a row: what is said of them, and how long the mirror is left alone."""
+
+    def __init__(self, url: str, root: str):
+        self._url = url
+        self._root = root
+        self._count = 0
+        self._pause = _PAUSES_SECS[0]
+
+    def add(self, error: Exception) -> None:
+        """One more; the first is logged."""
+        if not self._count:
+            text = "%s: the mirror is behind, and tries again; saving to %s goes on: %s"
+            logging.warning(text, self._url, self._root, say(error))
+        kept(error)
+        self._count += 1
+
+    def next_pause(self) -> float:
+        """The seconds before the next try: twice as many as the last time."""
+        pause = self._pause
+        self._pause = min(2 * pause, _PAUSES_SECS[1])
+        return pause
+
+    def end(self) -> None:
+        """A step has worked."""
+        if self._count:
+            logging.info("%s: the mirror goes on, after %d failures", self._url, self._count)
+        self._count = 0
+        self._pause = _PAUSES_SECS[0]
+
+
 class Worker:
     """The primary's work: it claims the mirror, and keeps it as the directory is."""
 
@@ -112,7 +155,7 @@ class Worker:
         self._compared = False
         self._closing = False
         self._ended = False
-        self._failures = 0  # in a row
+        self._failures = _Failures(job.url, job.local.store.root)
         self._fenced = 0  # in a row
         self._attempts = 0
         self._tasks = 0
@@ -171,42 +214,36 @@ class Worker:
 
     def run(self) -> None:
         """Does one step after the other, until the manager is closed or another run has taken over."""
-        pause, longest = _PAUSES_SECS
-        url = self._job.url
         while not self._ended:
             self._bell = _threads.Future()
-            closing = self._closing
-            try:
-                busy = self._step()
-                if busy:
-                    self._fenced = 0
-                if self._failures and busy:
-                    logging.info("%s: the mirror goes on, after %d failures", url, self._failures)
-                    self._failures = 0
-                    pause = _PAUSES_SECS[0]
-            except FencedError as error:
-                if self._may_claim_again():
-                    continue
-                if not self._ended:
-                    logging.error("%s: nothing more is mirrored: %s", url, error.reason)
-                    self._ledger.disown(self._backlog.waiting(), self._epochs.ids)
+            closing = self._closing  # when it looked: whatever was to be done before the end is done
+            outcome = self._try_step()
+            if outcome is _Outcome.FENCED or (closing and outcome is not _Outcome.WORKED):
                 break
-            except Exception as error:  # whatever it is, training does not depend on it
-                if not self._failures:
-                    text = "%s: the mirror is behind, and tries again; saving to %s goes on: %s"
-                    logging.warning(text, url, self._local.store.root, say(error))
-                kept(error)
-                self._failures += 1
-                if closing:
-                    break
-                self._bell.wait(pause)
-                pause = min(2 * pause, longest)
-                continue
-            if not busy:
-                if closing:  # when it looked: whatever was to be done before the end is done
-                    break
+            if outcome is _Outcome.FAILED:
+                self._bell.wait(self._failures.next_pause())
+            elif outcome is _Outcome.IDLE:
                 self._bell.wait()
         self._finish()
+
+    def _try_step(self) -> _Outcome:
+        try:
+            worked = self._step()
+        except FencedError as error:
+            if self._may_claim_again():
+                return _Outcome.WORKED
+            if not self._ended:
+                logging.error("%s: nothing more is mirrored: %s", self._job.url, error.reason)
+                self._ledger.disown(self._backlog.waiting(), self._epochs.ids)
+            return _Outcome.FENCED
+        except Exception as error:  # whatever it is, training does not depend on it
+            self._failures.add(error)
+            return _Outcome.FAILED
+        if not worked:
+            return _Outcome.IDLE
+        self._fenced = 0
+        self._failures.end()
+        return _Outcome.WORKED
 
     def _may_claim_again(self) -> bool:
         """After another run has claimed the mirror: whether the mirror is this directory's all the same.
@@ -245,7 +282,7 @@ class Worker:
             self._compare()
         elif (ledger := self._ledger.known()).may_follow:
             self._follow(ledger)
-        elif (epoch := self._epochs.oldest_leaving(self._job.options.mirror_keep or math.inf)) is not None:
+        elif (epoch := self._epochs.begin_leaving(self._job.options.mirror_keep or math.inf)) is not None:
             self._remove(epoch)
         elif self._dead:
             self._claimed.discard(self._dead[-1])
@@ -408,12 +445,14 @@ class Worker:
         there = seen_id(self._copies, epoch, anew=True)
         if there == NEWER_ID:
             raise _UnfitError(f"a newer epochckpt has written a checkpoint {epoch} to the mirror")
-        if there and save_id(self._copies, epoch) == record.origin:
+        if there != UNUSABLE_ID and save_id(self._copies, epoch) == record.origin:
             copy = Copy(save_id=record.origin, mirror_id=there)
         else:
             replaces = None
-            if epoch in self._epochs.ids:
-                replaces = ReplaceCondition(there or None, "" if there else "its record cannot be used")
+            if epoch in self._epochs.ids and there == UNUSABLE_ID:
+                replaces = ReplaceCondition(None, "its record cannot be used")
+            elif epoch in self._epochs.ids:
+                replaces = ReplaceCondition(there, "")
             self._attempts += 1
             mirror_id = f"{self._claimed.incarnation}-{epoch}-{self._attempts}"
             copy = Copy(save_id=record.origin, mirror_id=mirror_id)
@@ -491,9 +530,10 @@ def _local_errors() -> Generator[None]:
 
 
 def seen_id(epoch_directory: EpochDirectory, epoch: int, *, anew: bool = False) -> str:
-    """The id of an epoch of the mirror as of the last look, or `anew`; empty if its record cannot be used."""
+    """The id of an epoch of the mirror as of the last look, or `anew`; or what stands in its place."""
     try:
-        return (epoch_directory.read_save_id(epoch) if anew else epoch_directory.seen_save_id(epoch)) or ""
+        found = epoch_directory.read_save_id(epoch) if anew else epoch_directory.seen_save_id(epoch)
+        return found or UNUSABLE_ID
     except FormatVersionError:
         return NEWER_ID
 

@@ -49,7 +49,7 @@ class EpochCopy:
         save_id: str = "",
         progress: Callable[[int], None] | None = None,
     ):
-        self._reader = reader.again(_threads.Pool(_THREADS))
+        self._reader = reader.verifying_copy(_threads.Pool(_THREADS))
         self._progress = progress
         self.epoch_directory = epoch_directory
         self._epoch = reader.record.epoch

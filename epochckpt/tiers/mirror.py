@@ -54,6 +54,17 @@ _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end t
 _NO_ANSWER = (DamagedError, FormatError, FormatVersionError, NotACheckpointDirectoryError, OSError)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """What a look at the mirror has found."""
+
+    standing: Standing
+    ledger: Ledger | None = None  # of this directory
+    copies: Mapping[int, Copy] = dataclasses.field(default_factory=dict)  # of the ledger here, even if copied along
+    # The save ids of epochs here that are no part of the mirror's history.
+    diverged: Mapping[int, str | None] = dataclasses.field(default_factory=dict)
+
+
 class Mirror:
     """The mirror of one manager's directory, on one process."""
 
@@ -73,10 +84,7 @@ class Mirror:
         self._options = options
         self._policies = policies
         self._hosted: Sequence[str] = ()  # the names of this process's nodes
-        self._standing: Standing = Unanswered(UnsupportedError("nobody has looked"))
-        self._found: Ledger | None = None  # the ledger of this directory, as of the last look
-        self._gone: Mapping[int, str | None] = {}  # the save ids of epochs that are no part of the mirror's history
-        self._known: Mapping[int, Copy] = {}  # the copies in the ledger found here, even if it was copied along
+        self._seen = _Look(Unanswered(UnsupportedError("nobody has looked")))
         self._epochs = MirrorEpochs()
         self._local: EpochDirectory | None = None  # once the directory is claimed
         self._ledger: LedgerFile | None = None  # the same
@@ -95,7 +103,7 @@ class Mirror:
 
     # -- looking -------------------------------------------------------------------------------------------------
 
-    def complete(self, local: EpochDirectory, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
+    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
         """On the primary: a survey of the directory, with what the mirror has; see `survey.Completing`.
 
         Raises:
@@ -104,19 +112,19 @@ class Mirror:
         """
         gone: tuple[int, ...] = ()
         if self._local is None:
-            self._look(local, [*survey.epochs, *survey.damaged], texts)
-            gone = self._standing.diverged if isinstance(self._standing, Successor) else ()
+            self._look(local, [*survey.epochs, *survey.damaged], disk_ledgers)
+            gone = tuple(self._seen.diverged)
         damaged = dict(survey.damaged)
-        if not isinstance(self._standing, Unanswered):
+        if not isinstance(self._seen.standing, Unanswered):
             for epoch in self._epochs.readable.keys() & damaged.keys():
-                if self._is_of_save(local, epoch, self._epochs.ids):
+                if self._is_of_save(local, epoch, self._epochs.ids, self._seen.copies):
                     text = "%s: checkpoint %d is read from its mirror %s"
                     logging.warning(text, local.store.root, epoch, self.url)
                     del damaged[epoch]
                 else:
                     _threads.start(functools.partial(self._epochs.disown, [epoch])).result()
         readable = self._epochs.readable
-        if isinstance(self._standing, Unanswered) and texts is not None:
+        if isinstance(self._seen.standing, Unanswered) and disk_ledgers is not None:
             readable = {}  # the parts that are here cannot be completed
         here = [epoch for epoch in survey.epochs if epoch not in gone]
         remote = sorted(readable.keys() - {*here} - damaged.keys())
@@ -154,8 +162,8 @@ class Mirror:
             InvalidArgumentError: it has the epochs of another directory, or is the directory itself.
         """
         self._look(local, local.list_epochs(), None)
-        if isinstance(self._standing, Unanswered):
-            raise self._standing.error
+        if isinstance(self._seen.standing, Unanswered):
+            raise self._seen.standing.error
         return self._epochs.readable
 
     def readable(self) -> Mapping[int, str]:
@@ -169,19 +177,23 @@ class Mirror:
 
     def is_copy(self, local: EpochDirectory, epoch: int) -> bool:
         """Whether the mirror's epoch of a number was a copy of the one here at the last look."""
-        return epoch in self._epochs.readable and self._is_of_save(local, epoch, self._epochs.ids)
+        return epoch in self._epochs.readable and self._is_of_save(local, epoch, self._epochs.ids, self._seen.copies)
 
-    def _look(self, local: EpochDirectory, epochs: Sequence[int], texts: Sequence[str] | None) -> None:
-        """Asks the mirror which epochs it has, before this manager writes."""
+    def _look(self, local: EpochDirectory, epochs: Sequence[int], disk_ledgers: Sequence[str] | None) -> None:
+        """Asks the mirror which epochs it has, before this manager writes.
+
+        `disk_ledgers` are the ledgers on the disks of the hosts, as texts; None where all hosts share one directory.
+        """
         self._check_apart(local.store)
         root = local.store.root
-        recorded = ledgers.usable_ledger(local.store) if texts is None else ledgers.newest(texts, root)
+        shared = disk_ledgers is None
+        recorded = ledgers.usable_ledger(local.store) if shared else ledgers.newest(disk_ledgers, root)
         ledger = None if recorded is None else recorded.at(self.url)
         if recorded is not None and recorded.url != self.url:
             logging.warning("%s: its mirror was %s, and is %s from now on", root, recorded.url, self.url)
-        self._known = {} if ledger is None else ledger.copies
+        copies: Mapping[int, Copy] = {} if ledger is None else ledger.copies
         own = ledger
-        if ledger is not None and texts is None and not ledger.identity.is_of(local.store):
+        if ledger is not None and shared and not ledger.identity.is_of(local.store):
             own = None  # of the directory that this one is a copy of
         here = sorted(epochs)
         try:
@@ -191,18 +203,23 @@ class Mirror:
                     f"mirror={self.url} was the mirror of {root} before, and has missed what was deleted and rolled "
                     "back here since. Choose an empty mirror, or remove the epochs of that one"
                 )
-            self._standing = assess(own, here, lineage, ids, lambda epoch: self._is_of_save(local, epoch, ids))
+            standing = assess(own, here, lineage, ids, lambda epoch: self._is_of_save(local, epoch, ids, copies))
         except _NO_ANSWER as error:
             if not here:
                 raise self._refusal(error) from error
             text = "%s: its mirror %s does not answer, so that epochs which only the mirror has cannot be read: %s"
             logging.warning(text, root, self.url, say(error))
-            self._standing = Unanswered(error)
-            ids = {epoch: copy.mirror_id for epoch, copy in self._known.items()}
-        self._found = own
-        if isinstance(self._standing, Successor):
-            self._gone = {epoch: save_id(local, epoch) for epoch in self._standing.diverged}
-        readable = self._history(local, ids, ledger if isinstance(self._standing, ForeignReader) else own)
+            standing = Unanswered(error)
+            ids = {epoch: copy.mirror_id for epoch, copy in copies.items()}
+        diverged = standing.diverged if isinstance(standing, Successor) else ()
+        seen = _Look(
+            standing=standing,
+            ledger=own,
+            copies=copies,
+            diverged={epoch: save_id(local, epoch) for epoch in diverged},
+        )
+        readable = self._history(seen, local, ids, ledger if isinstance(standing, ForeignReader) else own)
+        self._seen = seen
         self._epochs.look_was(ids, readable)
         self._say(root, known_url="" if recorded is None else recorded.url)
 
@@ -223,9 +240,11 @@ class Mirror:
                 return lineage, found
             lineage = now  # it was claimed meanwhile, and may have other epochs
 
-    def _history(self, local: EpochDirectory, ids: Mapping[int, str], ledger: Ledger | None) -> dict[int, str]:
+    def _history(
+        self, seen: _Look, local: EpochDirectory, ids: Mapping[int, str], ledger: Ledger | None
+    ) -> dict[int, str]:
         """Those of the mirror's epochs, which have these `ids`, that are part of this directory's history."""
-        match self._standing:
+        match seen.standing:
             case Owner() | Unanswered():
                 hidden = frozenset[int]() if ledger is None else self._withdrawn(ledger, local)
             case Successor():
@@ -233,23 +252,18 @@ class Mirror:
                 hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
             case ForeignReader(common=common):
                 # A copy of a directory has brought a ledger along. The epochs that it knows are of a common history.
-                known = {epoch for epoch in ids if self._is_known(epoch, ids) and epoch <= common}
+                known = {epoch for epoch in ids if _is_listed(epoch, ids, seen.copies) and epoch <= common}
                 hidden = frozenset(ids.keys() - known) | (frozenset() if ledger is None else ledger.hidden)
             case Stranger():
                 hidden = frozenset(ids)
         return {epoch: mirror_id for epoch, mirror_id in ids.items() if epoch not in hidden}
-
-    def _is_known(self, epoch: int, ids: Mapping[int, str]) -> bool:
-        """Whether the ledger that was found here lists the mirror's epoch, by the `ids` that the mirror has."""
-        copy = self._known.get(epoch)
-        return copy is not None and copy.mirror_id == ids.get(epoch)
 
     def _withdrawn(self, ledger: Ledger, local: EpochDirectory) -> frozenset[int]:
         return dataclasses.replace(ledger, withdrawals=ledgers.settled_withdrawals(ledger, local)).hidden
 
     def _say(self, root: str, known_url: str) -> None:
         """Says what the standing means for this directory; raises InvalidArgumentError for a stranger's mirror."""
-        match self._standing:
+        match self._seen.standing:
             case Stranger():
                 there = self._epochs.ids
                 problem = (
@@ -276,9 +290,14 @@ class Mirror:
             case _:
                 pass
 
-    def _is_of_save(self, local: EpochDirectory, epoch: int, ids: Mapping[int, str]) -> bool:
-        """Whether the mirror's epoch of a number is of the same save as the one here, as far as that can be read."""
-        copied = self._known[epoch].save_id if self._is_known(epoch, ids) else ""
+    def _is_of_save(
+        self, local: EpochDirectory, epoch: int, ids: Mapping[int, str], copies: Mapping[int, Copy]
+    ) -> bool:
+        """Whether the mirror's epoch of a number is of the same save as the one here, as far as that can be read.
+
+        The mirror has these `ids`, and the ledger here these `copies`.
+        """
+        copied = copies[epoch].save_id if _is_listed(epoch, ids, copies) else ""
         here = save_id(local, epoch)
         if here is None:
             return bool(copied)
@@ -336,7 +355,7 @@ class Mirror:
     def origin_of(self, epoch: int) -> str | None:
         """See `survey.Completing`."""
         there = self._epochs.ids.get(epoch)
-        known = self._known.get(epoch)
+        known = self._seen.copies.get(epoch)
         if known is not None and known.save_id and there in (None, known.mirror_id):
             return known.save_id
         return None if there is None else save_id(self._there, epoch)
@@ -371,7 +390,7 @@ class Mirror:
             self._follower = MirrorFollower(job=job, adopt=self.adopt)
             self._begin(self._follower.run)
             return
-        if isinstance(self._standing, ForeignReader | Stranger):  # it has said so
+        if isinstance(self._seen.standing, ForeignReader | Stranger):  # it has said so
             if (found := ledger.read()) is not None:
                 self._disown(self._outdated(local, found, epochs))
             if coordinator.processes > 1:
@@ -395,7 +414,7 @@ class Mirror:
         ledger = found or Ledger(url=self.url, identity=identity)
         ledger = dataclasses.replace(ledger, identity=identity, withdrawals=ledgers.settled_withdrawals(ledger, local))
         ledger = ledger.at(self.url)
-        match self._standing:
+        match self._seen.standing:
             case Owner(lineage=None):
                 return dataclasses.replace(ledger, adopted=None, copies={}, copying={})
             case Successor(lineage=seen):
@@ -413,7 +432,7 @@ class Mirror:
                 return ledger
 
     def _is_as_seen(self, ledger: Ledger) -> bool:
-        seen = self._found
+        seen = self._seen.ledger
         return seen is not None and (ledger.claims, ledger.adopted) == (seen.claims, seen.adopted)
 
     def _outdated(self, local: EpochDirectory, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
@@ -423,18 +442,20 @@ class Mirror:
         """
         adopted = {} if ledger.adopted is None else ledger.adopted.epochs
         there = {*self._epochs.ids, *ledger.copying, *adopted}
-        known = {epoch for epoch in there if self._is_known(epoch, self._epochs.ids) and epoch in ledger.copies}
+        listed = {epoch for epoch in there if _is_listed(epoch, self._epochs.ids, self._seen.copies)}
+        known = listed & ledger.copies.keys()
         same = {epoch for epoch in known if save_id(local, epoch) in (None, ledger.copies[epoch].save_id)}
         return {epoch for epoch in epochs if epoch in there and epoch not in same}
 
     def _set_aside(self, local: EpochDirectory) -> None:
         """Moves the epochs that are no part of the mirror's history out of sight."""
         local.ignored = frozenset()
-        if self._writer is None or not self._gone:
+        if self._writer is None or not self._seen.diverged:
             return
-        listed = set(local.list_epochs())
+        diverged = self._seen.diverged
+        listed = diverged.keys() & set(local.list_epochs())
         # Another run may have saved one of them since.
-        gone = tuple(epoch for epoch, seen in self._gone.items() if epoch in listed and save_id(local, epoch) == seen)
+        gone = tuple(epoch for epoch in diverged if epoch in listed and save_id(local, epoch) == diverged[epoch])
         if not gone:
             return
         id = paths.new_id()
@@ -523,6 +544,12 @@ def viewed(url: str, local: EpochDirectory) -> Mirror:
     mirror = Mirror(url, StorageOptions(), ocp.CheckpointManagerOptions(), names=local.names)
     mirror.look(local)
     return mirror
+
+
+def _is_listed(epoch: int, ids: Mapping[int, str], copies: Mapping[int, Copy]) -> bool:
+    """Whether a ledger with these `copies` lists the mirror's epoch, by the `ids` that the mirror has."""
+    copy = copies.get(epoch)
+    return copy is not None and copy.mirror_id == ids.get(epoch)
 
 
 def _is_unchanged(ledger: Ledger, ids: Mapping[int, str]) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt.arrays import EpochReader, Request, node_files, restore
+from epochckpt.arrays import EpochReader, Request, assembly, node_files
 from epochckpt.format import grid
 from epochckpt.storage import object_client
 from epochckpt.storage.object_store import ObjectStore
@@ -127,7 +127,7 @@ def test_small_leaves_that_are_read_together_are_what_was_saved(data: st.DataObj
     }
     storage = ec.StorageOptions(block_bytes=BLOCK, part_bytes=data.draw(st.sampled_from([9000, 10**9])))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "_PACK_BYTES", 7000)
+        patch.setattr(assembly, "_PACK_BYTES", 7000)
         with ec.CheckpointManager(folder, storage=storage) as manager:
             manager.save(0, args=ocp.args.StandardSave(state))
             manager.wait_until_finished()

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.arrays import restore
+from epochckpt.arrays import assembly
 from epochckpt.storage import mmap
 
 LEAVES, LEAF_BYTES = 24, 2**18
@@ -39,7 +39,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return out
 
     for name in ("_empty", "_memory"):
-        monkeypatch.setattr(restore, name, functools.partial(counted, getattr(restore, name)))
+        monkeypatch.setattr(assembly, name, functools.partial(counted, getattr(assembly, name)))
     return counts
 
 
@@ -70,13 +70,13 @@ def test_buffers_stay_below_the_limit(tmp_path: pathlib.Path, held: dict[str, in
 @pytest.mark.parametrize("save", [ocp.args.StandardSave, ec.args.NodeSave])
 def test_small_leaves_are_read_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
     """Those that a restore reads together are as many as the limit allows, and never those of before."""
-    allocate, sizes = restore._memory, list[int]()
+    allocate, sizes = assembly._memory, list[int]()
 
     def counted(nbytes: int) -> np.ndarray:
         sizes.append(nbytes)
         return allocate(nbytes)
 
-    monkeypatch.setattr(restore, "_memory", counted)
+    monkeypatch.setattr(assembly, "_memory", counted)
     state = {f"w{i:02}": jnp.arange(1024, dtype=jnp.float32) + i for i in range(12)}
     with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(restore_memory_limit_bytes=3 * 4096)) as manager:
         manager.save(0, args=save(state))
@@ -89,14 +89,14 @@ def test_small_leaves_are_read_once(tmp_path: pathlib.Path, monkeypatch: pytest.
 @pytest.fixture
 def maps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, weakref.ref[Any]]]:
     """The maps that a restore makes: the bytes of each, and itself as long as it lives."""
-    allocate, made = restore.fresh, list[tuple[int, weakref.ref[Any]]]()
+    allocate, made = assembly.fresh, list[tuple[int, weakref.ref[Any]]]()
 
     def noted(nbytes: int) -> np.ndarray:
         out = allocate(nbytes)
         made.append((nbytes, weakref.ref(out.base)))
         return out
 
-    monkeypatch.setattr(restore, "fresh", noted)
+    monkeypatch.setattr(assembly, "fresh", noted)
     return made
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, forms_of, leaf_keys, plan_item
+from epochckpt.arrays.plan import CellSource, ItemPlan, forms_of, leaf_keys, plan_item
+from epochckpt.arrays.sharding_grids import boxes_of_devices, device_cells
 from epochckpt.errors import FormatError
 from epochckpt.format import (
     ArrayItem,
