@@ -4,6 +4,7 @@ No named epoch and no metadata handler mean from scratch; the handler may overri
 rollback, later epochs are replaced one by one. A save is committed, on each node, when it returns.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,15 @@ _VERBS = ("set_params", "last_epoch", "write", "cp_accessible")
 _ACTIONS = ("checkpoint_save", "checkpoint_load", "checkpoint_partial_load")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Report:
+    """What one process tells of a save, as JSON."""
+
+    error: str = ""  # why it has failed; empty if it has not
+    fenced: str = ""  # how the process learned that a newer job saves its node; empty if none does
+    stats: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)  # see `Caffe2Backend._stats`
+
+
 class Caffe2Backend(CheckpointBackend):
     """Caffe2's verbs."""
 
@@ -35,7 +45,7 @@ class Caffe2Backend(CheckpointBackend):
         self.accessible = lambda epoch: manager.cp_accessible(epoch=None)
         self._wanted: list[str] = []
         self._nodes: list[str] = []  # those that the manager saves: of the job, or with one of one node of this process
-        self._ready = False  # the manager knows its blobs
+        self._knows_blobs = False  # the manager does, of every node
         self._fenced = ""
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
@@ -48,7 +58,7 @@ class Caffe2Backend(CheckpointBackend):
         """See CheckpointBackend. Out of band, the blobs are those that the run's init has found, as in Caffe2."""
         super().open(session, calls)
         self._nodes = [n for n in self._wanted or session.nodes if self._manager.several or n in session.hosted]
-        self._ready = out_of_band
+        self._knows_blobs = out_of_band  # the run that goes on beside has called its init
         unknown = len(self._manager.managers(self._nodes)) < len(self._nodes)
         if not out_of_band or not self._manager.introduced or unknown:  # then this raises
             self._manager.set_params(self._nodes)
@@ -69,7 +79,7 @@ class Caffe2Backend(CheckpointBackend):
             return None
         self._run(lambda: self._manager.init(self._nodes, retrieve_from_epoch=epoch))
         self._run(lambda: self._manager.load(epoch))
-        self._ready = True
+        self._knows_blobs = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
         self._report("checkpoint_load", self._calls.collective(f"stats of the load of {epoch}", self._stats, list))
         return Restored(epoch, RunNotes.read(self._manager.read_notes(epoch)), names, named=named is not None)
@@ -91,42 +101,43 @@ class Caffe2Backend(CheckpointBackend):
         def check() -> None:
             for node, blobs in names.items():
                 blob_lib.refuse_global(node, {name: spaces[node][name] for name in blobs if name in spaces[node]})
-            if not self._ready:
+            if not self._knows_blobs:
                 self._kinds_of(names)
 
         unsaved = {n: sorted(set(spaces[n]) - set(blobs)) for n, blobs in names.items() if n in self._nodes}
-        if any(unsaved.values()) and not self._ready:
+        if any(unsaved.values()) and not self._knows_blobs:
             raise InvalidArgumentError(
                 f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {unsaved}"
             )
         self._calls.collective("the blobs to checkpoint", check, lambda _: None)
-        if not self._ready:
+        if not self._knows_blobs:
             self._run(lambda: self._manager.init(self._nodes))
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
         """See CheckpointBackend. An error becomes an outcome on all processes, and training goes on."""
         self._manager.notes = notes.to_json()
         began = time.monotonic()
-        error = ""
-        fenced = ""
-        try:
-            self._run(lambda: self._manager.save(epoch))
-        except Exception as caught:
-            error = say(caught)
-            cause = caught if isinstance(caught, FencedError) else caught.__cause__
-            fenced = cause.reason if isinstance(cause, FencedError) else ""
-        mine = {"error": error, "fenced": fenced, "stats": {} if error else self._stats()}
-        reports = self._calls.collective(f"save of checkpoint {epoch}", lambda: mine, list)
-        problem = next((f["error"] for f in reports if f["error"]), "")
-        self._fenced = next((f["fenced"] for f in reports if f["fenced"]), "")
-        stats = [f["stats"] for f in reports]
+        mine = self._save_here(epoch)
+        told = self._calls.collective(f"save of checkpoint {epoch}", lambda: dataclasses.asdict(mine), list)
+        reports = [_Report(**one) for one in told]
+        problem = next((report.error for report in reports if report.error), "")
+        self._fenced = next((report.fenced for report in reports if report.fenced), "")
         if not problem:
             _threads.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
-            self._report("checkpoint_save", stats)
-        by_node = {node: took for one in stats for node, (_, took) in one.items()}
+            self._report("checkpoint_save", [report.stats for report in reports])
+        by_node = {node: secs for report in reports for node, (_, secs) in report.stats.items()}
         secs = time.monotonic() - began
         self._ended.append(SaveResult(epoch, not problem, problem, secs, secs, by_node))
         return True
+
+    def _save_here(self, epoch: int) -> "_Report":
+        """Saves the nodes of this process."""
+        try:
+            self._run(lambda: self._manager.save(epoch))
+        except Exception as error:
+            cause = error if isinstance(error, FencedError) else error.__cause__
+            return _Report(error=say(error), fenced=cause.reason if isinstance(cause, FencedError) else "")
+        return _Report(stats=self._stats())
 
     def _stats(self) -> dict[str, tuple[str, float]]:
         """What the last operation saved or loaded on each node of this process: the db's name, and the seconds."""

@@ -333,23 +333,12 @@ class NodeEpochs:
         has saved.
         Raises what `NodeDirectory.claim` raises, and SaveError (or FencedError) if the epoch was not committed.
         """
-        epoch_directory = self.epoch_directory
         epoch = epoch_number(epoch)
-        wanted = save_items.to_save(args, self._handlers)
-        item_names.check_names([item.name for item in wanted], (), ())
+        save = self._begin(epoch, args, custom_metadata)
         writer = self.claim()
-        self._tries += 1
-        snapshot = dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot()
-        request = SaveRequest(  # from here on its time counts, without that of the snapshot
-            epoch=epoch,
-            number=self._tries,
-            default_item=not checks.is_multi(args),
-            custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
-        )
-        save = Save(request, snapshot, Deadline(self._options.save_timeout_secs))
         staging = writer.staging(epoch, f"{writer.incarnation}-{save.name}")
         try:
-            with epoch_directory.access():
+            with self.epoch_directory.access():
                 writer.stage(epoch, staging.save_id)
                 save.reports[0] = write_nodes(
                     staging=staging,
@@ -358,13 +347,7 @@ class NodeEpochs:
                     options=self._options,
                     pool=self._pool,
                 )
-                record = save.record(staging.save_id, objects=False, per_node=True)
-                replaces = (
-                    ReplaceCondition(epoch_directory.read_save_id(epoch))
-                    if epoch_directory.is_committed(epoch)
-                    else None
-                )
-                remove = writer.publish(staging, record.to_bytes(), lambda: None, replaces)
+                remove = self._publish(writer, save, staging)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
             _threads.logged("the remains of a save stay", lambda: writer.discard(staging))
             if isinstance(error, EpochCheckpointError) or not isinstance(error, Exception):
@@ -375,4 +358,29 @@ class NodeEpochs:
             save.snapshot.drop()
         if remove is not None:
             _threads.logged("what was replaced stays", remove)
-        logging.info("%s: checkpoint %d of node %s committed", epoch_directory.store.root, epoch, epoch_directory.node)
+        directory = self.epoch_directory
+        logging.info("%s: checkpoint %d of node %s committed", directory.store.root, epoch, directory.node)
+
+    def _begin(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None) -> Save:
+        """Takes the snapshot. From then on the time of the save counts."""
+        wanted = save_items.to_save(args, self._handlers)
+        item_names.check_names([item.name for item in wanted], (), ())
+        self.claim()
+        self._tries += 1
+        snapshot = dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot()
+        request = SaveRequest(
+            epoch=epoch,
+            number=self._tries,
+            default_item=not checks.is_multi(args),
+            custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
+        )
+        return Save(request, snapshot, Deadline(self._options.save_timeout_secs))
+
+    def _publish(self, writer: NodeWriter, save: Save, staging: Staging) -> Callable[[], None] | None:
+        """Commits what is staged, in place of an epoch of this number; returns what removes that one."""
+        epoch = save.request.epoch
+        replaces = None
+        if self.epoch_directory.is_committed(epoch):
+            replaces = ReplaceCondition(self.epoch_directory.read_save_id(epoch))
+        record = save.record(staging.save_id, objects=False, per_node=True)
+        return writer.publish(staging, record.to_bytes(), lambda: None, replaces)

@@ -17,6 +17,7 @@ from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.errors import FormatError, InvalidArgumentError, SaveError, advice_for
 from epochckpt.format import paths
 from epochckpt.jobs import Node, Task, TaskGroup, Workspace, blobs, containers
+from epochckpt.jobs.notes import NodeNotes
 from epochckpt.jobs.session import Session
 from epochckpt.manager import CheckpointReader
 from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, answered_epoch, check_handler
@@ -249,7 +250,7 @@ class CheckpointManager(Manager):
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` of an epoch; None if this node has none of this number (not in Caffe2)."""
-        return _recorded(self._epochs.reader(epoch), "notes") if self.has_epoch(epoch) else None
+        return dict(_notes_in(self._epochs.reader(epoch)).notes) if self.has_epoch(epoch) else None
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. Returns the name of the node's folder."""
@@ -313,8 +314,8 @@ class CheckpointManager(Manager):
             recorded = {name: self._recorder.record(name, states[name]) for name in names}
             types = {name: one for name, one in recorded.items() if one is not None}
             args = ocp.args.Composite(**{items[n]: ocp.args.StandardSave(states[n]) for n in names})
-            kept = {"blobs": {items[name]: name for name in names}, "types": types, "notes": self.notes}
-            self._epochs.save(epoch, args, kept)
+            noted = NodeNotes(blobs={items[name]: name for name in names}, types=types, notes=self.notes)
+            self._epochs.save(epoch, args, noted.to_json())
 
     def _load(self, ws: Workspace, epoch: int, wanted: Sequence[str] | None, path_prefix: PathLike | None) -> list[str]:
         """Loads the wanted blobs that the epoch has, or all of `blob_list`; returns their names."""
@@ -334,8 +335,7 @@ class CheckpointManager(Manager):
             targets = {items[n]: blobs.argument(blobs.target_of(ws, n), blobs.rename_of(ws, n)) for n in needed}
             with advice_for(blobs.REMEDIES):
                 values = reader.restore(ocp.args.Composite(**targets))
-            types = reader.record.custom_metadata.get("types")
-            types = types if isinstance(types, dict) else {}
+            types = _notes_in(reader).types
             made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in needed}
             for name, value in made.items():
                 blobs.put_back(ws, name, value)
@@ -361,16 +361,17 @@ class CheckpointManager(Manager):
             )
 
 
-def _recorded(reader: CheckpointReader, name: str) -> dict[str, Any]:
-    value = reader.record.custom_metadata.get(name)
-    if not isinstance(value, dict):
-        raise _foreign(reader, f"was not written by a manager of epochckpt.caffe2: custom_metadata has no {name!r}")
-    return value
+def _notes_in(reader: CheckpointReader) -> NodeNotes:
+    notes = NodeNotes.read(reader.record.custom_metadata)
+    if notes is None:
+        problem = "was not written by a manager of epochckpt.caffe2: custom_metadata has no 'blobs' and 'notes'"
+        raise _foreign(reader, problem)
+    return notes
 
 
 def _items_by_blob(reader: CheckpointReader) -> dict[str, str]:
     """The item of each blob, in the order in which they were saved."""
-    recorded = _recorded(reader, "blobs")
+    recorded = _notes_in(reader).blobs
     if recorded.keys() != reader.record.items.keys() or len(set(recorded.values())) != len(recorded):
         raise _foreign(reader, "the names of its blobs are not one for each item")
     return {str(blob): item for item, blob in recorded.items()}

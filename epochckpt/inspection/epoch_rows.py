@@ -25,15 +25,13 @@ from epochckpt.inspection.rows import (
     NodeRow,
     facts_of,
 )
-from epochckpt.jobs.notes import NOTES, RunNotes
+from epochckpt.jobs.notes import NOTES, NodeNotes, RunNotes
 from epochckpt.orbax import steps
 
 if TYPE_CHECKING:
     from epochckpt.directory.epoch_summary import EpochSummary
 
 _TRIES = 5  # looks at the files of an epoch that is replaced during each look
-_CAFFE2_NOTES = "notes"  # a key that the managers of `ec.caffe2` use
-_CAFFE2_BLOBS = "blobs"  # the same
 
 
 def read(
@@ -241,12 +239,10 @@ def _of_nodes(epoch_directory: EpochDirectory, folder: str, epoch: int) -> Epoch
     rows = [_of_record(record, folder) for record in records.values() if not isinstance(record, str)]
     if not rows:
         return None
-    custom = dict(rows[0].custom_metadata or {})
-    notes = next((n for r in rows if isinstance(n := (r.custom_metadata or {}).get(_CAFFE2_NOTES), Mapping)), {})
-    custom.pop(_CAFFE2_NOTES, None)
-    blobs = custom.get(_CAFFE2_BLOBS)
-    if isinstance(blobs, Mapping) and all(item == blob for item, blob in blobs.items()):
-        del custom[_CAFFE2_BLOBS]  # it says nothing: every item has the name of its blob
+    metadata = [row.custom_metadata or {} for row in rows]
+    noted = [notes for notes in map(NodeNotes.read, metadata) if notes is not None]
+    notes = noted[0].notes if noted else {}
+    custom = dict(metadata[0]) if not noted else noted[0].rest_of(metadata[0])
     row = EpochRow(
         epoch,
         COMMITTED,

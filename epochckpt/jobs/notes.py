@@ -178,3 +178,33 @@ class RunNotes:
     def _mapping(self, name: str) -> Mapping[str, Any]:
         value = self.entries.get(name)
         return value if isinstance(value, Mapping) else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeNotes:
+    """What a manager of `epochckpt.caffe2` notes in the epoch of one node, as its custom metadata."""
+
+    blobs: Mapping[str, str]  # the blob of each item
+    types: Mapping[str, Any]  # the containers of blobs, by blob
+    notes: Mapping[str, Any]  # what the manager was told, such as the runner's notes
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Any]) -> "NodeNotes | None":
+        """The notes in custom metadata, and None if another program saved the epoch."""
+        blobs = metadata.get("blobs")
+        notes = metadata.get("notes")
+        types = metadata.get("types")
+        if not isinstance(blobs, Mapping) or not isinstance(notes, Mapping):
+            return None
+        return cls(blobs=blobs, types=types if isinstance(types, Mapping) else {}, notes=notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The custom metadata of the epoch."""
+        return {"blobs": dict(self.blobs), "types": dict(self.types), "notes": dict(self.notes)}
+
+    def rest_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """What views show of the custom metadata: nothing of what is shown elsewhere, or says nothing."""
+        rest = {name: value for name, value in metadata.items() if name != "notes"}
+        if all(item == blob for item, blob in self.blobs.items()):
+            del rest["blobs"]
+        return rest

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from epochckpt.jobs.notes import RunNotes
+from epochckpt.jobs.notes import NodeNotes, RunNotes
 
 OF_STEPS = RunNotes.of_run(
     nodes=["a", "b"], partial=True, stop_states={"nan": 1}, total_secs=2.5, went_back_to=3, unit="step", begun=40
@@ -59,3 +59,20 @@ def test_what_is_not_known_is_kept_and_shown() -> None:
     notes = RunNotes({**OF_STEPS.to_json(), "of a later one": [1]}).as_out_of_band()
     assert notes.to_json()["of a later one"] == [1]
     assert notes.others() == {"went_back_to": 3, "of a later one": [1]}
+
+
+def test_what_a_node_notes_comes_back_and_views_show_the_rest() -> None:
+    noted = NodeNotes(blobs={"a": "a", "b.1": "b/1"}, types={"a": None}, notes={"partial": True})
+    assert NodeNotes.read(noted.to_json()) == noted
+    assert noted.rest_of({**noted.to_json(), "mine": 1}) == {
+        "blobs": {"a": "a", "b.1": "b/1"},
+        "types": {"a": None},
+        "mine": 1,
+    }
+    plain = NodeNotes(blobs={"a": "a"}, types={}, notes={})
+    assert plain.rest_of(plain.to_json()) == {"types": {}}
+
+
+@pytest.mark.parametrize("metadata", [{}, {"blobs": {}}, {"notes": {}}, {"blobs": [], "notes": {}}, {"job_runner": {}}])
+def test_custom_metadata_of_another_program_are_no_notes_of_a_node(metadata: dict[str, Any]) -> None:
+    assert NodeNotes.read(metadata) is None
