@@ -1,4 +1,4 @@
-"""Says what is to be read for the requested leaves of an item, and builds their values from what was read.
+"""Plans the reads for the requested leaves of an item, and builds the values of the leaves from the bytes.
 
 Small arrays, which most trees have most of, are read together, into memory that they share.
 """

@@ -1,4 +1,4 @@
-"""What both forms of an export share: their options, what they leave out, and a file of whole tensors."""
+"""The common parts of both forms of an export: options, leaves that are left out, and files of whole tensors."""
 
 import dataclasses
 import math

@@ -87,7 +87,7 @@ def unit_of(epoch_directory: EpochDirectory) -> str:
     """What the job counts that saved the newest three epochs: `epoch` or `step`; `epoch` if they do not tell."""
     with contextlib.suppress(errors.EpochCheckpointError, OSError):  # whoever reads on is told
         folders = {epoch: epoch_directory.folder(epoch) for epoch in epoch_directory.seen_epochs()}
-        folders = folders or epoch_directory.folders(frozenset())  # those that each node saved by itself
+        folders = folders or epoch_directory.folders(frozenset())  # each node has saved by itself
         newest = sorted(folders)[:-4:-1]  # several: one may be damaged, or no runner's
         rows = (read(epoch_directory, folders[epoch], epoch) for epoch in newest)
         return next((row.unit for row in rows if isinstance(row, EpochRow) and row.notes), "epoch")

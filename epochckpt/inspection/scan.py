@@ -125,7 +125,7 @@ class _Scan:
                 return _Shown(frozenset(shown), latest, best)
 
     def _assembled(self, shown: _Shown, beside: leftovers.LeftoverRows) -> Overview:
-        """The overview of the chosen rows, and of what lies beside the epochs."""
+        """Puts the chosen rows, and the things beside the epochs, together."""
         directory = self._epoch_directory
         rows = list[EpochRow]()
         for epoch in shown.epochs:

@@ -12,7 +12,7 @@ from epochckpt.jobs.job import ComputedCondition
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochReport:
-    """What one process tells of an epoch that it has trained."""
+    """The report of one process after it has trained an epoch."""
 
     reasons: Sequence[str | None]  # see `reason_of`, by stop condition; empty if the epoch was left in the middle
     interrupted: bool  # it left the epoch in the middle

@@ -17,8 +17,8 @@ _INTERNAL = ("version", "nodes", "metrics", "forms", "kinds", "types", "unit", "
 class RunNotes:
     """The notes of one epoch, as JSON; empty for an epoch that no runner saved.
 
-    Nothing checks what is on storage: each property gives a value of its type, and what it cannot use counts as
-    missing. Entries of a later epochckpt are kept.
+    Anything may be on storage. A property gives a value of its type; an entry of another type counts as missing.
+    Entries of a later epochckpt are kept.
     """
 
     entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -134,7 +134,7 @@ class RunNotes:
 
     @property
     def stop_states(self) -> Any:
-        """The states of stop conditions, by their names; `stop.load_states` takes what it can use of it."""
+        """The states of stop conditions, by their names, as stored; `stop.load_states` checks them."""
         return self.entries.get("stop")
 
     @property
@@ -203,7 +203,7 @@ class NodeNotes:
         return {"blobs": dict(self.blobs), "types": dict(self.types), "notes": dict(self.notes)}
 
     def rest_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """What views show of the custom metadata: nothing of what is shown elsewhere, or says nothing."""
+        """The custom metadata without the notes, and without the names of blobs if all items are named like them."""
         rest = {name: value for name, value in metadata.items() if name != "notes"}
         if all(item == blob for item, blob in self.blobs.items()):
             del rest["blobs"]

@@ -57,7 +57,7 @@ class Basis:
 
     @classmethod
     def of(cls, record: EpochRecord, name: str, arrays: ArrayItem, scalars: Scalars) -> Basis:
-        """What it is in one epoch."""
+        """The basis of an item in one epoch."""
         item = record.items[name]
         files = {node.folder: tuple(file for file in node.files if file.item == name) for node in record.nodes}
         return cls(

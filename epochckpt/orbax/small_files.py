@@ -108,7 +108,7 @@ def prng_impls(store: Store, at: str) -> dict[str, str]:
 
 
 def names_in(store: Store, at: str) -> set[str]:
-    """The names of what lies in a folder."""
+    """The names of the files and folders in a folder."""
     return {e.name for e in store.list(at)}
 
 

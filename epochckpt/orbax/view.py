@@ -160,7 +160,7 @@ def _database(
     scalars: Scalars,
     values: Mapping[int, Any],
 ) -> dict[str, bytes]:
-    """The files of an item's database, by path in its folder: of what is built, and of the values of this epoch."""
+    """The files of an item's database, by path in its folder; the values of Python are those of this epoch."""
     numbers = dict[bytes, bytes]()
     strings = dict[str, Any]()
     for number, scalar in scalars.items():

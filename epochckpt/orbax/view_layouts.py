@@ -1,4 +1,4 @@
-"""Where the files of an Orbax view lie, and what stands beside them: one layout for each place that has a view.
+"""The layouts of an Orbax view: each place that has a view needs other files beside the data.
 
 - `Linked`: in a file system, where links lead from the view to the folders of nodes.
 - `InBucket`: in an object store. Data files lie below their item, so Orbax finds them there; what has to lie elsewhere
