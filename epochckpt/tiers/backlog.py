@@ -162,9 +162,10 @@ class Backlog:
     def _bound(self, present: Collection[int]) -> None:
         """Keeps the backlog within its bound, under the lock: the oldest epochs are not mirrored.
 
-        What the mirror has in an older form is never left out.
+        What the mirror has in an older form, or is about to have, is never left out.
         """
-        kept = {*present, *self._outdated}
+        copying = set() if self._copying is None else {self._copying.epoch}
+        kept = {*present, *self._outdated, *copying}
         waiting = [due for due in self._due if due is not self._copying and due.epoch not in kept]
         skipped = waiting[: max(0, len(waiting) - self._options.mirror_backlog)]
         if skipped:

@@ -655,6 +655,8 @@ class Visit:
         unseen = set[int]() if self._reached else {*self.world.seen.values()}  # only the mirror has it, perhaps
         for tags in (*disk.may.values(), *disk.must.values()):
             disk.timeline.dead |= tags - {*listed.values()} - unseen
+        for epoch in kept:  # a save of this disk has replaced what the mirror has brought
+            disk.timeline.dead |= disk.retired.get(epoch, set()) - kept[epoch]
         uncertain = {epoch: (tags & unseen) - {*listed.values()} for epoch, tags in disk.may.items()}
         disk.saved, disk.may, disk.together = kept, {epoch: tags for epoch, tags in uncertain.items() if tags}, ()
         for epoch in listed.keys() - kept.keys():
