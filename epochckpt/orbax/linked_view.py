@@ -12,8 +12,7 @@ from absl import logging
 
 from epochckpt._threads import Pool
 from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
-from epochckpt.format import EpochRecord, NodeEntry, checksums
-from epochckpt.format import paths as layout
+from epochckpt.format import EpochRecord, NodeEntry, checksums, paths
 from epochckpt.orbax.view import WHOLE, Run, Views
 from epochckpt.orbax.view_layouts import ALIAS_FILE, View, link_in
 from epochckpt.storage import Store
@@ -30,13 +29,13 @@ def link_node(store: Store, folder: str, node: str, record: bool, bases: Iterabl
     """
     with contextlib.suppress(io.UnsupportedOperation):  # `write` leaves the whole view out then
         if record:
-            store.link(layout.join(folder, node, layout.JSON_FILE), layout.NODE_RECORD)
+            store.link(paths.join(folder, node, paths.JSON_FILE), paths.NODE_RECORD)
         for base in bases:
             path, target = link_in(base, node)
-            for above in layout.parents(path):
+            for above in paths.parents(path):
                 with contextlib.suppress(FileExistsError):
-                    store.make_folder(layout.join(folder, above))
-            store.link(layout.join(folder, path), target)
+                    store.make_folder(paths.join(folder, above))
+            store.link(paths.join(folder, path), target)
 
 
 def write(store: Store, folder: str, record: EpochRecord, view: View | None, run: Run) -> EpochRecord:
@@ -46,17 +45,17 @@ def write(store: Store, folder: str, record: EpochRecord, view: View | None, run
     """
     for name, item in record.items.items():
         if item.arrays is not None and (view is None or name not in view.folders):  # nodes may have taken it for one
-            store.remove_tree(layout.join(folder, name))
+            store.remove_tree(paths.join(folder, name))
     if view is None:
         return record
     try:
         # The first node made this link of its own accord, or has another file of that name.
-        if not store.exists(layout.join(folder, record.node_folder(0), layout.JSON_FILE)):
+        if not store.exists(paths.join(folder, record.node_folder(0), paths.JSON_FILE)):
             raise io.UnsupportedOperation("see link_node")
         _make(store, view, folder, run)
     except io.UnsupportedOperation:
         for name in (*view.aliases, *view.folders):
-            store.remove_tree(layout.join(folder, name))
+            store.remove_tree(paths.join(folder, name))
         if store.root not in _warned:
             _warned.add(store.root)
             logging.warning(
@@ -86,7 +85,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
         return None
     damage = {}
     for path in sorted({*record.orbax_view, *links}):
-        at = layout.join(folder, path)
+        at = paths.join(folder, path)
         try:
             if path in record.orbax_view:
                 problem = compare_file(store, at, record.orbax_view[path], view.files.get(path))
@@ -143,10 +142,10 @@ def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], pat
         below = f"{itself}/"
         files = [at.removeprefix(below) for at in view.files if at.startswith(below)]
         linked = (at.removeprefix(below) for at in view.links if at.startswith(below))
-        files += [layout.join(node, file) for node in linked for file in _data_files(nodes[node], itself)]
+        files += [paths.join(node, file) for node in linked for file in _data_files(nodes[node], itself)]
     for file in files:
-        original = layout.join(itself, file)
-        if not same(store, layout.join(folder, path, file), layout.join(folder, original)):
+        original = paths.join(itself, file)
+        if not same(store, paths.join(folder, path, file), paths.join(folder, original)):
             return f"does not lead to {target}" if os.path.islink(place) else f"is no copy of {original}"
     return ""
 
@@ -180,18 +179,18 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
         entry.folder for entry in record.nodes
     }
     check_known(where, parts, ours | by_node)
-    staging = layout.join(folder, f"{_PREFIX}{layout.new_id()}{layout.TMP_SUFFIX}")
+    staging = paths.join(folder, f"{_PREFIX}{paths.new_id()}{paths.TMP_SUFFIX}")
     try:
         for entry in store.list(folder):  # of a repair that was killed
-            if entry.is_folder and entry.name.startswith(_PREFIX) and entry.name.endswith(layout.TMP_SUFFIX):
-                store.remove_tree(layout.join(folder, entry.name))
+            if entry.is_folder and entry.name.startswith(_PREFIX) and entry.name.endswith(paths.TMP_SUFFIX):
+                store.remove_tree(paths.join(folder, entry.name))
         store.make_folder(staging)
         try:
             for number, part in enumerate(parts):
-                draft = layout.join(staging, f"new-{number}")
+                draft = paths.join(staging, f"new-{number}")
                 _make(store, view, draft, Pool(1).run, part)
-                _exchange(store, draft, layout.join(folder, part), layout.join(staging, f"old-{number}"))
-                store.sync_folder(layout.join(folder, part.rpartition("/")[0]))
+                _exchange(store, draft, paths.join(folder, part), paths.join(staging, f"old-{number}"))
+                store.sync_folder(paths.join(folder, part.rpartition("/")[0]))
         finally:
             store.remove_tree(staging)
     except io.UnsupportedOperation as error:
@@ -216,7 +215,7 @@ def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> No
     """Makes a view below a folder, or a part of it in the folder's place, durably but for the names in the folder."""
 
     def place(path: str) -> str:
-        return layout.join(folder, path.removeprefix(part).strip("/"))
+        return paths.join(folder, path.removeprefix(part).strip("/"))
 
     def of(found: Iterable[str]) -> list[str]:
         return [path for path in found if not part or path == part or path.startswith(f"{part}/")]
@@ -226,7 +225,7 @@ def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> No
         try:
             store.make_folder(place(path))
         except FileExistsError:  # the nodes have made it, see `link_node`
-            existing |= {layout.join(path, entry.name) for entry in store.list(place(path))}
+            existing |= {paths.join(path, entry.name) for entry in store.list(place(path))}
     links = view.links | view.aliases | (view.node_links if part else {})
     made = [functools.partial(store.link, place(path), links[path]) for path in of(links) if path not in existing]
     run(made + [functools.partial(store.create, place(path), view.files[path]) for path in of(view.files)])

@@ -13,8 +13,7 @@ writer looks once more when the view is whole.
 from collections.abc import Callable, Collection
 
 from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError
-from epochckpt.format import EpochRecord
-from epochckpt.format import paths as layout
+from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import ocdbt, step_files, step_recognition
 from epochckpt.orbax.linked_view import check_known, compare_file, damage_of, same
 from epochckpt.orbax.step_files import COMMIT, STEP_RECORD
@@ -30,7 +29,7 @@ _SMALL = {
     ocdbt.NODE,
     "_sharding",
     "_strings.json",
-    layout.JSON_FILE,
+    paths.JSON_FILE,
 }
 
 
@@ -49,20 +48,20 @@ def put(store: Store, folder: str, view: View, still: Callable[[], bool]) -> boo
 
     def create(path: str) -> None:
         try:
-            store.create(layout.join(folder, path), view.files[path])
+            store.create(paths.join(folder, path), view.files[path])
         except FileExistsError:
             taken.append(path)
 
     def replace(path: str) -> None:
-        store.put(layout.join(folder, path), view.files[path], draft="", replace=True)
+        store.put(paths.join(folder, path), view.files[path], draft="", replace=True)
 
     store.each(create, view.files.keys() - markers)
     if taken:  # by an earlier epoch of this number, or by a run that was killed here
         if not still():
             return False
-        store.each(lambda path: store.remove(layout.join(folder, path)), markers)
+        store.each(lambda path: store.remove(paths.join(folder, path)), markers)
         store.each(replace, list(taken))
-    store.each(lambda path: store.copy(layout.join(folder, view.copies[path]), layout.join(folder, path)), view.copies)
+    store.each(lambda path: store.copy(paths.join(folder, view.copies[path]), paths.join(folder, path)), view.copies)
     if not still():
         return False
     store.each(replace, [path for path in markers if path != COMMIT])
@@ -77,7 +76,7 @@ def _is_marker(path: str) -> bool:
 def is_complete(store: Store, folder: str) -> bool:
     """Whether a view was written to its end. One request."""
     try:
-        store.size(layout.join(folder, COMMIT))
+        store.size(paths.join(folder, COMMIT))
     except FileNotFoundError:
         return False
     return True
@@ -92,7 +91,7 @@ def is_written(store: Store, folder: str, record: EpochRecord, view: View) -> bo
     if recorded is None or not is_complete(store, folder):
         return False
     try:
-        return not compare_file(store, layout.join(folder, STEP_RECORD), recorded, view.files.get(STEP_RECORD))
+        return not compare_file(store, paths.join(folder, STEP_RECORD), recorded, view.files.get(STEP_RECORD))
     except FileNotFoundError:
         return False
 
@@ -101,7 +100,7 @@ def remove_rest(store: Store, folder: str, old: EpochRecord, record: EpochRecord
     """Removes the files of an old epoch's view that the view of the epoch in its place does not have."""
     if old.orbax_view is not None:
         rest = {*old.orbax_view, *copies(old)} - {*(record.orbax_view or ()), *copies(record)}
-        store.each(lambda path: store.remove(layout.join(folder, path)), rest)
+        store.each(lambda path: store.remove(paths.join(folder, path)), rest)
 
 
 def is_small(path: str) -> bool:
@@ -118,9 +117,7 @@ def is_remainder(store: Store, folder: str, files: Collection[str]) -> bool:
     if not is_of_use(store) or not files or not all(map(is_small, files)):
         return False
     for path in files:
-        if path.endswith(f"/{layout.JSON_FILE}") and not step_recognition.is_our_record(
-            store, layout.join(folder, path)
-        ):
+        if path.endswith(f"/{paths.JSON_FILE}") and not step_recognition.is_our_record(store, paths.join(folder, path)):
             return False
     if STEP_RECORD in files and not step_recognition.is_finished(store, folder):
         return False
@@ -133,8 +130,8 @@ def remove(store: Store, folder: str, record: EpochRecord | None) -> None:
         return
     found = {STEP_RECORD} if record is None else {*(record.orbax_view or ()), *copies(record)}
     markers = {path for path in found if _is_marker(path)} | {COMMIT}
-    for paths in (markers, found - markers):
-        store.each(lambda path: store.remove(layout.join(folder, path)), paths)
+    for group in (markers, found - markers):
+        store.each(lambda path: store.remove(paths.join(folder, path)), group)
 
 
 def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedError] | None:
@@ -149,12 +146,10 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
     existing = list[str]()
 
     def look(path: str) -> None:
-        at = layout.join(folder, path)
+        at = paths.join(folder, path)
         try:
             if path in view.copies:
-                problem = (
-                    "" if same(store, at, layout.join(folder, view.copies[path])) else "is no copy of its original"
-                )
+                problem = "" if same(store, at, paths.join(folder, view.copies[path])) else "is no copy of its original"
             else:
                 problem = compare_file(store, at, (record.orbax_view or {})[path], view.files.get(path))
             existing.append(path)

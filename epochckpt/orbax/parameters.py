@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from epochckpt._lazy import jax
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPath
-from epochckpt.format import paths as layout
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPath, paths
 from epochckpt.orbax import ocdbt
 from epochckpt.orbax.handler_types import key_folders, takes_array
 from epochckpt.orbax.small_files import array_key
@@ -207,7 +206,7 @@ class Parameters:
             files = [f for f in entry.files if f.item == name and f.data_start]
             ends = np.cumsum([f.cells for f in files]).tolist()
             for file, part in zip(files, arrays.cut(arrays.owned(node), ends), strict=True):
-                path = layout.join(entry.folder, file.path)
+                path = paths.join(entry.folder, file.path)
                 starts = (part.offsets[:-1] + file.data_start).tolist()
                 for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
                     if leaf in arrayed:

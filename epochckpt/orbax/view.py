@@ -29,8 +29,7 @@ from absl import logging
 from epochckpt._text import readable
 from epochckpt._units import several
 from epochckpt.errors import say
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, checksums
-from epochckpt.format import paths as layout
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import parameters
 from epochckpt.orbax.handler_types import jax_key_handler, json_handler, key_folders, takes_array, tree_handler
@@ -80,15 +79,15 @@ class Views:
         self._said.add((item, what))
         return not known
 
-    def build(self, record: EpochRecord, place: Layout | None = None) -> View:
+    def build(self, record: EpochRecord, layout: Layout | None = None) -> View:
         """The view of an epoch; by default as it lies beside the epoch."""
-        place = place or layout_of(record)
+        layout = layout or layout_of(record)
         view = View()
         for number in range(len(record.nodes)):
-            place.add_node(view, record, number)
+            layout.add_node(view, record, number)
         for name, item in record.items.items():
-            self._add_item(view, record, place, name, item)
-        place.add_aliases(view, record)
+            self._add_item(view, record, layout, name, item)
+        layout.add_aliases(view, record)
         if record.metrics is not None:
             view.folders.append("metrics")
             view.files[METRICS_FILE] = json.dumps(record.metrics).encode()
@@ -102,28 +101,28 @@ class Views:
             "custom_metadata": dict(record.custom_metadata),
         }
         view.files[STEP_RECORD] = json.dumps(step).encode()
-        view.files[COMMIT] = place.commit_mark
+        view.files[COMMIT] = layout.commit_mark
         view.copies = copies(record)
         return view
 
-    def _add_item(self, view: View, record: EpochRecord, place: Layout, name: str, item: ItemRecord) -> None:
+    def _add_item(self, view: View, record: EpochRecord, layout: Layout, name: str, item: ItemRecord) -> None:
         if item.kind == "files":
-            place.add_files(view, record, name)
+            layout.add_files(view, record, name)
             view.handlers[name] = item.handler
             return
         if item.arrays is None:
             why = "it differs per node, which Orbax has no form for"
         else:
-            why = self._add_arrays(view, record, place, name, item.arrays)
+            why = self._add_arrays(view, record, layout, name, item.arrays)
         if why:
             view.unsupported[name] = {WHOLE: why}
-            place.add_lost_item(view, name, why)
+            layout.add_lost_item(view, name, why)
         elif item.arrays is not None and item.arrays.is_bare and not takes_array(item.handler):
             view.handlers[name] = tree_handler()  # Orbax 0.11.33's standard one reads no such item without a target
         else:
             view.handlers[name] = item.handler
 
-    def _add_arrays(self, view: View, record: EpochRecord, place: Layout, name: str, arrays: ArrayItem) -> str:
+    def _add_arrays(self, view: View, record: EpochRecord, layout: Layout, name: str, arrays: ArrayItem) -> str:
         """Adds an item of arrays; returns why Orbax can have none of it, if so."""
         item = record.items[name]
         leaves = arrays.leaves
@@ -142,11 +141,11 @@ class Views:
         if item.handler in key_folders():
             view.folders += [base, f"{base}_metadata"]
             metadata = _key_metadata(arrays, item.handler)
-            view.files[f"{base}_metadata/{layout.JSON_FILE}"] = parameters.to_json(metadata)
+            view.files[f"{base}_metadata/{paths.JSON_FILE}"] = parameters.to_json(metadata)
         view.folders.append(f"{base}/array_metadatas")
-        files = _database(built, record, name, place, scalars, values)
+        files = _database(built, record, name, layout, scalars, values)
         view.files.update({f"{base}/{path}": data for path, data in files.items()})
-        place.add_data(view, name, base, built.nodes)
+        layout.add_data(view, name, base, built.nodes)
         if built.unsupported:
             view.unsupported[name] = _noted(built.unsupported)
         return ""
@@ -156,7 +155,7 @@ def _database(
     built: Parameters,
     record: EpochRecord,
     name: str,
-    place: Layout,
+    layout: Layout,
     scalars: Scalars,
     values: Mapping[int, Any],
 ) -> dict[str, bytes]:
@@ -173,7 +172,7 @@ def _database(
         else:
             numbers[parameters.parameter_key(path, "0")] = data
     token = bytes.fromhex(checksums.digest(f"{record.save_id} {name}".encode()))
-    files = {**built.index.files(numbers, token, record.committed_ns, place.data_path(record)), **built.files}
+    files = {**built.index.files(numbers, token, record.committed_ns, layout.data_path(record)), **built.files}
     if strings:
         files["_strings.json"] = parameters.to_json(strings)
     return files

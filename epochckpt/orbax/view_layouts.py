@@ -8,21 +8,17 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
-from epochckpt.format import EpochRecord, ItemRecord
-from epochckpt.format import paths as layout
+from epochckpt.format import EpochRecord, ItemRecord, paths
 from epochckpt.orbax.handler_types import json_handler, key_folders
 from epochckpt.orbax.step_files import COMMIT
 
 METRICS_FILE = "metrics/metrics"  # where the view of an epoch has its metrics
-ALIAS_FILE = f"{layout.DEFAULT_ITEM}/{layout.JSON_FILE}"  # where the view of an epoch has aliases
-_COMMITTED_BY_US = (
-    b"epochckpt committed this epoch.\n"  # see `step_recognition`: so it is never taken for one of Orbax's
-)
+ALIAS_FILE = f"{paths.DEFAULT_ITEM}/{paths.JSON_FILE}"  # where the view of an epoch has aliases
 
 
 @dataclasses.dataclass
@@ -40,87 +36,83 @@ class View:
     unsupported: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
 
-class Layout(Protocol):
+class Layout(abc.ABC):
     """The differences between the places that a view may lie in. The methods add to a view."""
 
-    commit_mark: bytes  # the content of the file that marks a finished step
+    commit_mark = b"epochckpt committed this epoch.\n"  # see `step_recognition`: so it is never taken for Orbax's own
+    """The content of the file that marks a finished step."""
 
     def add_node(self, view: View, record: EpochRecord, number: int) -> None:
         """Shows a node's folder as an item of JSON: Orbax takes every folder for an item, if not told which to read."""
+        return
 
+    @abc.abstractmethod
     def add_files(self, view: View, record: EpochRecord, item: str) -> None:
         """Adds what handlers wrote for an item."""
 
+    @abc.abstractmethod
     def add_data(self, view: View, item: str, base: str, nodes: Iterable[str]) -> None:
         """Adds what a database in the folder `base` needs to find the data files of nodes."""
 
     def add_lost_item(self, view: View, item: str, why: str) -> None:
         """Shows an item of arrays that Orbax cannot have."""
+        return
 
     def add_aliases(self, view: View, record: EpochRecord) -> None:
         """Adds the other names of an unnamed tree."""
+        return
 
     def data_path(self, record: EpochRecord) -> Callable[[str], str]:
         """Where `<node>/<data file>` lies, as the database of its item sees it."""
-        ...
+        del record
+        return str
 
 
-class Standalone:
+class Standalone(Layout):
     """A checkpoint without folders of nodes: `View.links` says where their data files have to be."""
 
     commit_mark = b"The checkpoint was committed.\n"
 
-    def add_node(self, view: View, record: EpochRecord, number: int) -> None:
-        pass
-
     def add_files(self, view: View, record: EpochRecord, item: str) -> None:
-        for path, original in _handler_files(view, record, item).items():
-            view.links[path] = f"{'../' * path.count('/')}{original}"
+        _link_files(view, record, item)
 
     def add_data(self, view: View, item: str, base: str, nodes: Iterable[str]) -> None:
-        view.links.update(link_in(base, node) for node in sorted(nodes))
-
-    def add_lost_item(self, view: View, item: str, why: str) -> None:
-        pass
-
-    def add_aliases(self, view: View, record: EpochRecord) -> None:
-        pass
-
-    def data_path(self, record: EpochRecord) -> Callable[[str], str]:
-        return str
+        _link_data(view, base, nodes)
 
 
-class Linked(Standalone):
+class Linked(Layout):
     """A view beside the folders of nodes, in a file system."""
-
-    commit_mark = _COMMITTED_BY_US
 
     def add_node(self, view: View, record: EpochRecord, number: int) -> None:
         node = record.nodes[number]
-        if not any(file.name and file.item == layout.JSON_FILE for file in node.files):  # that link's name is taken
+        if not any(file.name and file.item == paths.JSON_FILE for file in node.files):  # that link's name is taken
             view.handlers[node.folder] = json_handler()
-            view.node_links[f"{node.folder}/{layout.JSON_FILE}"] = layout.NODE_RECORD
+            view.node_links[f"{node.folder}/{paths.JSON_FILE}"] = paths.NODE_RECORD
+
+    def add_files(self, view: View, record: EpochRecord, item: str) -> None:
+        _link_files(view, record, item)
+
+    def add_data(self, view: View, item: str, base: str, nodes: Iterable[str]) -> None:
+        _link_data(view, base, nodes)
 
     def add_aliases(self, view: View, record: EpochRecord) -> None:
         """Orbax v0, asked for all items, reads the small JSON in their place."""
-        item = layout.DEFAULT_ITEM
+        item = paths.DEFAULT_ITEM
         nodes = {node.folder for node in record.nodes}
         if record.default_item and ALIAS_FILE not in view.links and f"{item}/_METADATA" in view.files:
-            view.aliases = {name: item for name in layout.UNNAMED if name != item and name not in nodes}
+            view.aliases = {name: item for name in paths.UNNAMED if name != item and name not in nodes}
             view.handlers.update(dict.fromkeys(view.aliases, json_handler()))
             view.files[ALIAS_FILE] = _stand_in({"item": item, "also called": ", ".join(view.aliases)})
 
 
-class InBucket:
+class InBucket(Layout):
     """A view beside the folders of attempts, in an object store."""
-
-    commit_mark = _COMMITTED_BY_US
 
     def add_node(self, view: View, record: EpochRecord, number: int) -> None:
         node = record.nodes[number]
         view.handlers[node.folder] = json_handler()
         content = {"node": node.name, "see": record.path(number)}
-        view.files[f"{node.folder}/{layout.JSON_FILE}"] = _stand_in(content)
+        view.files[f"{node.folder}/{paths.JSON_FILE}"] = _stand_in(content)
 
     def add_files(self, view: View, record: EpochRecord, item: str) -> None:
         _handler_files(view, record, item)  # see `copies`
@@ -130,15 +122,12 @@ class InBucket:
 
     def add_lost_item(self, view: View, item: str, why: str) -> None:
         view.handlers[item] = json_handler()  # its data files are in a folder that Orbax sees
-        view.files[f"{item}/{layout.JSON_FILE}"] = _stand_in({"item": item, "not for Orbax": why})
-
-    def add_aliases(self, view: View, record: EpochRecord) -> None:
-        pass
+        view.files[f"{item}/{paths.JSON_FILE}"] = _stand_in({"item": item, "not for Orbax": why})
 
     def data_path(self, record: EpochRecord) -> Callable[[str], str]:
         def in_attempt(path: str) -> str:
             node, _, file = path.partition("/")
-            return layout.join(layout.part_folder(node, record.save_id), file)
+            return paths.join(paths.part_folder(node, record.save_id), file)
 
         return in_attempt
 
@@ -177,13 +166,24 @@ def copies(record: EpochRecord) -> dict[str, str]:
     return originals
 
 
+def _link_files(view: View, record: EpochRecord, item: str) -> None:
+    """Adds a link for each file that handlers wrote."""
+    for path, original in _handler_files(view, record, item).items():
+        view.links[path] = f"{'../' * path.count('/')}{original}"
+
+
+def _link_data(view: View, base: str, nodes: Iterable[str]) -> None:
+    """Adds a link to each node's folder, in the folder of a database."""
+    view.links.update(link_in(base, node) for node in sorted(nodes))
+
+
 def _handler_files(view: View, record: EpochRecord, item: str) -> dict[str, str]:
     """Where the files of handlers lie in an epoch, by their paths in the view, whose folders are added."""
     folders = {item}
     originals = {}
     for number, node in enumerate(record.nodes):
         for file in (file for file in node.files if file.item == item):
-            folders.update(layout.parents(file.path))
+            folders.update(paths.parents(file.path))
             originals[file.path] = record.path(number, file)
     view.folders += sorted(folders)  # parents first
     return originals
@@ -191,4 +191,4 @@ def _handler_files(view: View, record: EpochRecord, item: str) -> dict[str, str]
 
 def _stand_in(content: Mapping[str, str]) -> bytes:
     """What Orbax reads, as an item of JSON, in a folder that holds nothing for it."""
-    return json.dumps({"format": layout.FORMAT, **content}, separators=(",", ":")).encode()
+    return json.dumps({"format": paths.FORMAT, **content}, separators=(",", ":")).encode()
