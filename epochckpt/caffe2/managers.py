@@ -250,7 +250,13 @@ class CheckpointManager(Manager):
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` of an epoch; None if this node has none of this number (not in Caffe2)."""
-        return dict(_notes_in(self._epochs.reader(epoch)).notes) if self.has_epoch(epoch) else None
+        if not self.has_epoch(epoch):
+            return None
+        reader = self._epochs.reader(epoch)
+        notes = _notes_in(reader).notes
+        if not isinstance(notes, dict):
+            raise _foreign(reader, "was not written by a manager of epochckpt.caffe2: custom_metadata has no 'notes'")
+        return notes
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. Returns the name of the node's folder."""
@@ -364,7 +370,7 @@ class CheckpointManager(Manager):
 def _notes_in(reader: CheckpointReader) -> NodeNotes:
     notes = NodeNotes.read(reader.record.custom_metadata)
     if notes is None:
-        problem = "was not written by a manager of epochckpt.caffe2: custom_metadata has no 'blobs' and 'notes'"
+        problem = "was not written by a manager of epochckpt.caffe2: custom_metadata has no 'blobs'"
         raise _foreign(reader, problem)
     return notes
 

@@ -86,10 +86,11 @@ def _state(error: Exception) -> str:
 def unit_of(epoch_directory: EpochDirectory) -> str:
     """What the job counts that saved the newest three epochs: `epoch` or `step`; `epoch` if they do not tell."""
     with contextlib.suppress(errors.EpochCheckpointError, OSError):  # whoever reads on is told
-        folders = {epoch: epoch_directory.folder(epoch) for epoch in epoch_directory.seen_epochs()}
-        folders = folders or epoch_directory.folders(frozenset())  # each node has saved by itself
-        newest = sorted(folders)[:-4:-1]  # several: one may be damaged, or no runner's
-        rows = (read(epoch_directory, folders[epoch], epoch) for epoch in newest)
+        newest = epoch_directory.seen_epochs()[:-4:-1]  # several: one may be damaged, or no runner's
+        rows = [read(epoch_directory, epoch_directory.folder(epoch), epoch) for epoch in newest]
+        if not rows:
+            folders = epoch_directory.folders(epoch_directory.hidden())
+            rows = [_of_nodes(epoch_directory, folders[epoch], epoch) for epoch in sorted(folders)[:-4:-1]]
         return next((row.unit for row in rows if isinstance(row, EpochRow) and row.notes), "epoch")
     return "epoch"
 
@@ -239,10 +240,10 @@ def _of_nodes(epoch_directory: EpochDirectory, folder: str, epoch: int) -> Epoch
     rows = [_of_record(record, folder) for record in records.values() if not isinstance(record, str)]
     if not rows:
         return None
-    metadata = [row.custom_metadata or {} for row in rows]
-    noted = [notes for notes in map(NodeNotes.read, metadata) if notes is not None]
-    notes = noted[0].notes if noted else {}
-    custom = dict(metadata[0]) if not noted else noted[0].rest_of(metadata[0])
+    metadata = [dict(row.custom_metadata or {}) for row in rows]
+    read = [NodeNotes.read(each) for each in metadata]
+    notes = next((each.notes for each in read if each is not None and isinstance(each.notes, Mapping)), {})
+    custom = metadata[0] if read[0] is None else read[0].rest_of(metadata[0])
     row = EpochRow(
         epoch,
         COMMITTED,

@@ -90,7 +90,8 @@ class RunNotes:
     @property
     def counted(self) -> str:
         """What the job counted, in the words of the program that saved the epoch."""
-        return str(self.entries.get("unit", EPOCH))
+        unit = self.entries.get("unit")
+        return unit if isinstance(unit, str) else EPOCH
 
     @property
     def unit(self) -> str:
@@ -186,25 +187,24 @@ class NodeNotes:
 
     blobs: Mapping[str, str]  # the blob of each item
     types: Mapping[str, Any]  # the containers of blobs, by blob
-    notes: Mapping[str, Any]  # what the manager was told, such as the runner's notes
+    notes: Any  # what the manager was told, such as the runner's notes
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> "NodeNotes | None":
         """The notes in custom metadata, and None if another program saved the epoch."""
         blobs = metadata.get("blobs")
-        notes = metadata.get("notes")
         types = metadata.get("types")
-        if not isinstance(blobs, Mapping) or not isinstance(notes, Mapping):
+        if not isinstance(blobs, Mapping):
             return None
-        return cls(blobs=blobs, types=types if isinstance(types, Mapping) else {}, notes=notes)
+        return cls(blobs=blobs, types=types if isinstance(types, Mapping) else {}, notes=metadata.get("notes"))
 
     def to_json(self) -> dict[str, Any]:
         """The custom metadata of the epoch."""
-        return {"blobs": dict(self.blobs), "types": dict(self.types), "notes": dict(self.notes)}
+        return {"blobs": dict(self.blobs), "types": dict(self.types), "notes": self.notes}
 
     def rest_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """The custom metadata without the notes, and without the names of blobs if all items are named like them."""
         rest = {name: value for name, value in metadata.items() if name != "notes"}
         if all(item == blob for item, blob in self.blobs.items()):
-            del rest["blobs"]
+            rest.pop("blobs", None)
         return rest

@@ -162,14 +162,14 @@ class OrbaxReader(CheckpointReader):
             (row, box, np.empty(grid.box_shape(box), row.leaf.dtype)) for row, box in boxes
         ):
             if error is not None:
-                failed.setdefault(row.leaf.sharding, error)
+                failed.setdefault(row.number, error)
             progress(piece.nbytes)
         for row in item.leaves:
             try:
                 if row.leaf.dtype is None:
                     item.value(row)
             except errors.EpochCheckpointError as error:
-                failed[row.leaf.sharding] = error
+                failed[row.number] = error
         # A leaf whose type only a user's type handler knows is no damage.
         return [error for _, error in sorted(failed.items()) if not isinstance(error, errors.UnsupportedError)]
 

@@ -458,7 +458,11 @@ class Worker:
             copy = Copy(save_id=record.origin, mirror_id=mirror_id)
             self._ledger.change(lambda now: now.begun(epoch, copy))
             self._copy_as(mirror_id, epoch, replaces)
-        ledger = self._ledger.change(lambda now: now.confirmed(epoch, copy))
+        try:
+            ledger = self._ledger.change(lambda now: now.confirmed(epoch, copy))
+        except BaseException:  # the mirror has the copy, and this run does not say so
+            self._compared = False
+            raise
         self._epochs.set(epoch, copy.mirror_id)
         self._epochs.disown(ledger.hidden)
 

@@ -61,7 +61,7 @@ class _Look:
     standing: Standing
     ledger: Ledger | None = None  # of this directory
     copies: Mapping[int, Copy] = dataclasses.field(default_factory=dict)  # of the ledger here, even if copied along
-    # The save ids of epochs here that are no part of the mirror's history.
+    # The save ids of epochs here that are no part of the mirror's history, as of the last look that has told.
     diverged: Mapping[int, str | None] = dataclasses.field(default_factory=dict)
 
 
@@ -113,7 +113,7 @@ class Mirror:
         gone: tuple[int, ...] = ()
         if self._local is None:
             self._look(local, [*survey.epochs, *survey.damaged], disk_ledgers)
-            gone = tuple(self._seen.diverged)
+            gone = self._seen.standing.diverged if isinstance(self._seen.standing, Successor) else ()
         damaged = dict(survey.damaged)
         if not isinstance(self._seen.standing, Unanswered):
             for epoch in self._epochs.readable.keys() & damaged.keys():
@@ -211,13 +211,10 @@ class Mirror:
             logging.warning(text, root, self.url, say(error))
             standing = Unanswered(error)
             ids = {epoch: copy.mirror_id for epoch, copy in copies.items()}
-        diverged = standing.diverged if isinstance(standing, Successor) else ()
-        seen = _Look(
-            standing=standing,
-            ledger=own,
-            copies=copies,
-            diverged={epoch: save_id(local, epoch) for epoch in diverged},
-        )
+        diverged = self._seen.diverged  # an earlier look has hidden them, and they stay so
+        if isinstance(standing, Successor):
+            diverged = {epoch: save_id(local, epoch) for epoch in standing.diverged}
+        seen = _Look(standing=standing, ledger=own, copies=copies, diverged=diverged)
         readable = self._history(seen, local, ids, ledger if isinstance(standing, ForeignReader) else own)
         self._seen = seen
         self._epochs.look_was(ids, readable)

@@ -525,6 +525,19 @@ def test_steps_of_stock_orbax_and_epochs_of_single_nodes(tmp_path: pathlib.Path)
     assert "x" in repr(lone[7])
 
 
+def test_nodes_of_which_only_some_are_of_a_manager_are_shown(tmp_path: pathlib.Path) -> None:
+    """A node's notes say what its own custom metadata mean."""
+    NodeEpochs(tmp_path, "a").save(7, ocp.args.StandardSave({"x": np.arange(3)}), {"mine": 1})
+    session = ec.LocalSession()
+    session.run(ec.Task(lambda ws: ws.update(x=5), node="b"))
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    session.run(manager.init(["b"]))
+    manager.notes = {"unit": "step"}
+    session.run(manager.save(7))
+    (row,) = ec.inspect(tmp_path).overview().epochs
+    assert ([node.name for node in row.nodes], row.custom_metadata, row.unit) == (["a", "b"], {"mine": 1}, "step")
+
+
 def test_a_copy_of_a_node_s_folder_hides_no_node(tmp_path: pathlib.Path) -> None:
     for node in ("a", "b"):
         NodeEpochs(tmp_path, node).save(7, ocp.args.StandardSave({"x": np.arange(3)}))

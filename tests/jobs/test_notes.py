@@ -50,6 +50,10 @@ def test_why_a_run_has_finished_is_texts(stored: Any, why: tuple[str, ...]) -> N
     assert RunNotes({"finished": stored}).finished == why
 
 
+def test_a_unit_of_another_type_counts_as_missing() -> None:
+    assert (RunNotes({"unit": None}).counted, RunNotes({"unit": 3}).unit) == ("epoch", "epoch")
+
+
 def test_a_unit_of_a_later_version_is_shown_as_epochs_and_told_apart() -> None:
     assert (RunNotes({"unit": "token"}).unit, RunNotes({"unit": "token"}).counted) == ("epoch", "token")
     assert (RunNotes().unit, RunNotes().counted) == ("epoch", "epoch")
@@ -73,6 +77,12 @@ def test_what_a_node_notes_comes_back_and_views_show_the_rest() -> None:
     assert plain.rest_of(plain.to_json()) == {"types": {}}
 
 
-@pytest.mark.parametrize("metadata", [{}, {"blobs": {}}, {"notes": {}}, {"blobs": [], "notes": {}}, {"job_runner": {}}])
+@pytest.mark.parametrize("metadata", [{}, {"notes": {}}, {"blobs": [], "notes": {}}, {"job_runner": {}}])
 def test_custom_metadata_of_another_program_are_no_notes_of_a_node(metadata: dict[str, Any]) -> None:
     assert NodeNotes.read(metadata) is None
+
+
+def test_blobs_alone_make_an_epoch_of_a_node() -> None:
+    """`notes` may be anything: a program may have set them to None."""
+    read = NodeNotes.read({"blobs": {"a": "a"}, "notes": None})
+    assert read == NodeNotes(blobs={"a": "a"}, types={}, notes=None)

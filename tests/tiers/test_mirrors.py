@@ -34,6 +34,7 @@ from epochckpt.storage import PosixStore, open_store
 from epochckpt.tiers import copying, read_ledger
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.epoch_copy import EpochCopy
+from epochckpt.tiers.ledger import Copy, Ledger
 from epochckpt.tiers.mirror import Mirror
 from tests.support import lives
 from tests.support.lives import Killed, Life
@@ -140,6 +141,28 @@ def test_a_returned_host_goes_on_from_the_history_of_its_replacement(
     assert [row.kind for row in found if row.path == aside.name] == ["quarantined"]
     with place.open("two") as manager:  # and the replacement, when it comes back
         assert manager.latest_step() == 8
+
+
+def test_what_a_returned_host_leaves_out_does_not_come_back_when_its_mirror_is_away_again(place: Place) -> None:
+    """A look without the mirror, before the claim, brings nothing back that an earlier look has left out."""
+    with place.open("one") as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+    with away(place), place.open("one") as manager:
+        save(manager, 3)
+    with place.open("two") as manager:
+        save(manager, 3, 3.5)
+    before = place.mirrored()
+    with place.open("one") as manager:
+        assert listed(manager) == {0: 0, 1: 1, 2: 2, 3: 3.5}
+        with away(place):
+            manager.reload()
+        assert manager.all_steps() == [0, 1, 2]
+        save(manager, 4)
+        assert listed(manager) == {0: 0, 1: 1, 2: 2, 4: 4}
+    (aside,) = (place.root / "one").glob("diverged-*")
+    assert values_of(aside) == {3: 3}
+    assert place.mirrored() == before
 
 
 def test_a_returned_host_only_claims_and_changes_nothing(place: Place) -> None:
@@ -904,6 +927,32 @@ def test_a_copy_that_is_uncertain_counts_though_it_is_left_out(
         save(manager, 2)
     assert "checkpoint 1 is left out" in caplog.text
     assert place.mirrored() == {1: 1, 2: 2}
+
+
+def test_a_copy_that_could_not_be_confirmed_gives_way_to_the_save_that_replaced_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    confirmed, failed = Ledger.confirmed, list[int]()
+
+    def confirmed_but_once(ledger: Ledger, epoch: int, copy: Copy) -> Ledger:
+        if epoch == 1 and not failed:
+            failed.append(epoch)
+            raise OSError(errno.ENOSPC, "the disk is full")
+        return confirmed(ledger, epoch, copy)
+
+    monkeypatch.setattr(Ledger, "confirmed", confirmed_but_once)
+    monkeypatch.setattr(copying, "_PAUSES_SECS", (600.0, 600.0))
+    with place.open("one", mirror_backlog=1) as manager:
+        save(manager, 0)
+        eventually(lambda: place.mirrored() == {0: 0})
+        save(manager, 1)
+        eventually(lambda: "the disk is full" in caplog.text)
+        manager.allow_overwrite(1)
+        for epoch, value in ((1, 1.5), (2, 2), (3, 3)):
+            save(manager, epoch, value)
+    assert place.mirrored()[1] == 1.5
+    with place.open("one") as manager:
+        assert listed(manager)[1] == 1.5
 
 
 @pytest.mark.parametrize("noticed", [False, True])
