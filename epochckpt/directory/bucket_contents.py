@@ -128,7 +128,7 @@ class BucketContents(Contents):
         unknown += [name for name in names if self._other(name).kind is Kind.UNLISTED_KEPT]
         folders = list(dict.fromkeys([*begun, *dead, *unknown]))
         listed = self._listed(head, folders[:LISTED], unknown)
-        # The rows of what is kept are made above, from the head.
+        # What is kept is in `found` already, from the head.
         self._sort_into(found, head, [thing for thing in listed if thing.kind not in KEPT])
         found.unlisted.extend(folders[LISTED:])
         return found

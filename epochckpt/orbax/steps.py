@@ -26,7 +26,6 @@ from epochckpt.orbax.small_files import (
     tree_record,
 )
 from epochckpt.orbax.step_files import ARRAY_RECORDS, COMMIT, OCDBT, STEP_RECORD, TREE_RECORD
-from epochckpt.orbax.step_recognition import look
 from epochckpt.storage import Store
 
 AGGREGATE = "checkpoint"  # a whole tree as msgpack, or its structure: before there was a `_METADATA`
@@ -124,7 +123,7 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
 def check(store: Store, folder: str, record: OrbaxRecord) -> None:
     """Raises DamagedError for the first thing that a finished step has and this one lacks, or that must not be read."""
     try:
-        for name in (n for n, kind in look(store, folder).items() if kind == "link"):
+        for name in (n for n, kind in step_files.of(store).look(folder).items() if kind == "link"):
             path = paths.join(folder, name)
             if not os.path.isfile(os.path.join(store.root, path)):  # a file that is elsewhere is read there
                 raise DamagedError(
