@@ -206,14 +206,20 @@ class HeadObject:
                         if fresh:
                             conflicts.note(seen.data)
                     except StorageError as error:
-                        if not pace.yields or (patient and error.errno != errno.EBUSY):
+                        busy = error.errno == errno.EBUSY
+                        if (patient and not busy) or not (pace.yields or self._is_changed(seen)):
                             raise
                         refused = error
-                        patient = error.errno != errno.EBUSY  # else others write now, and may go first
+                        patient = not (busy and pace.yields)  # others write now, and may go first
                 elif fresh:
                     return Written(before, old)
                 seen = None
         raise refused or conflicts.error(f"{self._store.root}/{paths.HEAD}")
+
+    def _is_changed(self, seen: SeenHead) -> bool:
+        """Whether others have changed the head meanwhile: they, and no store that is away, keep it busy."""
+        now = self.look()
+        return now is None or now.data != seen.data
 
     def swap(self, seen: SeenHead | None, new: Head, *, patient: bool = True) -> Head | None:
         """Writes a head, with its new pages, in place of the one that was seen, or of none.

@@ -330,6 +330,31 @@ def test_ten_evaluators_beside_a_run_fail_neither_saves_nor_attachments(cloud: B
         assert [manager.metrics(epoch) for epoch in range(epochs)] == [expected] * epochs
 
 
+def test_a_save_goes_on_while_others_keep_the_head_busy(cloud: Bucket, shrunk: float) -> None:
+    """It is refused more often than any request is repeated; but meanwhile others change the head, so the store works."""
+    url, attaching, refused = cloud.new_url(), threading.Event(), list[Request]()
+    most = len(object_client._PAUSES_SECS) + 1
+
+    def decide(request: Request) -> Fault | None:
+        if not is_head(request) or not request.writes or attaching.is_set() or len(refused) > most:
+            return None
+        refused.append(request)
+        if len(refused) == 3:
+            attaching.set()
+            ec.attach_metrics(url, 1, {"accuracy": 0.5}, "evaluator")
+            attaching.clear()
+        return Fault(status=429)
+
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+        cloud.proxy.decide = decide
+        save(manager, 2)
+        assert len(refused) > most
+        assert manager.all_steps() == [1, 2]
+    with ec.CheckpointManager(url) as manager:
+        assert manager.metrics(1) == {"accuracy": 0.5}
+
+
 @pytest.mark.parametrize("fault", [Fault(lost=True), Fault(reset=True), Fault(status=503), Fault(status=429)])
 def test_attaching_survives_a_fault_that_passes(cloud: Bucket, shrunk: float, fault: Fault) -> None:
     """Also one that loses the answer of a write that was carried out."""
