@@ -331,7 +331,7 @@ def test_ten_evaluators_beside_a_run_fail_neither_saves_nor_attachments(cloud: B
 
 
 def test_a_save_goes_on_while_others_keep_the_head_busy(cloud: Bucket, shrunk: float) -> None:
-    """It is refused more often than any request is repeated; but meanwhile others change the head, so the store works."""
+    """It is refused more often than a request is repeated. But others change the head meanwhile: the store works."""
     url, attaching, refused = cloud.new_url(), threading.Event(), list[Request]()
     most = len(object_client._PAUSES_SECS) + 1
 
