@@ -564,7 +564,8 @@ class Visit:
                 if not known:  # the mirror has given it up, perhaps, and this run cannot know
                     self._unread.add(epoch)
                     continue
-                listed[epoch] = max(known)
+                there = self.world.seen.get(epoch)  # as it was after the last life, and nobody has reached it since
+                listed[epoch] = there if there in known else max(known)
         return listed
 
     def _listed_beside(self, manager: ec.CheckpointManager) -> Found:
