@@ -248,21 +248,25 @@ class Worker:
     def _may_claim_again(self) -> bool:
         """After another run has claimed the mirror: whether the mirror is this directory's all the same.
 
-        A run of an older claim that was paused may fence this one off before it sees that the lineage has gone on.
+        A run of an older claim that was paused may fence this one off before it sees that the lineage has gone on. Or it
+        claims the mirror after this one has looked, and before this one claims it.
         """
-        claimed = self._writer is not None
         self._writer = None
         self._compared = False
         self._fenced += 1
-        if not claimed or self._fenced > _RECLAIMS:
+        if self._fenced > _RECLAIMS:
             return False
         try:
-            found = self._copies.lineage()
-            ledger = self._ledger.read()
+            self._ledger.check()
+            claim = claim_of(self._copies.lineage())
+            ledger = self._ledger.known()
+            there = {} if ledger.adopted is None else self._ids()
+        except FencedError:  # from the directory itself
+            return False
         except Exception as error:
             logging.warning("%s: whose mirror it is cannot be read: %s", self._job.url, say(error))
             return False
-        return ledger is not None and ledger.knows(claim_of(found))
+        return ledger.goes_on_from(claim, there)
 
     def _finish(self) -> None:
         self._ended = True

@@ -15,7 +15,7 @@ import pathlib
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import pytest
 import epochckpt as ec
 from epochckpt.cli.main import main
 from epochckpt.directory import directory_of
+from epochckpt.directory.lineage import ClaimLineage, Lineage
 from epochckpt.directory.posix import PosixDirectory, PosixWriter
 from epochckpt.errors import FencedError, InvalidArgumentError, UncertainError
 from epochckpt.format import paths
@@ -34,7 +35,7 @@ from epochckpt.storage import PosixStore, open_store
 from epochckpt.tiers import copying, read_ledger
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.epoch_copy import EpochCopy
-from epochckpt.tiers.ledger import Copy, Ledger
+from epochckpt.tiers.ledger import Copy, Ledger, LedgerFile
 from epochckpt.tiers.mirror import Mirror
 from tests.support import lives
 from tests.support.lives import Killed, Life
@@ -626,11 +627,35 @@ def test_a_paused_older_run_cannot_claim_the_mirror_back(place: Place) -> None:
     assert len(after.claims) == 1
     assert after.claims != ledger.claims
     epoch_directory = PosixDirectory(PosixStore(place.mirror), manager.components.directory.epoch_directory.names)
-    from epochckpt.directory.lineage import ClaimLineage, Lineage
-
     old = Lineage(directory=ledger.identity.directory, claim=ledger.claims[0])
     with pytest.raises(FencedError):
         epoch_directory.claim(lineage=ClaimLineage(expected=old, directory=old.directory, claim="x"))
+    np.testing.assert_equal(place.mirrored(), {0: 0, 1: 1})
+
+
+def test_an_older_run_that_claims_the_mirror_just_before_a_newer_one_does_not_end_its_copies(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer run has looked whose mirror it is, and knows of the older claim, which comes before its own."""
+    with place.open("one") as manager:
+        save(manager, 0)
+    change, older = LedgerFile.change, list[str]()
+
+    def change_late(ledger: LedgerFile, edit: Callable[[Ledger], Ledger]) -> Ledger:
+        if older:
+            return change(ledger, edit)
+        older.append("0123456789abcdef")
+        change(ledger, lambda now: now.claiming(older[0]))  # the older run has noted it before it was paused
+        changed = change(ledger, edit)
+        mirror = PosixDirectory(PosixStore(place.mirror), manager.components.directory.epoch_directory.names)
+        seen = mirror.lineage()
+        mirror.claim(lineage=ClaimLineage(expected=seen, directory=changed.identity.directory, claim=older[0]))
+        return changed
+
+    monkeypatch.setattr(LedgerFile, "change", change_late)
+    with place.open("one") as manager:
+        save(manager, 1)
+    assert older
     np.testing.assert_equal(place.mirrored(), {0: 0, 1: 1})
 
 
