@@ -248,8 +248,8 @@ class Worker:
     def _may_claim_again(self) -> bool:
         """After another run has claimed the mirror: whether the mirror is this directory's all the same.
 
-        A run of an older claim that was paused may fence this one off before it sees that the lineage has gone on. Or it
-        claims the mirror after this one has looked, and before this one claims it.
+        A run of an older claim that was paused may fence this one off before it sees that the lineage has gone on. Or
+        it claims the mirror after this one has looked, and before this one claims it.
         """
         self._writer = None
         self._compared = False
