@@ -244,8 +244,8 @@ class Mirror:
         match seen.standing:
             case Owner() | Unanswered():
                 hidden = frozenset[int]() if ledger is None else self._withdrawn(ledger, local)
-            case Successor():
-                unchanged = ledger is not None and _is_unchanged(ledger, ids)
+            case Successor(diverged=diverged):
+                unchanged = ledger is not None and not diverged and _is_unchanged(ledger, ids)
                 hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
             case ForeignReader(common=common):
                 # A copy of a directory has brought a ledger along. The epochs that it knows are of a common history.
@@ -414,8 +414,9 @@ class Mirror:
         match self._seen.standing:
             case Owner(lineage=None):
                 return dataclasses.replace(ledger, adopted=None, copies={}, copying={})
-            case Successor(lineage=seen):
+            case Successor(lineage=seen, diverged=diverged):
                 there = self._epochs.ids
+                unchanged = not diverged and _is_unchanged(ledger, there)
                 if found is not None and not self._is_as_seen(found):
                     return ledger  # another run of this directory has taken the mirror over meanwhile
                 return dataclasses.replace(
@@ -423,7 +424,7 @@ class Mirror:
                     adopted=Adoption(claim=claim_of(seen), epochs=there),
                     copies={e: copy for e, copy in ledger.copies.items() if there.get(e) == copy.mirror_id},
                     copying={},
-                    withdrawals=ledger.withdrawals if _is_unchanged(ledger, self._epochs.ids) else (),
+                    withdrawals=ledger.withdrawals if unchanged else (),
                 )
             case _:
                 return ledger

@@ -90,7 +90,7 @@ PLACES = {
     "moments",
     [
         pytest.param(2, marks=[pytest.mark.long, pytest.mark.timeout(300)]),
-        pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(860)]),
+        pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(2400)]),
     ],
 )
 def test_sigterm_to_one_of_four_processes_at_random_moments(

@@ -727,7 +727,10 @@ class Visit:
     def _take_known(self, manager: ec.CheckpointManager) -> None:
         """After a call that has returned: what is listed now."""
         listed = list(manager.all_steps())
-        if strangers := [epoch for epoch in listed if epoch not in self._known and epoch not in self._unread]:
+        strangers = [epoch for epoch in listed if epoch not in self._known and epoch not in self._unread]
+        if self._beside:  # its claim has looked at the mirror once more, and the other run had gone on there
+            self._unread.update(strangers)
+        elif strangers:
             raise Wrong("a running manager lists an epoch that it did not", f"{strangers}")
         self._known = {epoch: self._known[epoch] for epoch in listed if epoch in self._known}
         lost = [epoch for epoch in self.disk.must if epoch not in self._known]

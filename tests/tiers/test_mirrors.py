@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import http.server
 import json
@@ -164,6 +165,28 @@ def test_what_a_returned_host_leaves_out_does_not_come_back_when_its_mirror_is_a
     (aside,) = (place.root / "one").glob("diverged-*")
     assert values_of(aside) == {3: 3}
     assert place.mirrored() == before
+
+
+def test_a_returned_host_whose_newest_epoch_has_diverged_lists_all_that_the_mirror_has(place: Place) -> None:
+    """Also what it has deleted while the mirror was away: the mirror's history goes on, and no mixture of two."""
+    with place.open("one") as manager:
+        for epoch in (0, 1):
+            save(manager, epoch)
+    with away(place), place.open("one", keep=1) as manager:
+        save(manager, 2)
+        manager.delete(0)
+    ledger = read_ledger(PosixStore(place.root / "one"))
+    assert ledger is not None
+    assert [each.epochs for each in ledger.withdrawals] == [(0,)]
+    begun = Copy(save_id=manager.save_id(2), mirror_id="0123456789abcdef-2-1")  # and then the mirror went away
+    (place.root / "one" / paths.MIRROR_RECORD).write_bytes(dataclasses.replace(ledger, copying={2: begun}).to_bytes())
+    with place.open("two") as manager:
+        manager.claim()
+    assert place.mirrored() == {0: 0, 1: 1}
+    with place.open("one") as manager:
+        assert listed(manager) == {0: 0, 1: 1}
+        save(manager, 3)
+    assert place.mirrored() == {0: 0, 1: 1, 3: 3}
 
 
 def test_a_returned_host_only_claims_and_changes_nothing(place: Place) -> None:
