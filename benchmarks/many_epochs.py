@@ -70,6 +70,7 @@ def opening(base: pathlib.Path, count: int) -> dict[str, common.Times]:
             if name == "orbax" and len(found) == 3:
                 continue
             began = time.perf_counter()
+            manager: Any = None
             if name in opens:
                 manager = opens[name](base / name)
                 assert manager.latest_step() == count - 1
@@ -80,7 +81,7 @@ def opening(base: pathlib.Path, count: int) -> dict[str, common.Times]:
                     assert sum(os.path.exists(f"{base}/epochckpt/{each}/epoch.json") for each in names) == count
             if number:
                 found.append(time.perf_counter() - began)
-            if name in opens:
+            if manager is not None:
                 manager.close()
     return {name: {"open": statistics.median(found)} for name, found in times.items()}
 

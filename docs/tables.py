@@ -4,6 +4,7 @@ Such a part stands between `<!-- made of NAME -->` and `<!-- end -->`, with a na
 several tables: `<!-- made of settings from NAME -->` has those from this setting up to the first one of the next table.
 """
 
+import ast
 import inspect
 import pathlib
 import re
@@ -19,6 +20,7 @@ from epochckpt.options import BUCKET_SETTINGS
 from epochckpt.storage.schemes import SCHEMES
 
 FOLDER = pathlib.Path(__file__).resolve().parent
+TESTS = FOLDER.parent / "tests"
 PART = re.compile(r"<!-- made of (?P<name>\w+)(?: from (?P<first>\w+))? -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -98,6 +100,18 @@ def block_checksums() -> str:
     return table(["field", "checksum", "hex digits"], rows)
 
 
+def tests() -> str:
+    """What the tests of each file show, in the words with which the file begins."""
+    parts = []
+    for folder in sorted({path.parent for path in TESTS.rglob("test_*.py")}):
+        rows = []
+        for path in sorted(folder.glob("test_*.py")):
+            said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            rows.append([" ".join(said.partition("\n\n")[0].split()), f"[{path.name}]({path.relative_to(TESTS)})"])
+        parts.append(f"### {folder.relative_to(TESTS)}\n\n{table(['what is shown', 'file'], rows)}")
+    return "\n\n".join(parts)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rules": rules,
     "bucket_settings": bucket_settings,
@@ -105,6 +119,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "epoch_columns": epoch_columns,
     "schemes": schemes,
     "block_checksums": block_checksums,
+    "tests": tests,
 }
 """What makes a part, by its name."""
 
@@ -121,9 +136,14 @@ def renewed(page: str) -> str:
     return PART.sub(made, page)
 
 
+def pages() -> list[pathlib.Path]:
+    """The pages that may have such parts."""
+    return [*sorted(FOLDER.glob("*.md")), TESTS / "README.md"]
+
+
 def main() -> None:
     """Writes the pages of which a part is old, and names them."""
-    for path in sorted(FOLDER.glob("*.md")):
+    for path in pages():
         page = path.read_text(encoding="utf-8")
         if (new := renewed(page)) != page:
             path.write_text(new, encoding="utf-8")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from typing import Any, ClassVar, TypeVar
 
 import jax
-import orbax.checkpoint as ocp
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline
@@ -224,9 +224,10 @@ def connect(
     """
     if read_only:
         return Coordinator()
-    processes = jax.process_count()
-    me = jax.process_index()
-    if processes == 1 and len({d.process_index for d in jax.devices()}) > 1:
+    processes = jax.process_count()  # pyright: ignore[reportUnknownMemberType]
+    me = jax.process_index()  # pyright: ignore[reportUnknownMemberType]
+    hosts: set[int] = {each.process_index for each in jax.devices()}  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if processes == 1 and len(hosts) > 1:
         problem = "one process controls devices of several (a Pathways single controller)"
         raise errors.UnsupportedError(f"{problem}; epochckpt does not support that yet")
     active = range(processes) if active_processes is None else sorted(active_processes)

@@ -229,7 +229,7 @@ class NodeWriter(PosixWriter):
     def __init__(self, directory: NodeDirectory, stager: _NodeStager, older: list[str]):
         """`older`: the staging folders that this job found when it joined."""
         super().__init__(directory, stager)
-        self.directory: NodeDirectory = directory
+        self.directory: NodeDirectory = directory  # pyright: ignore[reportIncompatibleVariableOverride]
         self._older = older
         self._leave = weakref.finalize(self, _leave, self.store, stager.home, os.getpid())
 

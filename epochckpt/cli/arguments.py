@@ -103,7 +103,9 @@ class _Intermixed(argparse.ArgumentParser):
 
     _inside = False
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # the base has overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """See ArgumentParser; `parse_known_intermixed_args` calls this method again."""
         if self._inside:
             return super().parse_known_args(args, namespace)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from epochckpt import errors
-from epochckpt.format import EpochRecord, checksums, codec, parsing, paths
+from epochckpt.format import EpochRecord, checksums, codec, json_kinds, parsing, paths
 from epochckpt.format.codec import stored
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def merge(own: Any, attached: Mapping[str, Mapping[str, Any]]) -> Any:
 
     Where nothing is attached, or its own metrics are no object of names, these are returned as they are.
     """
-    if not attached or not (own is None or isinstance(own, Mapping)):
+    if not attached or not (own is None or json_kinds.is_mapping(own)):
         return own
     out: dict[str, Any] = dict(own or {})
     for source in sorted(attached):

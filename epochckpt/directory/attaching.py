@@ -15,7 +15,7 @@ from epochckpt import errors
 from epochckpt.directory import attached_metrics, head_turns
 from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.head_changes import Attachment, AttachMetrics
-from epochckpt.format import EpochRecord, codec, paths
+from epochckpt.format import EpochRecord, codec, json_kinds, paths
 
 if TYPE_CHECKING:
     from epochckpt.directory.epoch_directory import EpochDirectory
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 2**14  # of one source's file on object stores, whose head has the metrics of all epochs
 
 
-def attach(
-    epoch_directory: EpochDirectory, epoch: int, metrics: Mapping[str, Any], source: str, save_id: str | None = None
-) -> None:
-    """Attaches metrics to a committed epoch, durably; see `epochckpt.attach_metrics`."""
+def attach(epoch_directory: EpochDirectory, epoch: int, metrics: Any, source: str, save_id: str | None = None) -> None:
+    """Attaches metrics, an object of names, to a committed epoch, durably; see `epochckpt.attach_metrics`."""
     if not paths.is_name(source):
         raise errors.InvalidArgumentError(
             f"source {source!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_' or "
             f"'-', at most {paths.MAX_NAME}"
         )
-    if not isinstance(metrics, Mapping):
+    if not json_kinds.is_mapping(metrics):
         raise errors.InvalidArgumentError(f"metrics are an object of names and numbers, got a {type(metrics).__name__}")
     record = epoch_directory.read_record(epoch)
     if record.stock:
@@ -82,12 +80,12 @@ def _attach_in_head(directory: BucketDirectory, record: EpochRecord, source: str
 
 def _check_names(epoch_directory: EpochDirectory, record: EpochRecord, metrics: Mapping[str, Any], source: str) -> None:
     """Refuses a metric of a name that the epoch has already from the save or from another source."""
-    if record.metrics is not None and not isinstance(record.metrics, Mapping):
+    if record.metrics is not None and not json_kinds.is_mapping(record.metrics):
         problem = f"checkpoint {record.epoch} was saved with metrics that are no object of names"
         raise errors.InvalidArgumentError(f"{problem}: none can be attached to them")
     attached = attached_metrics.of_epoch(epoch_directory, record)
     owners = {name: f"source {other!r}" for other, found in attached.items() if other != source for name in found}
-    owners |= dict.fromkeys(record.metrics or {}, "the save itself")
+    owners |= dict.fromkeys(record.metrics or (), "the save itself")
     taken = sorted(owners.keys() & metrics.keys())
     if taken:
         problem = f"checkpoint {record.epoch} has the metric {taken[0]!r} already, from {owners[taken[0]]}"

@@ -37,12 +37,13 @@ from epochckpt.directory.head_changes import ForgetDead, ForgetKept, GiveUp, Ref
 from epochckpt.directory.head_record import EpochSummary, Head
 from epochckpt.errors import AccessError, EpochCheckpointError
 from epochckpt.format import parsing, paths
+from epochckpt.storage import File
 
 if TYPE_CHECKING:
     from epochckpt.directory.bucket_sweep import BucketSweep
     from epochckpt.directory.epoch_directory import EpochDirectory
     from epochckpt.directory.head_object import HeadObject
-    from epochckpt.storage import File, Store
+    from epochckpt.storage import Store
 
 OWN = paths.HEAD.partition("/")[0]
 LISTED = 4
@@ -62,7 +63,7 @@ class _Thing:
     set_aside: tuple[int, ...] = ()  # the epochs in a folder of epochs that were set aside
     numbers: tuple[str, ...] = ()
     counted: int | None = None
-    files: list[File] = dataclasses.field(default_factory=list)  # by their paths in the directory
+    files: list[File] = dataclasses.field(default_factory=list[File])  # by their paths in the directory
 
     @property
     def epochs(self) -> tuple[int, ...]:

@@ -217,10 +217,10 @@ class Leftover:
 class Leftovers:
     """What lies beside the epochs."""
 
-    saves: list[UnfinishedSave] = dataclasses.field(default_factory=list)
-    others: list[Leftover] = dataclasses.field(default_factory=list)
-    problems: dict[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
-    unlisted: list[str] = dataclasses.field(default_factory=list)  # folders that a quick look leaves out
+    saves: list[UnfinishedSave] = dataclasses.field(default_factory=list[UnfinishedSave])
+    others: list[Leftover] = dataclasses.field(default_factory=list[Leftover])
+    problems: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # what could not be looked at, by path
+    unlisted: list[str] = dataclasses.field(default_factory=list[str])  # folders that a quick look leaves out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

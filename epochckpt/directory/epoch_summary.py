@@ -44,10 +44,10 @@ class EpochSummary:
     # Metrics by source.
     attached: Mapping[str, Mapping[str, Any]] = stored("attached", _ATTACHED, default_factory=dict)
     # That each wrote; only in the head, and not if they are many. The head has the names of nodes once for many epochs.
-    node_secs: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    node_secs: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     # Of a step of stock Orbax: why files of it could not be read just now, by path. Not recorded.
-    unread: Mapping[str, Exception] = dataclasses.field(default_factory=dict, compare=False)
+    unread: Mapping[str, Exception] = dataclasses.field(default_factory=dict[str, Exception], compare=False)
 
     @property
     def stock(self) -> bool:

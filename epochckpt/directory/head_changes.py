@@ -218,7 +218,7 @@ class LogDeleted:
     """
 
     names: StepNames
-    large: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    large: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def lines(self, head: Head, folders: Collection[str]) -> tuple[Line, ...]:
         """The lines, before the epochs of these folders go."""

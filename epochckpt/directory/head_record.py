@@ -21,7 +21,7 @@ from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.lineage import LINEAGE, Lineage
 from epochckpt.directory.metrics_log import Line
 from epochckpt.errors import DamagedError
-from epochckpt.format import checksums, codec, parsing, paths
+from epochckpt.format import checksums, codec, json_kinds, parsing, paths
 from epochckpt.format.codec import stored
 
 _MAX_PAST = 4096
@@ -49,7 +49,7 @@ def _read_folders(fields: codec.Fields, key: str) -> dict[str, str]:
 def _read_removed_steps(fields: codec.Fields, key: str) -> dict[str, RemovedStep]:
     steps: dict[str, RemovedStep] = {}
     for folder, found in fields.mapping(key).items():
-        if not isinstance(found, list) or len(found) != 2:
+        if not json_kinds.is_list(found) or len(found) != 2:
             raise fields.fail(key, "attempts, and where they go")
         save_id, kept_in = found
         paths.check_recorded_name(fields.path, save_id)
@@ -139,9 +139,11 @@ class Head:
     lineage: Lineage | None = stored("lineage", _LINEAGE, default=None)
     change: str = stored("change", codec.text(16), default="")  # unlike that of every other content
     # The entries. On storage, the older entries are in pages.
-    epochs: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict)  # by folder
-    stock: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
-    aside: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: kept
+    epochs: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict[str, EpochSummary])  # by folder
+    # Steps of stock Orbax, by folder.
+    stock: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict[str, EpochSummary])
+    # Those that were kept, by `<name>/<folder>`.
+    aside: Mapping[str, EpochSummary] = dataclasses.field(default_factory=dict[str, EpochSummary])
     pages: tuple[Page, ...] = ()  # that may have some of the entries
 
     def knows(self, save_id: str) -> bool:
@@ -237,7 +239,7 @@ class Head:
 def _nodes(fields: codec.Fields) -> list[Any]:
     nodes = fields.array("nodes")
     for names in nodes:
-        if not isinstance(names, list):
+        if not json_kinds.is_list(names):
             raise fields.fail("nodes", "lists of names")
         for name in names:
             paths.check_recorded_name(fields.path, name, paths.is_node_name)
@@ -288,7 +290,7 @@ def parse(path: str, data: bytes, read_pages: Callable[[Sequence[str]], Sequence
 
     counted = dict[str, int]()
     for found in fields.array("pages"):
-        if not (isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found)):
+        if not (json_kinds.is_list(found) and len(found) == 2 and all(isinstance(text, str) for text in found)):
             raise fields.fail("pages", "pairs of a digest and of bits")
         digest, bits = found
         if not _DIGEST.fullmatch(digest) or not _COUNTED.fullmatch(bits) or digest in counted:

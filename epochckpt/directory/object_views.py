@@ -132,7 +132,7 @@ class ObjectViews:
             if lost and object_view.is_complete(self._store, folder):
                 self.remove(folder, entry.save_id)
         newest = max(found.epochs, key=lambda folder: found.epochs[folder].committed_ns)
-        left = (self._head.read() or found).removed_steps if found.removed_steps else {}
+        left = (self._head.read() or found).removed_steps if found.removed_steps else dict[str, object]()
         for folder in {newest, *(found.removed_steps.keys() & found.epochs.keys())} - left.keys():
             # Where the replaced epoch has not been removed yet, a complete view may still be its own.
             was_replaced = folder in found.dead.values()

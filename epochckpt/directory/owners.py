@@ -13,14 +13,14 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from absl import logging
 
 from epochckpt import _units
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.format import checksums
+from epochckpt.format import checksums, json_kinds
 
 if TYPE_CHECKING:
     from epochckpt.directory.epoch_directory import EpochDirectory
@@ -62,7 +62,7 @@ class Process:
     @classmethod
     def parse(cls, owner: Any) -> Self:
         """The process that an owner describes, which may be anything; what cannot be used is not known."""
-        said = owner if isinstance(owner, Mapping) else {}
+        said = owner if json_kinds.is_mapping(owner) else dict[str, Any]()
 
         def text(name: str) -> str:
             value = said.get(name)

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from epochckpt.errors import DamagedError, FormatError, InvalidArgumentError
+from epochckpt.format.json_kinds import is_list, is_object, is_tuple
 
 _FIELD = b'{"checksum":"xxh3:'
 _ZEROS = b"0" * 16
@@ -141,14 +142,14 @@ def pack_json(value: Any, where: str, depth: int = 0) -> Any:
         raise InvalidArgumentError(f"{where} is nested deeper than {_MAX_DEPTH}")
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, dict):
+    if is_object(value):
         bad = [k for k in value if not isinstance(k, str)]
         if bad:
             raise InvalidArgumentError(f"{where} has the key {bad[0]!r}; keys must be str")
         if value.keys() == {"$float"}:
             raise InvalidArgumentError(f"{where} holds a dict with the one key '$float': it stands for NaN")
         return {k: pack_json(v, where, depth + 1) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if is_list(value) or is_tuple(value):
         return [pack_json(v, where, depth + 1) for v in value]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
@@ -165,11 +166,11 @@ def unpack_json(value: Any, depth: int = 0) -> Any:
     """The inverse of `pack_json`. Raises RecursionError where a value is nested more deeply than `pack_json` allows."""
     if depth > _MAX_DEPTH:
         raise RecursionError(f"user data is nested deeper than {_MAX_DEPTH}")
-    if isinstance(value, dict):
+    if is_object(value):
         if len(value) == 1 and value.get("$float") in ("nan", "inf", "-inf"):
             return float(value["$float"])
         return {k: unpack_json(v, depth + 1) for k, v in value.items()}
-    return [unpack_json(v, depth + 1) for v in value] if isinstance(value, list) else value
+    return [unpack_json(v, depth + 1) for v in value] if is_list(value) else value
 
 
 def pack_by_number(values: Mapping[int, Any], where: str) -> list[Any]:

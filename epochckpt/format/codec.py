@@ -28,10 +28,13 @@ from typing import Any, Generic, TypeVar
 
 from epochckpt.errors import FormatError
 from epochckpt.format import checksums, paths
+from epochckpt.format.json_kinds import is_list
 
 T = TypeVar("T")
 MAX_BYTES = 2**62
 _KEY = "epochckpt.format"
+_LIST: type[list[Any]] = list
+_OBJECT: type[dict[str, Any]] = dict
 
 
 class Fields:
@@ -45,7 +48,7 @@ class Fields:
         if not isinstance(data, dict):
             raise FormatError(path, f"{where or 'the record'} is not an object")
         self.path = path
-        self.data = data
+        self.data: dict[str, Any] = data
         self.where = where
         self.found: dict[str, Any] = {}
 
@@ -69,10 +72,10 @@ class Fields:
         return self.get(name, bool, "true or false")
 
     def array(self, name: str) -> list[Any]:
-        return self.get(name, list, "a list")
+        return self.get(name, _LIST, "a list")
 
     def mapping(self, name: str) -> dict[str, Any]:
-        return self.get(name, dict, "an object")
+        return self.get(name, _OBJECT, "an object")
 
     def number(self, name: str) -> float:
         value = self.data.get(name)
@@ -258,7 +261,7 @@ def stored(
 
 
 @functools.cache
-def table(cls: type) -> Mapping[str, Stored]:
+def table(cls: type[Any]) -> Mapping[str, Stored]:
     """The fields of a class that lie in files, by attribute, in their order."""
     return {field.name: field.metadata[_KEY] for field in dataclasses.fields(cls) if _KEY in field.metadata}
 
@@ -266,7 +269,7 @@ def table(cls: type) -> Mapping[str, Stored]:
 def pack(record: Any) -> dict[str, Any]:
     """The JSON object of a record."""
     packed: dict[str, Any] = {}
-    for attribute, field in table(type(record)).items():
+    for attribute, field in table(record.__class__).items():
         value = getattr(record, attribute)
         key = field.key if field.key_of is None else field.key_of(value)
         value = value if field.codec.write is None else field.codec.write(value)
@@ -352,7 +355,7 @@ class Rows(Generic[T]):
     def parse(self, path: str, where: str, row: object) -> T:
         """The inverse of `pack`; FormatError, which names the column, for anything else."""
         keys = [field.key for _, field in self._columns]
-        if not isinstance(row, list) or not self._least <= len(row) <= len(keys):
+        if not is_list(row) or not self._least <= len(row) <= len(keys):
             raise FormatError(path, f"{where} is not [{', '.join(keys)}]")
         fields = Fields(path, dict(zip(keys, row, strict=False)), f"{where}.")
         read = {attribute: field.codec.read(fields, field.key) for attribute, field in self._columns[: len(row)]}
@@ -368,11 +371,13 @@ class Rows(Generic[T]):
             raise Unfit
         if self._padding:
             rows = [row if len(row) == most else [*row, *self._padding[len(row) - least :]] for row in rows]
-        columns = []
+        columns = list[Iterable[Any]]()
         for values, (_, field) in zip(zip(*rows, strict=True), self._columns, strict=True):
             assert field.codec.column is not None, "see Codec"
             columns.append(field.codec.column(values))
-        arguments = [itertools.repeat(default) if i is None else columns[i] for i, default in self._arguments]
+        arguments: list[Iterable[Any]] = [
+            itertools.repeat(default) if i is None else columns[i] for i, default in self._arguments
+        ]
         return tuple(map(self._class, *arguments))
 
     def codec(self) -> Codec[tuple[T, ...]]:

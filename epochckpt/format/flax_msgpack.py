@@ -11,16 +11,18 @@ import os
 import re
 from typing import Any
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
 from epochckpt.errors import FormatError, UnsupportedError
 from epochckpt.format import tree as tree_lib
+from epochckpt.format.json_kinds import is_list, is_object
 
 MAX_DIMS = 32
 MAX_VALUES = 200_000
 """Most values: each costs a few kilobytes on its way into an epoch. An array counts as one."""
 
+_unpackb: Any = msgpack.unpackb  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _CHUNKED = "__msgpack_chunked_array__"
 _NDARRAY = 1
 _COMPLEX = 2
@@ -39,7 +41,7 @@ def load(path: str) -> Any:
     with open(path, "rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                tree = msgpack.unpackb(
+                tree = _unpackb(
                     data,
                     strict_map_key=False,
                     ext_hook=reader.extension,
@@ -58,7 +60,7 @@ def load(path: str) -> Any:
 
 
 def _is_deeper(tree: Any, depth: int) -> bool:
-    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    inner = tree.values() if is_object(tree) else tree if is_list(tree) else ()
     return depth < 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 
@@ -90,25 +92,26 @@ class _Unpacker:
     def joined(self, parts: dict[Any, Any]) -> np.ndarray:
         shape = self.sequence(parts.get("shape"))
         chunks = self.sequence(parts.get("chunks"))
-        flat = [c for c in chunks if isinstance(c, np.ndarray) and c.ndim == 1 and c.dtype == chunks[0].dtype]
+        arrays: list[np.ndarray] = [chunk for chunk in chunks if isinstance(chunk, np.ndarray)]
+        flat = [array for array in arrays if array.ndim == 1 and array.dtype == arrays[0].dtype]
         if not flat or len(flat) != len(chunks) or not all(type(d) is int and d >= 0 for d in shape):
             raise self.problem("has an array in pieces that do not fit together")
-        if math.prod(shape) != sum(c.size for c in flat) or not math.prod(shape):
+        if math.prod(shape) != sum(array.size for array in flat) or not math.prod(shape):
             raise self.problem(f"has an array in pieces that do not make up its shape {tuple(shape)}")
         return np.concatenate(flat).reshape(shape)
 
     def sequence(self, value: Any) -> list[Any]:
         """A tuple, which flax writes as a dict with the keys "0", "1" and so on."""
-        if not isinstance(value, dict) or set(value) != {str(i) for i in range(len(value))}:
+        if not is_object(value) or set(value) != {str(i) for i in range(len(value))}:
             raise self.problem("has an array in pieces that are not numbered")
         return [value[str(i)] for i in range(len(value))]
 
     def extension(self, code: int, data: bytes) -> Any:
         if code not in (_NDARRAY, _COMPLEX, _SCALAR):
             raise UnsupportedError(f"{self.path}: flax has no msgpack extension {code}")
-        content = msgpack.unpackb(data, raw=True, max_array_len=1000, max_map_len=0)
+        content = _unpackb(data, raw=True, max_array_len=1000, max_map_len=0)
         if code == _COMPLEX:
-            if not isinstance(content, list) or [isinstance(part, int | float) for part in content] != [True, True]:
+            if not is_list(content) or [isinstance(part, int | float) for part in content] != [True, True]:
                 raise self.problem("has a complex number that is not two numbers")
             real, imaginary = content
             return complex(real, imaginary)
@@ -118,10 +121,10 @@ class _Unpacker:
         return array[()] if code == _SCALAR else array
 
     def array(self, content: Any) -> np.ndarray:
-        if not isinstance(content, list) or len(content) != 3:
+        if not is_list(content) or len(content) != 3:
             raise self.problem("has an array that is not (shape, dtype, bytes)")
         shape, name, data = content
-        dims = shape if isinstance(shape, list) and len(shape) <= MAX_DIMS else [None]
+        dims = shape if is_list(shape) and len(shape) <= MAX_DIMS else [None]
         if not all(type(d) is int and d >= 0 for d in dims) or not isinstance(name, bytes):
             raise self.problem(f"has an array whose shape is no list of at most {MAX_DIMS} sizes")
         text = name.decode("utf-8", "replace")

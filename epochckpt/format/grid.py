@@ -110,9 +110,11 @@ class Grid:
     def _table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A row per distinct set of holders, how many each has, and the row of each cell."""
         cells, rows = np.unique(np.array(self.firsts, np.int64), return_inverse=True)
-        sizes = np.array([len(self.holders[cell]) for cell in cells.tolist()], dtype=np.int64)
-        table = np.full((len(cells), int(sizes.max())), -1, dtype=np.int64)
-        for i, cell in enumerate(cells.tolist()):
+        firsts: list[int] = cells.tolist()
+        counts = [len(self.holders[cell]) for cell in firsts]
+        sizes = np.array(counts, dtype=np.int64)
+        table = np.full((len(cells), max(counts)), -1, dtype=np.int64)
+        for i, cell in enumerate(firsts):
             table[i, : sizes[i]] = self.holders[cell]
         return table, sizes, rows
 
@@ -120,7 +122,7 @@ class Grid:
     def width(self) -> tuple[int, int]:
         """How many nodes hold a cell: the fewest, and the most."""
         sizes = self._table[1]
-        return int(sizes.min()), int(sizes.max())
+        return int(sizes.min()), int(max(sizes))
 
     def owners(self, rotation: int) -> np.ndarray:
         """Node number of the owner of every cell; int64 of shape (cells,)."""
@@ -242,7 +244,8 @@ class ArrayItem:
     def each(self, of: Callable[[Leaf], Any], dtype: type = np.int64) -> np.ndarray:
         """What a function gives for every leaf; it does not depend on path and name, and is called a few times."""
         numbers, firsts = self._forms
-        return np.array([of(self.leaves[i]) for i in firsts], dtype)[numbers]
+        values = [of(self.leaves[i]) for i in firsts]
+        return np.array(values, dtype)[numbers]  # pyright: ignore[reportUnknownVariableType]
 
     @functools.cached_property
     def _file_order(self) -> np.ndarray:
@@ -336,7 +339,8 @@ class ArrayItem:
         """
         inlined = set[int]()
         left = _INLINED_ITEM
-        for i in self._file_order.tolist():
+        order: list[int] = self._file_order.tolist()
+        for i in order:
             size = self.leaves[i].nbytes
             if not self.leaves[i].is_global and 0 < size <= min(left, _INLINED_LEAF):
                 inlined.add(i)
@@ -359,7 +363,7 @@ class ArrayItem:
 
     def cut(self, owned: NodeCells, ends: Sequence[int]) -> list[PartCells]:
         """The parts of a node's cells that end after the given numbers of cells."""
-        parts = []
+        parts = list[PartCells]()
         start = 0
         for end in ends:
             offsets = np.concatenate([[0], np.cumsum(owned.nbytes[start:end])])

@@ -17,6 +17,7 @@ from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.codec import MAX_BYTES, Codec, Fields, user_data
 from epochckpt.format.grid import MAX_CELLS, MAX_ITEM_CELLS, ArrayItem, Grid, Leaf
+from epochckpt.format.json_kinds import is_list
 
 _MAX_DIM = 2**48
 _MAX_DIMS = 32
@@ -33,7 +34,9 @@ class ItemRecord:
     kind: str
     handler: str = ""  # type name of the Orbax handler, as Orbax records it
     arrays: ArrayItem | None = None  # only of kind `arrays`; so are the next two
-    values: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # Python leaves as JSON, by leaf number
+    values: Mapping[int, Any] = dataclasses.field(
+        default_factory=dict[int, Any]
+    )  # Python leaves as JSON, by leaf number
     custom_metadata: Any = None  # the caller's
     same: bool = False  # of `node`: every node of the epoch has the item, with the same content
 
@@ -95,20 +98,19 @@ def _parse_arrays(fields: Fields, name: str, nodes: int) -> ArrayItem:
 
 def _parse_grid(fields: Fields, number: int, row: object, nodes: int) -> Grid:
     problem = FormatError(fields.path, f"{fields.where}grids[{number}] is not [counts, holders of every cell]")
-    if not isinstance(row, list) or len(row) != 2 or not all(isinstance(x, list) for x in row):
+    if not is_list(row) or len(row) != 2 or not is_list(counts := row[0]) or not is_list(holders := row[1]):
         raise problem
-    counts, holders = row
     if len(counts) > _MAX_DIMS or not all(type(c) is int and 0 < c <= MAX_CELLS for c in counts):
         raise problem
     if math.prod(counts) > MAX_CELLS or len(holders) != math.prod(counts):
         raise problem
-    lists = [held for held in holders if isinstance(held, list)]
+    lists = [held for held in holders if is_list(held)]
     named = list(itertools.chain.from_iterable(lists))  # a large job has many: they are checked together
     if not all(lists) or {*map(type, named)} != {int} or not 0 <= min(named) <= max(named) < nodes:
         raise problem
     parsed: list[tuple[int, ...]] = []
     for held in holders:
-        if isinstance(held, list):
+        if is_list(held):
             parsed.append(tuple(held))
         elif type(held) is int and 0 <= held < len(parsed):  # the holders of an earlier cell
             parsed.append(parsed[held])
@@ -120,7 +122,7 @@ def _parse_grid(fields: Fields, number: int, row: object, nodes: int) -> Grid:
 def _parse_leaf(
     fields: Fields, number: int, row: object, grids: list[Grid], parsed: dict[bytes, tuple[Any, ...]]
 ) -> Leaf:
-    if not isinstance(row, list) or len(row) not in (2, 7, 8):
+    if not is_list(row) or len(row) not in (2, 7, 8):
         raise _no_leaf(fields, number)
     path = tree_lib.path_from_json(fields.path, row[0])
     try:
@@ -139,10 +141,10 @@ def _parse_form(fields: Fields, number: int, row: list[Any], grids: list[Grid]) 
         raise _no_leaf(fields, number)
     if len(row) == 2 and (kind in tree_lib.VALUE_KINDS or kind in tree_lib.EMPTY_KINDS):
         return Leaf((), "", kind)[2:]
-    if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not isinstance(row[3], list):
+    if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not is_list(row[3]):
         raise _no_leaf(fields, number)
     dtype = tree_lib.parse_dtype(fields.path, row[2])
-    shape = row[3]
+    shape: list[Any] = row[3]
     grid, rotation, sharding = row[4:7]
     impl = row[7] if kind == "prng" else None
     if {*map(type, shape), type(grid), type(rotation), type(sharding)} != {int} or len(shape) > _MAX_DIMS:
@@ -153,7 +155,7 @@ def _parse_form(fields: Fields, number: int, row: list[Any], grids: list[Grid]) 
         raise _no_leaf(fields, number)
     if math.prod(shape) * dtype.itemsize >= MAX_BYTES or not isinstance(impl, str | None):
         raise _no_leaf(fields, number)
-    counts = grids[grid].counts
+    counts = grids[int(grid)].counts
     if counts and (len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False))):
         where = f"{fields.where}leaves[{number}]"
         raise FormatError(fields.path, f"{where}: shape {shape} is not cut evenly by the grid {list(counts)}")

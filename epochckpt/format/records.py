@@ -27,6 +27,7 @@ from epochckpt.format.codec import (
     stored,
 )
 from epochckpt.format.items import ItemRecord, items
+from epochckpt.format.json_kinds import is_list, is_object
 
 MAX_RECORD_BYTES = 256 * 2**20
 MAX_FEATURE = 100  # characters of the name of a feature
@@ -192,7 +193,7 @@ def _read_unsupported(fields: Fields, key: str) -> dict[str, dict[str, str]] | N
     if fields.data.get(key) is None:
         return None
     unsupported = fields.mapping(key)
-    if not all(isinstance(d, dict) and all(isinstance(v, str) for v in d.values()) for d in unsupported.values()):
+    if not all(is_object(d) and all(isinstance(v, str) for v in d.values()) for d in unsupported.values()):
         raise fields.fail(key, "reasons by leaf, by item")
     return unsupported
 
@@ -200,9 +201,9 @@ def _read_unsupported(fields: Fields, key: str) -> dict[str, dict[str, str]] | N
 def _read_view(fields: Fields, key: str) -> dict[str, tuple[int, str]] | None:
     if fields.data.get(key) is None:
         return None
-    view = {}
+    view = dict[str, tuple[int, str]]()
     for path, row in fields.mapping(key).items():
-        typed = isinstance(row, list) and [type(value) for value in row] == [int, str]
+        typed = is_list(row) and [type(value) for value in row] == [int, str]
         if not typed or not 0 <= row[0] < codec.MAX_BYTES or not paths.is_file_path(path):
             raise fields.fail(key, "[length, digest] by path")
         view[path] = row[0], row[1]

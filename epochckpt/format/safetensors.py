@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from epochckpt._lazy import jax, jnp
 from epochckpt.errors import FormatError, UnsupportedError
 from epochckpt.format import tree as tree_lib
+from epochckpt.format.json_kinds import is_list, is_object
 from epochckpt.format.tree import DTYPES, KeyPath, fits
 
 NOTES_KEY = "epochckpt"
@@ -100,10 +102,10 @@ def parse(path: str, head: bytes, size: int) -> tuple[dict[str, Tensor], dict[st
         entries = json.loads(head[8:start], object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise FormatError(path, f"its header is not usable JSON: {str(error)[:200]}") from None
-    if not isinstance(entries, dict):
+    if not is_object(entries):
         raise FormatError(path, "its header is not a JSON object")
-    metadata = entries.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    metadata: Any = entries.pop("__metadata__", None) or {}
+    if not is_object(metadata) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(path, "its __metadata__ is not a map of strings")
     tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
     ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
@@ -129,12 +131,12 @@ def header_length(path: str, head: bytes, size: int) -> int:
 
 def _tensor(path: str, name: str, entry: Any, start: int) -> Tensor:
     problem = FormatError(path, f"tensor {name[:200]!r} is not dtype, shape and data_offsets that fit together")
-    if not isinstance(entry, dict):
+    if not is_object(entry):
         raise problem
     kind = entry.get("dtype")
     shape = entry.get("shape")
     offsets = entry.get("data_offsets")
-    if not isinstance(kind, str) or not isinstance(shape, list) or not isinstance(offsets, list):
+    if not isinstance(kind, str) or not is_list(shape) or not is_list(offsets):
         raise problem
     if len(offsets) != 2 or len(shape) > 32 or not all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *offsets)):
         raise problem
@@ -163,8 +165,12 @@ class Notes:
 
     separator: str  # stands between the keys in a name
     # (path, kind, PRNG implementation or None) by name of the tensor, where its name and bytes lack one
-    tensors: dict[str, tuple[KeyPath, str, str | None]] = dataclasses.field(default_factory=dict)
-    values: list[tuple[KeyPath, str, Any]] = dataclasses.field(default_factory=list)  # (path, kind, JSON) of the rest
+    tensors: dict[str, tuple[KeyPath, str, str | None]] = dataclasses.field(
+        default_factory=dict[str, tuple[KeyPath, str, str | None]]
+    )
+    values: list[tuple[KeyPath, str, Any]] = dataclasses.field(
+        default_factory=list[tuple[KeyPath, str, Any]]
+    )  # (path, kind, JSON) of the rest
 
     def to_text(self) -> str:
         """As JSON."""
@@ -186,15 +192,15 @@ def parse_notes(path: str, text: str) -> Notes:
         data = json.loads(text)
     except (ValueError, RecursionError):
         raise problem from None
-    if not isinstance(data, dict) or data.get("version") != 1:
+    if not is_object(data) or data.get("version") != 1:
         raise problem
     separator = data.get("separator")
     tensors = data.get("tensors")
     values = data.get("values")
-    if not isinstance(separator, str) or not separator or not isinstance(tensors, dict) or not isinstance(values, list):
+    if not isinstance(separator, str) or not separator or not is_object(tensors) or not is_list(values):
         raise problem
     rows = [*tensors.values(), *values]
-    if not all(isinstance(row, list) and len(row) in (2, 3) and isinstance(row[1], str) for row in rows):
+    if not all(is_list(row) and len(row) in (2, 3) and isinstance(row[1], str) for row in rows):
         raise problem
     notes = Notes(separator)
     for name, row in tensors.items():
@@ -209,13 +215,14 @@ def parse_notes(path: str, text: str) -> Notes:
     return notes
 
 
-def array_of(path: str, array: np.ndarray, kind: str, impl: str | None) -> Any:
+def array_of(path: str, array: NDArray[Any], kind: str, impl: str | None) -> Any:
     """A leaf from its tensor and its note; FormatError if they do not fit."""
     try:
         if kind == "prng":
-            return jax.random.wrap_key_data(jnp.array(array), impl=impl)
+            keys: Any = jnp.array(array)  # pyright: ignore[reportUnknownMemberType]
+            return jax.random.wrap_key_data(keys, impl=impl)  # pyright: ignore[reportUnknownVariableType]
         if kind == "scalar" and not array.ndim:
-            return np.array(array)[()]
+            return array.copy()[()]
         if kind == "longbytes":
             return array.tobytes()
         if kind == "longstr":

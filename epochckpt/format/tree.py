@@ -21,6 +21,7 @@ import numpy as np
 
 from epochckpt._lazy import jax, jnp
 from epochckpt.errors import FormatError, InvalidArgumentError
+from epochckpt.format.json_kinds import is_list
 from epochckpt.storage.mmap import Assembled
 
 KeyPath = tuple[tuple[str, Any], ...]
@@ -96,6 +97,11 @@ def parse_dtype(path: str, name: object) -> np.dtype[Any]:
     raise FormatError(path, f"unknown dtype {str(name)[:40]!r}")
 
 
+def _tree_util() -> Any:
+    """JAX's module of this name; the types of its functions are partly unknown."""
+    return jax.tree_util
+
+
 def _is_empty(node: Any) -> bool:
     """None and empty containers are kept as leaves."""
     return node is None or (isinstance(node, dict | list | tuple) and not node)
@@ -103,13 +109,13 @@ def _is_empty(node: Any) -> bool:
 
 def flatten(tree: Any) -> tuple[list[tuple[KeyPath, Any]], Any]:
     """(path, leaf) pairs of a pytree in JAX's order, and its treedef; None and empty containers are leaves."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
+    pairs, treedef = _tree_util().tree_flatten_with_path(tree, is_leaf=_is_empty)
     return [(key_path(path), leaf) for path, leaf in pairs], treedef
 
 
 def flatten_leaves(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of `flatten` and the treedef, without paths: cheap enough for the training thread."""
-    return jax.tree_util.tree_flatten(tree, is_leaf=_is_empty)
+    return _tree_util().tree_flatten(tree, is_leaf=_is_empty)
 
 
 def key_types(treedef: Any) -> list[type]:
@@ -128,31 +134,32 @@ def key_types(treedef: Any) -> list[type]:
 
 def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
     """The inverse of `flatten`."""
-    return jax.tree_util.tree_unflatten(treedef, leaves)
+    return _tree_util().tree_unflatten(treedef, leaves)
 
 
 def key_path(path: Sequence[Any]) -> KeyPath:
     """A key path of JAX in our form; InvalidArgumentError for a dict key that cannot be saved."""
     out: list[tuple[str, Any]] = []
-    dict_key = jax.tree_util.DictKey
+    tree_util = _tree_util()
+    dict_key = tree_util.DictKey
     for entry in path:
         if type(entry) is dict_key and type(key := entry.key) is str:  # most keys
             out.append(("k", key))
         elif isinstance(entry, dict_key):
-            key = entry.key
+            key: Any = entry.key
             if isinstance(key, np.generic):
-                key = key.item()
+                key = entry.key.item()
             if not (key is None or type(key) in (str, int, float, bool) or isinstance(key, str | int)):
                 raise InvalidArgumentError(
                     f"dict key {key!r} under {leaf_name(tuple(out))!r} cannot be saved; "
                     "expected str, int, float, bool or None"
                 )
             out.append(("k", str(key) if isinstance(key, str) else key))
-        elif isinstance(entry, jax.tree_util.SequenceKey):
+        elif isinstance(entry, tree_util.SequenceKey):
             out.append(("s", entry.idx))
-        elif isinstance(entry, jax.tree_util.GetAttrKey):
+        elif isinstance(entry, tree_util.GetAttrKey):
             out.append(("a", str(entry.name)))
-        elif isinstance(entry, jax.tree_util.FlattenedIndexKey):
+        elif isinstance(entry, tree_util.FlattenedIndexKey):
             out.append(("f", entry.key))
         else:
             out.append(("a", str(entry)))
@@ -195,14 +202,14 @@ def path_to_json(path: KeyPath) -> list[Any]:
 
 def path_from_json(where: str, data: object) -> KeyPath:
     """The inverse of `path_to_json`; FormatError naming `where` for anything else."""
-    if not isinstance(data, list) or len(data) > MAX_DEPTH:
+    if not is_list(data) or len(data) > MAX_DEPTH:
         raise FormatError(where, "a key path is not a list of at most 256 entries")
     out: list[tuple[str, Any]] = []
     for entry in data:
         if isinstance(entry, str):
             out.append(("k", entry))
             continue
-        if not isinstance(entry, list) or len(entry) != 2:
+        if not is_list(entry) or len(entry) != 2:
             raise FormatError(where, f"a key path has the entry {str(entry)[:80]!r}")
         kind, key = entry
         if kind == "x" and isinstance(key, str):
@@ -275,14 +282,14 @@ def leaf_kind(leaf: Any) -> str | None:
         return "bytes" if len(leaf) <= INLINE_BYTES else "longbytes"
     if leaf is None:
         return "none"
-    if isinstance(leaf, dict | list | tuple) and not leaf:
+    if _is_empty(leaf):
         return type(leaf).__name__ if type(leaf) in (dict, list, tuple) else "node"
     return None
 
 
 def empty_value(kind: str) -> Any:
     """The value of a leaf of an empty kind without a target: an empty container or None."""
-    return {"dict": {}, "list": [], "tuple": ()}.get(kind)
+    return {"dict": dict[str, Any](), "list": list[Any](), "tuple": ()}.get(kind)
 
 
 def value_to_json(value: Any) -> Any:
@@ -320,7 +327,7 @@ def value_from_json(where: str, kind: str, data: object) -> Any:
                 return bytes.fromhex(data)
             if kind == "str":
                 return data
-        if kind == "str" and isinstance(data, list) and len(data) == 1 and isinstance(data[0], str):
+        if kind == "str" and is_list(data) and len(data) == 1 and isinstance(data[0], str):
             return bytes.fromhex(data[0]).decode("utf-8", "surrogatepass")
     except (ValueError, struct.error):
         pass

@@ -160,7 +160,7 @@ class _Wrapped(Condition):
     """A callable; see `as_condition`."""
 
     def __init__(self, function: Callable[[Context], Any]):
-        self.function = function
+        self.function: Any = function
         self._repr = str(getattr(function, "__qualname__", type(function).__qualname__))
         self._stateful = all(callable(getattr(function, method, None)) for method in ("get_state", "set_state"))
         self._fresh: list[Any] = []  # the state before the first run

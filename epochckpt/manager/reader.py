@@ -245,7 +245,7 @@ class NativeReader(CheckpointReader):
         native: EpochReader,
     ):
         super().__init__(epoch_directory, folder, record, context)
-        self.native = native
+        self.native = native  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
         self.kept: dict[Any, Any] = {}
 
     def restore_item(self, name: str, args: Any) -> Any:

@@ -61,8 +61,10 @@ class OrbaxRecord(EpochRecord):
     # What is wrong, by path, with small files that the step is read without. Those that storage did not give may be
     # good, and the record without them wrong.
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    unread: Mapping[str, StorageError] = dataclasses.field(default_factory=dict)
-    sure: bool = False  # nothing is missing that says what the folder is and how good; else retention leaves it alone
+    # Of an epoch of ours the next two never change.
+    unread: Mapping[str, StorageError] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportIncompatibleVariableOverride]
+    # Nothing is missing that says what the folder is and how good; else retention leaves it alone.
+    sure: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     stock: ClassVar[bool] = True
 

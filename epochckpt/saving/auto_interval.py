@@ -18,8 +18,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
+from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide  # pyright: ignore[reportMissingTypeStubs]
 
 from epochckpt import _units
 from epochckpt._threads import Deadline, Future
@@ -196,7 +196,7 @@ def auto_interval(*, target_overhead: float | None = None, mtbf: float | str | N
         >>> saved[0]
         True
     """
-    share = target_overhead
+    share: Any = target_overhead
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
         raise InvalidArgumentError(f"target_overhead is a share between 0 and 1, such as 0.01; got {share!r}")
     try:

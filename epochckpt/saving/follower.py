@@ -46,7 +46,7 @@ class Follower(ProcessSide):
         left = max(save.deadline.left(), 0.001)
         patience = Timeouts(collect_secs=left, hear_secs=left)
         try:
-            claim = broadcast(self._coordinator, self._key("claim", save), dict, patience)
+            claim: dict[str, Any] = broadcast(self._coordinator, self._key("claim", save), dict[str, Any], patience)
             self._claim.learn(claim, left)
         except errors.CoordinationTimeoutError:
             raise errors.LateNodesError(save.epoch, [self.nodes.names[0]], save.deadline.secs) from None

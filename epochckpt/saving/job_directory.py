@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import orbax.checkpoint as ocp
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 
 from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.directory import EpochDirectory, directory_of

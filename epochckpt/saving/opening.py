@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import orbax.checkpoint as ocp
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 from absl import logging
 
 from epochckpt import errors

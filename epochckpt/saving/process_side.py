@@ -22,7 +22,7 @@ import abc
 import dataclasses
 import functools
 
-import orbax.checkpoint as ocp
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 from absl import logging
 
 from epochckpt import _threads, errors

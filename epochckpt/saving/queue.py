@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import orbax.checkpoint as ocp
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 from absl import logging
 
 from epochckpt import _monitoring, _threads, _units, errors

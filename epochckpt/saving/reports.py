@@ -49,7 +49,10 @@ class NodeReport:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> NodeReport:
-        fields = {**wire, "files": tuple(FILE_ROWS.parse("a report", "files", row) for row in wire["files"])}
+        fields: dict[str, Any] = {
+            **wire,
+            "files": tuple(FILE_ROWS.parse("a report", "files", row) for row in wire["files"]),
+        }
         own = fields.pop("own")
         local = fields.pop("local", None)
         return cls(NodeEntry(**fields), own, None if local is None else LocalReport.from_wire(local))

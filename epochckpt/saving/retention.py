@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import orbax.checkpoint as ocp
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 from absl import logging
-from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
-from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
+from orbax.checkpoint.checkpoint_managers import preservation_policy as keep  # pyright: ignore[reportMissingTypeStubs]
+from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide  # pyright: ignore[reportMissingTypeStubs]
 
 from epochckpt import _monitoring
 from epochckpt._metrics import flat
@@ -283,7 +283,7 @@ def _without_score(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: 
     try:
         hash(weakref.ref(key))
     except TypeError:  # an `operator.itemgetter` has no weak references, others no hash: a type shares one warning
-        key = type(key)
+        key = key.__class__
     if key in _warned:
         return
     _warned.add(key)

@@ -98,13 +98,14 @@ class SaveRequest:
     number: int  # of saves of this epoch that were requested before
     default_item: bool = True  # the epoch has one unnamed item
     metrics: Any = None
-    custom_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    custom_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     replaces: ReplaceCondition | None = None
     started_ns: int = dataclasses.field(default_factory=time.time_ns)  # when `save` was called
     started: float = dataclasses.field(default_factory=time.monotonic)  # the same on the monotonic clock
     blocked_secs: float = 0.0  # that training was held up
     nbytes: float = 0.0  # that this process writes, about
-    log_entry: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the manager's logger, see `step_log`
+    # For the manager's logger, see `step_log`.
+    log_entry: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     # Why this process could not begin the save. It reports that in place of its nodes, so that no process waits for it.
     refusal: Exception | None = None
 
@@ -263,8 +264,8 @@ class Save:
         nodes = self.node_reports
         self._check_file_names()
         inlined: dict[str, dict[str, bytes]] = {}
-        for node in nodes:
-            for item, contents in (node.local.inlined if node.local is not None else {}).items():
+        for local in filter(None, (node.local for node in nodes)):
+            for item, contents in local.inlined.items():
                 inlined[item] = {**inlined.get(item, {}), **contents}
         self._check_alike()
         items = dict(self.snapshot.items)
@@ -294,7 +295,9 @@ class Save:
         """Where each host has a disk of its own, the hosts have the same values of large NumPy leaves."""
         first: dict[str, tuple[str, str]] = {}  # digest and node by leaf
         for node in self.node_reports:
-            for leaf, digest in (node.local.alike if node.local is not None else {}).items():
+            if node.local is None:
+                continue
+            for leaf, digest in node.local.alike.items():
                 expected, other = first.setdefault(leaf, (digest, node.entry.name))
                 if digest != expected:
                     raise SaveError(

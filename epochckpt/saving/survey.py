@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-import orbax.checkpoint as ocp
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 from absl import logging
 
 from epochckpt import _monitoring, errors
@@ -35,8 +35,9 @@ class Survey:
     runs: tuple[RunEntry, ...] = ()  # as the newest epoch has them
     costs: tuple[SaveCost, ...] = ()  # of the newest epochs, if the options need them
     # With local disks, by process: what its disk has under these numbers are no parts of the job's epochs.
-    aside: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    copies: Mapping[int, str] = dataclasses.field(default_factory=dict)  # ids of the mirror's copies of the remote ones
+    aside: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
+    # Ids of the mirror's copies of the remote ones.
+    copies: Mapping[int, str] = dataclasses.field(default_factory=dict[int, str])
     diverged: tuple[int, ...] = ()  # epochs that lie here and are no part of the mirror's history
 
     def to_wire(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import pytest
 import epochckpt as ec
 from epochckpt._threads import Deadline
 from epochckpt.agreement import coordination
+from epochckpt.agreement.coordination import Preemption
 from epochckpt.directory.posix import PosixDirectory
 from epochckpt.errors import (
     CoordinationTimeoutError,
@@ -535,3 +536,21 @@ def test_a_gather_hears_of_an_error_while_other_processes_are_silent() -> None:
     assert missing == {1, 2, 3, 4, 5, 6, 8}
     assert now < 60
     assert Silent().gather("reports", {1, 2}, Deadline(20.0, lambda: now)) == ({}, {1, 2})
+
+
+def test_managers_of_one_process_share_what_jax_tells_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX knows one sequence of questions: every manager hears of the notice, whoever asked at the sync point."""
+    asked: list[int] = []
+
+    def sync_point(step: int) -> bool:
+        asked.append(step)
+        return step == 7
+
+    monkeypatch.setattr(ocp.utils, "reached_preemption", sync_point)
+    often, rarely = Preemption(), Preemption()
+    answers = [(often.reached(s), often.reached(s), s % 3 == 0 and rarely.reached(s)) for s in range(100, 112)]
+    assert asked == list(range(1, len(asked) + 1))
+    first = next(i for i, a in enumerate(answers) if a[0])
+    assert all(a[0] == a[1] for a in answers)
+    assert all(a[0] for a in answers[first:])
+    assert rarely.reached(112)

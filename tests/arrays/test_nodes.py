@@ -14,8 +14,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt.arrays import restore_items
 from epochckpt.errors import InvalidArgumentError, SaveError
-from epochckpt.format import checksums
+from epochckpt.format import Nodes, checksums
+from epochckpt.orbax import Handlers
 from tests.support.node_jobs import NAMES, items, own, right_weights, same, weights
 from tests.support.processes import run_worker, start_processes
 
@@ -190,6 +192,7 @@ def test_a_damaged_part_of_one_hosted_node_is_found(tmp_path: pathlib.Path) -> N
             manager.restore(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["trainer_1/node.json", "trainer_2/node.json", "/epoch.json"])
 def test_a_kill_during_a_hosted_save_leaves_no_half_epoch(tmp_path: pathlib.Path, place: str) -> None:
     """After the first, the last node's record, or the epoch's, was written: epoch 1 stays, 2 is nowhere."""
@@ -234,6 +237,7 @@ def test_a_hosted_save_that_fails_fails_for_all_its_nodes(
 # -- between processes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_hosted_nodes_go_on_in_three_processes_and_back(tmp_path: pathlib.Path) -> None:
     """Each process gets its node's values, and the arrays; one process then hosts what three have saved."""
     one, three = tmp_path / "one", tmp_path / "three"
@@ -271,6 +275,7 @@ def refused_in_two_processes(directory: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_in_several_processes_each_is_one_node(tmp_path: pathlib.Path) -> None:
     """Both counts are named."""
     for found in run_worker("tests.arrays.test_nodes:refused_in_two_processes", {"directory": str(tmp_path)}, 2):
@@ -456,3 +461,18 @@ def test_the_mark_is_read_with_care(tmp_path: pathlib.Path, mark: Any, fine: boo
                 manager.restore(0, args=args)
         else:  # the first has it; the second node's record, which its digest covers, says that it has none
             assert manager.restore(0, args=args)["own"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("abc", "abc", [0, 1, 2]),
+        ("abc", "cab", [2, 0, 1]),
+        ("ab", "bc", [1, 0]),
+        ("abcd", "xbyd", [0, 1, 2, 3]),
+        ("abc", "xyz", [0, 1, 2]),
+    ],
+)
+def test_every_old_node_has_one_successor(old: str, new: str, expected: list[int]) -> None:
+    """Nodes of one name go on as themselves; the others share out what is left; nothing is taken twice or lost."""
+    assert restore_items.RestoreContext(Handlers(), Nodes(tuple(new))).successions(list(old)) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 from typing import Any
 
@@ -100,3 +101,41 @@ def test_metrics_are_an_item_of_a_step_that_has_some(writer: Manager, named: boo
             assert set(without.item_metadata) == {"state"}
         else:
             assert with_metrics.item_metadata["w"].shape == (2,)
+
+
+Composite, Save = ocp.args.Composite, ocp.args.StandardSave
+
+
+Composite, Save = ocp.args.Composite, ocp.args.StandardSave
+
+
+STATE = {"w": jnp.arange(6.0)}
+
+
+def test_the_metadata_of_a_bare_array_is_a_target(tmp_path: pathlib.Path) -> None:
+    """For ArrayRestore and StandardRestore; metadata with other custom_metadata is still the same kind of tree."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch in range(2):
+            tree = Save(STATE, custom_metadata={"epoch": epoch})
+            manager.save(epoch, args=Composite(a=ocp.args.ArraySave(jnp.arange(3.0)), t=tree))
+        manager.wait_until_finished()
+        one, two = manager.item_metadata(0), manager.item_metadata(1)
+        for args in (ocp.args.ArrayRestore(one["a"]), ocp.args.StandardRestore(one["a"])):
+            np.testing.assert_array_equal(manager.restore(0, args=Composite(a=args)).a, np.arange(3.0))
+        same = jax.tree.map(lambda x, y: x.shape == y.shape, one["t"], two["t"])
+        assert same.tree == {"w": True}
+        assert same.custom_metadata == {"epoch": 0}
+
+
+@pytest.mark.parametrize("keys", [("b", "a"), ("b", 1)])
+def test_metadata_has_the_order_of_the_saved_tree(tmp_path: pathlib.Path, keys: tuple[Any, ...]) -> None:
+    """That of an OrderedDict, whose keys JAX does not sort, and need not be able to."""
+    tree = collections.OrderedDict((key, jnp.zeros(size)) for size, key in enumerate(keys, 1))
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=Save(tree))
+        manager.wait_until_finished()
+        found = manager.item_metadata(0)
+    assert [x.shape for x in jax.tree.leaves(found)] == [(1,), (2,)]
+    shapes = jax.tree.map(lambda x: x.shape[0], found)
+    assert list(shapes.tree.items()) == list(zip(keys, (1, 2), strict=True))
+    assert type(shapes.tree) is dict

@@ -27,6 +27,7 @@ def blocks(page: str) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -50,7 +51,7 @@ def generator() -> types.ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+@pytest.mark.parametrize("page", [*sorted(path.name for path in DOCS.glob("*.md")), "../tests/README.md"])
 def test_what_is_made_of_the_code_is_as_the_code_says(page: str) -> None:
     """`python docs/tables.py` writes it. Every beginning of such a part has its end."""
     text = (DOCS / page).read_text(encoding="utf-8")
@@ -63,6 +64,16 @@ def test_what_is_made_of_the_code_is_as_the_code_says(page: str) -> None:
 def test_every_setting_has_one_row(page: str, names: dict[str, object]) -> None:
     found = re.findall(r"^\| `(\w+)` \|", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name in found if name in names] == list(names)
+
+
+def test_the_index_of_the_tests_says_what_every_file_shows() -> None:
+    """Each file begins with it."""
+    tables = generator()
+    rows = re.findall(r"^\| (.*) \| \[test_\w+\.py\]\((.*)\) \|$", tables.tests(), re.MULTILINE)
+    assert {file for _, file in rows} == {
+        str(path.relative_to(tables.TESTS)) for path in tables.TESTS.rglob("test_*.py")
+    }
+    assert [file for said, file in rows if len(said) < 20] == []
 
 
 def test_an_old_part_is_written_anew() -> None:

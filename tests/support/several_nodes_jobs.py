@@ -1,4 +1,4 @@
-"""Jobs for `test_runner_mishaps`, one process of them; see `tests.support.worker`."""
+"""Jobs for `test_several_nodes`, one process of them; see `tests.support.worker`."""
 
 from __future__ import annotations
 

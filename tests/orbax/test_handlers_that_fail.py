@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import io
 import json
@@ -16,19 +15,15 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from google.protobuf import empty_pb2, struct_pb2
 
 import epochckpt as ec
-from epochckpt.agreement.coordination import Preemption
-from epochckpt.arrays import restore_items, save_items, writer
-from epochckpt.format import DataFile, NodeEntry, Nodes, paths
-from epochckpt.orbax import Handlers
+from epochckpt.arrays import writer
+from epochckpt.format import DataFile, NodeEntry, paths
 from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.storage import PosixStore
 
@@ -278,103 +273,6 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
                 save.reports[node] = ProcessReport("", (NodeReport(entry, {}),))
             with pytest.raises(ec.errors.SaveError, match=r"nodes n0 and n1 both wrote k/a"):
                 save.record("id", objects=False)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("abc", "abc", [0, 1, 2]),
-        ("abc", "cab", [2, 0, 1]),
-        ("ab", "bc", [1, 0]),
-        ("abcd", "xbyd", [0, 1, 2, 3]),
-        ("abc", "xyz", [0, 1, 2]),
-    ],
-)
-def test_every_old_node_has_one_successor(old: str, new: str, expected: list[int]) -> None:
-    """Nodes of one name go on as themselves; the others share out what is left; nothing is taken twice or lost."""
-    assert restore_items.RestoreContext(Handlers(), Nodes(tuple(new))).successions(list(old)) == expected
-
-
-@pytest.mark.parametrize(
-    ("array", "dtype", "fits"),
-    [
-        (np.int8([-1, 2]), np.uint16, False),
-        (np.int32([-1]), np.uint32, False),
-        (np.uint32([2**32 - 1]), np.int32, False),
-        (np.int64([2**31 - 1, -(2**31)]), np.int32, True),
-        (np.int64([2**31]), np.int32, False),
-        (np.int8([1, 2]), np.uint8, True),
-        (jnp.array([-1], jnp.int8), np.uint8, False),
-        (jnp.array([3], jnp.int32), np.int8, True),
-    ],
-)
-def test_integers_are_saved_in_another_type_only_if_they_fit(array: Any, dtype: Any, fits: bool) -> None:
-    """Signs included."""
-    tree, save_args = {"a": array}, {"a": ocp.SaveArgs(dtype=np.dtype(dtype))}
-    if fits:
-        got = save_items.cast("x", tree, save_args)["a"]
-        assert got.dtype == dtype
-        np.testing.assert_array_equal(got, np.asarray(array))
-    else:
-        with pytest.raises(ec.errors.InvalidArgumentError, match="leaf 'a': not every value"):
-            save_items.cast("x", tree, save_args)
-
-
-def test_save_args_that_are_none_are_refused(tmp_path: pathlib.Path) -> None:
-    """By item and leaf."""
-    args = ocp.args.PyTreeSave(STATE, save_args={"w": 5})
-    with (
-        ec.CheckpointManager(tmp_path) as manager,
-        pytest.raises(ec.errors.InvalidArgumentError, match="item 'default': save_args has a int at 'w'"),
-    ):
-        manager.save(0, args=args)
-
-
-def test_managers_of_one_process_share_what_jax_tells_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX knows one sequence of questions: every manager hears of the notice, whoever asked at the sync point."""
-    asked: list[int] = []
-
-    def sync_point(step: int) -> bool:
-        asked.append(step)
-        return step == 7
-
-    monkeypatch.setattr(ocp.utils, "reached_preemption", sync_point)
-    often, rarely = Preemption(), Preemption()
-    answers = [(often.reached(s), often.reached(s), s % 3 == 0 and rarely.reached(s)) for s in range(100, 112)]
-    assert asked == list(range(1, len(asked) + 1))
-    first = next(i for i, a in enumerate(answers) if a[0])
-    assert all(a[0] == a[1] for a in answers)
-    assert all(a[0] for a in answers[first:])
-    assert rarely.reached(112)
-
-
-def test_the_metadata_of_a_bare_array_is_a_target(tmp_path: pathlib.Path) -> None:
-    """For ArrayRestore and StandardRestore; metadata with other custom_metadata is still the same kind of tree."""
-    with ec.CheckpointManager(tmp_path) as manager:
-        for epoch in range(2):
-            tree = Save(STATE, custom_metadata={"epoch": epoch})
-            manager.save(epoch, args=Composite(a=ocp.args.ArraySave(jnp.arange(3.0)), t=tree))
-        manager.wait_until_finished()
-        one, two = manager.item_metadata(0), manager.item_metadata(1)
-        for args in (ocp.args.ArrayRestore(one["a"]), ocp.args.StandardRestore(one["a"])):
-            np.testing.assert_array_equal(manager.restore(0, args=Composite(a=args)).a, np.arange(3.0))
-        same = jax.tree.map(lambda x, y: x.shape == y.shape, one["t"], two["t"])
-        assert same.tree == {"w": True}
-        assert same.custom_metadata == {"epoch": 0}
-
-
-@pytest.mark.parametrize("keys", [("b", "a"), ("b", 1)])
-def test_metadata_has_the_order_of_the_saved_tree(tmp_path: pathlib.Path, keys: tuple[Any, ...]) -> None:
-    """That of an OrderedDict, whose keys JAX does not sort, and need not be able to."""
-    tree = collections.OrderedDict((key, jnp.zeros(size)) for size, key in enumerate(keys, 1))
-    with ec.CheckpointManager(tmp_path) as manager:
-        manager.save(0, args=Save(tree))
-        manager.wait_until_finished()
-        found = manager.item_metadata(0)
-    assert [x.shape for x in jax.tree.leaves(found)] == [(1,), (2,)]
-    shapes = jax.tree.map(lambda x: x.shape[0], found)
-    assert list(shapes.tree.items()) == list(zip(keys, (1, 2), strict=True))
-    assert type(shapes.tree) is dict
 
 
 def test_a_proto_whose_text_would_lose_something_is_refused(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,91 @@
+"""The checks of this repository, each by its name: `nox --list`. CONTRIBUTING.md says which to run when."""
+
+import pathlib
+
+import nox
+
+PYTHONS = ["3.11", "3.12", "3.13"]
+"""The versions of Python that epochckpt supports. One that is not installed is skipped, with a word."""
+
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
+PYTEST = ("python", "-m", "pytest")
+IN_PARALLEL = ("-n", "3", "--dist=loadfile")
+QUICK = ("tests/format", "tests/directory", "tests/saving/test_save.py", "tests/tiers/test_standing.py", "tests/repo")
+OLDEST = (
+    "tests/orbax/test_view.py",
+    "tests/orbax/test_options.py",
+    "tests/orbax/test_honoured.py",
+    "tests/manager/test_manager.py",
+    "tests/compat/test_versions.py",
+    "tests/v1/test_checkpointer.py",
+)
+
+nox.options.sessions = ["quick"]
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = False
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff, its formatter, pyright, and the contracts of imports."""
+    session.install("-e", ".[test,examples]")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("pyright")
+    session.run("lint-imports", "--no-logo")
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """What to run before each commit, in a minute: style, imports, and the tests of formats, directories and rules."""
+    session.install("-e", ".[test,examples]")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-logo")
+    session.run(*PYTEST, *IN_PARALLEL, "-q", *QUICK, env=ENVIRONMENT)
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """The tests that README names; arguments after `--` go to pytest."""
+    session.install("-e", ".[test,examples]")
+    session.run(*PYTEST, *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The tests of the slow level, see tests/README.md."""
+    session.install("-e", ".[test,examples]")
+    session.run(*PYTEST, *IN_PARALLEL, "-m", "slow and not long", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def long(session: nox.Session) -> None:
+    """The tests of the long level: hours."""
+    session.install("-e", ".[test,examples]")
+    session.run(*PYTEST, "-n", "2", "--dist=worksteal", "-m", "long", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """What depends on jax and Orbax most, with the oldest supported versions of both."""
+    session.install("-c", "tests/oldest.txt", "-e", ".[test,examples]")
+    # Old flax and new jax, or the other way round, warn about each other.
+    session.run(*PYTEST, "-o", "filterwarnings=default", *session.posargs, *OLDEST, env=ENVIRONMENT)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation as a site, built strictly."""
+    session.install("-e", ".[test,examples,docs]")
+    session.run(*PYTEST, "tests/repo/test_site.py", "tests/repo/test_docs.py", env=ENVIRONMENT)
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """The notebooks run from top to bottom."""
+    session.install("-e", ".[test,examples,notebooks]")
+    session.run(*PYTEST, "tests/examples/test_notebooks.py", env=ENVIRONMENT)
+    found = sorted(str(path) for path in pathlib.Path("notebooks").glob("*.ipynb"))
+    # The suite's own options (deselection, warnings as errors) are not meant for a notebook's kernel.
+    session.run(*PYTEST, "-c", "/dev/null", "--rootdir=.", "--nbmake", "--nbmake-timeout=300", *found, env=ENVIRONMENT)

@@ -1,0 +1,164 @@
+"""Saves of one small array, and calls that fail once, wait, or must end; for tests of what goes wrong once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.directory import directory_of
+from epochckpt.format import checksums
+from epochckpt.orbax import StepNames
+from epochckpt.storage import open_store
+
+WAIT_SECS = 30.0
+MOMENT_SECS = 0.2  # how long something that must not happen is waited for
+Options = ocp.CheckpointManagerOptions
+Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
+
+
+def new_memory() -> str:
+    return f"memory://{uuid.uuid4().hex}/"
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"a": np.full(400, float(value))}
+
+
+def value_of(restored: Any) -> float:
+    """What `state` was made from."""
+    (value,) = set(restored["a"].tolist())
+    return value
+
+
+def save_all(manager: ec.CheckpointManager, epochs: Any, **kwargs: Any) -> None:
+    for epoch in epochs:
+        assert manager.save(epoch, args=Save(state(epoch)), **kwargs)
+        manager.wait_until_finished()
+
+
+def fill(directory: str, *epochs: int, options: Options | None = None) -> None:
+    """EpochDirectory epochs and closes."""
+    with ec.CheckpointManager(directory, options=options) as manager:
+        save_all(manager, epochs)
+
+
+def on_storage(directory: str, options: Options | None = None) -> list[int]:
+    """What somebody who only reads sees now."""
+    epoch_directory = directory_of(open_store(directory), StepNames.of(options or Options()))
+    return epoch_directory.list_epochs()
+
+
+def data_path(manager: ec.CheckpointManager, epoch: int) -> str:
+    record = manager.components.directory.epoch_directory.read_record(epoch)
+    return f"{manager.components.directory.epoch_directory.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
+
+
+def cut(manager: ec.CheckpointManager, epoch: int) -> None:
+    """Removes the last byte of an epoch's data."""
+    store, path = manager.components.directory.store, data_path(manager, epoch)
+    with store.open_reader(path) as reader:
+        data = bytearray(reader.size)
+        reader.read_into(0, memoryview(data))
+    store.remove(path)
+    store.create(path, bytes(data[:-1]))
+
+
+def edit_record(path: pathlib.Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a sealed record, with a seal that fits."""
+    body = checksums.parse_sealed(path.name, path.read_bytes())
+    edit(body)
+    path.write_bytes(checksums.seal(body))
+
+
+class Once:
+    """A method that raises at its first matching call, and is as ever afterwards.
+
+    Args:
+        patch: takes it back at the end of the test.
+        owner: an object or a class.
+        method: the method's name.
+        error: what it raises.
+        match: which calls concern us, by their arguments.
+    """
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        owner: Any,
+        method: str,
+        error: BaseException,
+        match: Callable[..., bool] = lambda *args: True,
+    ):
+        self.hits, original = 0, getattr(owner, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.hits and match(*args):
+                self.hits += 1
+                raise error
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, method, call)
+
+
+class Hold:
+    """A method whose matching calls wait until they are let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, method: str, match: Callable[..., bool]):
+        self.reached, self.go, original = threading.Event(), threading.Event(), getattr(owner, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if match(*args):
+                self.reached.set()
+                assert self.go.wait(WAIT_SECS)
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, method, call)
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Event, list[Any]]:
+    """Runs a call beside the test; the event is set when it has ended, the list holds its result or error."""
+    done, out = threading.Event(), []
+
+    def job() -> None:
+        try:
+            out.append(call())
+        except BaseException as error:  # the test looks at it
+            out.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=job, daemon=True).start()
+    return done, out
+
+
+def bounded(call: Callable[[], Any]) -> Any:
+    """The result of a call that must end."""
+    done, out = in_thread(call)
+    assert done.wait(WAIT_SECS), "it hangs"
+    if isinstance(out[0], BaseException):
+        raise out[0]
+    return out[0]
+
+
+def waits_for(hold: Hold, call: Callable[[], Any]) -> list[Any]:
+    """A call does not end before the hold is let go, and does then; returns what `in_thread` got of it."""
+    assert hold.reached.wait(WAIT_SECS)
+    done, out = in_thread(call)
+    assert not done.wait(MOMENT_SECS)
+    hold.go.set()
+    assert done.wait(WAIT_SECS)
+    return out
+
+
+def timed_out() -> OSError:
+    return OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
