@@ -119,7 +119,6 @@ def vote(directory: str) -> list[Any]:
         return [error, there, *found, list(manager.all_steps()), manager.damaged_epochs()]
 
 
-@pytest.mark.slow
 def test_processes_vote_on_each_epoch(tmp_path: pathlib.Path) -> None:
     """What one cannot read is used by none. Silence of storage ends it for all; a deletion is no damage to any."""
     with ec.CheckpointManager(tmp_path) as manager:

@@ -192,7 +192,6 @@ def test_a_damaged_part_of_one_hosted_node_is_found(tmp_path: pathlib.Path) -> N
             manager.restore(0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["trainer_1/node.json", "trainer_2/node.json", "/epoch.json"])
 def test_a_kill_during_a_hosted_save_leaves_no_half_epoch(tmp_path: pathlib.Path, place: str) -> None:
     """After the first, the last node's record, or the epoch's, was written: epoch 1 stays, 2 is nowhere."""
@@ -237,7 +236,6 @@ def test_a_hosted_save_that_fails_fails_for_all_its_nodes(
 # -- between processes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_three_hosted_nodes_go_on_in_three_processes_and_back(tmp_path: pathlib.Path) -> None:
     """Each process gets its node's values, and the arrays; one process then hosts what three have saved."""
     one, three = tmp_path / "one", tmp_path / "three"
@@ -275,7 +273,6 @@ def refused_in_two_processes(directory: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_in_several_processes_each_is_one_node(tmp_path: pathlib.Path) -> None:
     """Both counts are named."""
     for found in run_worker("tests.arrays.test_nodes:refused_in_two_processes", {"directory": str(tmp_path)}, 2):

@@ -125,7 +125,6 @@ def zeros_like(tree: Any) -> Any:
 # -- types ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_every_jax_type_and_shape(tmp_path: pathlib.Path) -> None:
     """Every type that JAX holds without x64, in every kind of shape, also without a target."""
     tree = {
@@ -148,7 +147,6 @@ def wide_job(directory: str) -> int:
     return len(tree)
 
 
-@pytest.mark.slow
 def test_64_bit_types_with_x64_and_without(tmp_path: pathlib.Path) -> None:
     """A job with x64 gets them back; one without gets NumPy arrays without a target, and is refused with one."""
     assert run_worker(
@@ -225,7 +223,6 @@ def test_a_tree_of_one_leaf(tmp_path: pathlib.Path, tree: Any) -> None:
     assert_same(m.restore(0), tree)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_typed_prng_keys(tmp_path: pathlib.Path, impl: str) -> None:
     """Keys of every implementation: one, a batch, a sharded and a replicated batch; they draw the same numbers."""
@@ -346,7 +343,6 @@ def params() -> dict[str, Any]:
     return {"dense": {"kernel": jnp.arange(12.0).reshape(3, 4), "bias": jnp.zeros(4)}, "scale": jnp.ones(())}
 
 
-@pytest.mark.slow
 def test_optax_states(tmp_path: pathlib.Path) -> None:
     """Adam, chains with empty states, masks and multi_transform come back in type and structure."""
     labels = {"dense": {"kernel": "slow", "bias": "fast"}, "scale": "frozen"}

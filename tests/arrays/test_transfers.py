@@ -299,7 +299,6 @@ def window_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield held
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["posix", "memory"])
 def test_copies_on_a_device_pass_through_bounded_host_memory(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, place: str

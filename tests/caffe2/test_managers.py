@@ -526,7 +526,6 @@ def test_jobs_one_after_the_other_share_a_directory(tmp_path: pathlib.Path) -> N
     assert multi(tmp_path).load_blobs_locally(["a", "b", "c"], BLOBS, 1, ec.LocalSession())
 
 
-@pytest.mark.slow
 def test_jobs_at_once_share_a_directory(tmp_path: pathlib.Path) -> None:
     with contextlib.ExitStack() as stack:
         jobs = []
@@ -586,7 +585,6 @@ def test_a_job_that_is_killed_while_it_saves(tmp_path: pathlib.Path, at: Any) ->
     assert staging(tmp_path, "b") == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", [r"-> 1/b$", "^1 ->"], ids=["before the exchange", "after it"])
 def test_a_job_that_is_killed_while_it_replaces(tmp_path: pathlib.Path, path: str) -> None:
     """The old epoch or the new one is there at once: nobody has to put anything back."""
@@ -605,7 +603,6 @@ def test_a_job_that_is_killed_while_it_replaces(tmp_path: pathlib.Path, path: st
     assert not list((tmp_path / home).iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_job_that_is_killed_while_it_replaces_without_exchange(tmp_path: pathlib.Path, count: int) -> None:
     """What was to be replaced comes back with the next job, unless its successor is in its place."""
@@ -648,7 +645,6 @@ def test_replacing_at_any_moment_there_is_one(
     assert not list((tmp_path / home).iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
     [
@@ -760,7 +756,6 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(
     assert not list((tmp_path / home).iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_rename_that_is_not_durable_is_taken_back(
     tmp_path: pathlib.Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
@@ -860,7 +855,6 @@ def test_a_record_that_belongs_elsewhere_is_refused(tmp_path: pathlib.Path) -> N
         ec.LocalSession().run(single(tmp_path, "c").load_blobs_from_checkpoint([TOTAL], 0))
 
 
-@pytest.mark.slow
 def test_other_readers_of_such_a_directory(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """A `CheckpointManager` sees no epoch and says what is there; so does a save of that number; nothing is deleted."""
     train(multi(tmp_path), ec.LocalSession(), ["a", "b"], 1)

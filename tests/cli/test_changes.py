@@ -79,7 +79,6 @@ def test_epochs_are_deleted_and_rolled_back_when_it_is_asked_for(said: Any, dire
     assert "Nothing was changed; --yes does it." in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["rm", 3], ["rollback", 1], ["cp"]], ids=lambda argv: argv[0])
 def test_a_live_run_is_not_harmed(said: Any, directory: str, argv: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one that was there, nor one that begins after the command has looked; --take-over fences it off."""

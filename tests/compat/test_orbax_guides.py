@@ -787,7 +787,6 @@ def test_pytrees_shardings_as_a_tree_of_their_own(manager_class: ManagerClass, t
     assert jax.tree.map(lambda x: x.sharding, restored) == shardings
 
 
-@pytest.mark.slow
 def test_pytrees_containers_come_back_as_in_the_target(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """A TrainState with its optimizer; without a target the same leaves in plain containers."""
     state = linen_state()
@@ -804,7 +803,6 @@ def test_pytrees_containers_come_back_as_in_the_target(manager_class: ManagerCla
         assert int(raw["step"]) == 1
 
 
-@pytest.mark.slow
 def test_pytrees_nnx_state(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """The Flax NNX guide: split, save the state, restore it into the abstract model's, merge."""
 
@@ -1464,7 +1462,6 @@ CHECKPOINTERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTERS)
 def test_legacy_a_checkpointer_and_options_by_position(
     manager_class: ManagerClass, tmp_path: pathlib.Path, name: str

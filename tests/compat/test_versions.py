@@ -143,7 +143,6 @@ def read_by_all(directory: pathlib.Path, writer: str) -> None:
 quiet = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of coroutines of Orbax's errors
 
 
-@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("writer", list(WRITERS))
 def test_who_reads_what(tmp_path: pathlib.Path, writer: str) -> None:

@@ -205,7 +205,6 @@ def test_10000_bit_flips_never_restore_silently_wrong(saved: pathlib.Path) -> No
     check_flips(saved, 10_000, seed=2)
 
 
-@pytest.mark.slow
 def test_without_verification_a_flip_does_restore_wrong(saved: pathlib.Path) -> None:
     """The control of the test above: it can see a wrong value."""
     wrong = 0
@@ -338,7 +337,6 @@ def restore_with_damage(directory: str) -> Any:
         return explicit, gives, steps, list(m.all_steps()), m.verify(1).ok
 
 
-@pytest.mark.slow
 def test_processes_agree_on_the_older_epoch_when_one_of_them_sees_damage(saved: pathlib.Path) -> None:
     """Only process 1 reads the damaged shard, and restore(1) raises on both; restore(None) gives both epoch 0, and
     epoch 1 can be saved again."""

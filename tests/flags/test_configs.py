@@ -152,7 +152,6 @@ def run(program: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_a_config_file_of_ml_collections(tmp_path: pathlib.Path) -> None:
     """Loaded by `DEFINE_config_file`, values overridden on the command line; references follow."""
     given = [

@@ -92,7 +92,6 @@ def arithmetic_job() -> int:
     return cases
 
 
-@pytest.mark.slow
 def test_cells_and_boxes_are_those_of_jax() -> None:
     """For many meshes of eight devices and every PartitionSpec, index arithmetic gives JAX's own map."""
     (cases,) = run_worker("tests.format.test_grid:arithmetic_job", devices_per_process=8)
@@ -522,7 +521,6 @@ def test_a_record_does_not_grow_with_leaves_times_nodes() -> None:
     assert size[1000, 5000] - size[1000, 500] == pytest.approx(by_leaves, rel=0.05)
 
 
-@pytest.mark.slow
 def test_what_a_node_owns_is_found_without_walking_all_cells_in_python() -> None:
     """The cells of one of 1000 nodes: each appears once, and all nodes together own every cell."""
     item = record_of(1000, 50).items["default"].arrays

@@ -453,7 +453,6 @@ def test_an_item_is_of_one_attempt(run: pathlib.Path) -> None:
     assert list(found[8]["state"]) == ["params"]
 
 
-@pytest.mark.slow
 def test_a_directory_that_is_being_written_can_be_looked_at(tmp_path: pathlib.Path) -> None:
     """Beside a manager that saves and deletes: every look is a whole one, and sees what is new."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2)

@@ -252,7 +252,6 @@ def test_a_directory_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
 # -- real jobs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("write", 25), ("delete", 3)])
 def test_what_a_killed_job_left_is_removed(tmp_path: pathlib.Path, kind: str, count: int) -> None:
     """SIGKILL within a save, or within a delete: once it is old all of it goes; the next run loses nothing."""
@@ -283,7 +282,6 @@ def aged(monkeypatch: pytest.MonkeyPatch, is_old: Callable[[str], bool]) -> None
     monkeypatch.setattr(posix_contents, "extent", older)
 
 
-@pytest.mark.slow
 def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gc over and over beside saves, replacements and deletions: what is dead goes, every save commits."""
     directory = tmp_path / "run"

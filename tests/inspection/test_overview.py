@@ -355,7 +355,6 @@ NAMES = st.sampled_from(
 )
 
 
-@pytest.mark.slow
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=400, suppress_health_check=list(hypothesis.HealthCheck))
 def test_no_record_makes_the_light_parse_say_something_else(records: list[bytes], data: st.DataObject) -> None:
@@ -729,7 +728,6 @@ def test_epochs_of_other_names_are_recognised(tmp_path: pathlib.Path) -> None:
         assert [row.epoch for row in shown.epochs] == [1]
 
 
-@pytest.mark.slow
 def test_without_permission_and_without_a_backend(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """As another user: one closed epoch is shown as such among good ones, a closed directory is an AccessError; and
     in all of this no jax backend was started."""

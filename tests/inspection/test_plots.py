@@ -106,7 +106,6 @@ def test_the_unit_of_an_axis_is_that_of_its_ticks(name: str, value: dict[str, An
     assert ticks <= {text.get_text() for text in ax.get_yticklabels()}
 
 
-@pytest.mark.slow
 def test_metrics_are_drawn_over_the_whole_run() -> None:
     """One above the other, with what was deleted, and marks for the best that is there and for a better one."""
     epochs = tuple(epoch(i, metrics={"loss": float(i), HOSTILE: 1.0}, best=i == 3, latest=i == 4) for i in (3, 4))
@@ -132,7 +131,6 @@ def test_metrics_are_drawn_over_the_whole_run() -> None:
     drawn(runs.metrics().axes[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("style", ["default", "dark_background"])
 @pytest.mark.parametrize("name", PLOTS)
 def test_everything_is_drawn(name: str, style: str) -> None:

@@ -146,7 +146,6 @@ def json_runs(folder: pathlib.Path, config: dict[str, object], **kwargs: object)
             manager.save(0, args=args, metrics={"loss": 1.0})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "found"),
     [

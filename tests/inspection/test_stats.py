@@ -50,7 +50,6 @@ def dtype_of(name: str) -> np.dtype[Any]:
 ARRAYS = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=60), elements=st.floats(-4, 4, width=32))
 
 
-@pytest.mark.slow
 @given(ARRAYS, st.integers(1, 500))
 @settings(max_examples=20)
 def test_a_picture_has_the_means_of_equal_parts(array: np.ndarray, size: int) -> None:
@@ -109,7 +108,6 @@ def floats(name: str) -> st.SearchStrategy[np.ndarray]:
     return raw.map(lambda a: a.view(dtype))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats_of_any_bits(name: str) -> None:
     """NaN, infinities, subnormals, signed zeros and large values, in pieces of any size."""
@@ -134,7 +132,6 @@ def test_values_about_any_mean(array: np.ndarray, mean: float, scale: float) -> 
     check(array * scale + mean, 7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers(name: str) -> None:
     """Integers of every width, up to both ends of their range."""

@@ -640,7 +640,6 @@ def test_a_change_beyond_measure_has_a_bar(relative: float) -> None:
     assert line_with(lines[2:], "~").split()[4] == "▁"
 
 
-@pytest.mark.slow
 def test_500_epochs_are_a_line_each() -> None:
     """A long run is a long list, and quickly made."""
     seen = Overview("/data/run", tuple(epoch_row(i, 64) for i in range(500)), metric="loss", mode="min")

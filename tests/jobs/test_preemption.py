@@ -131,7 +131,6 @@ def left_at(text: str) -> set[tuple[int, int]]:
     return {(place["epoch"], place["step"]) for place in left}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_epoch_that_can_be_resumed_is_left_in_the_middle(
     undisturbed: Any, tmp_path: pathlib.Path, processes: int
@@ -190,7 +189,6 @@ def test_without_a_deadline_the_epoch_is_finished(undisturbed: Any, tmp_path: pa
     assert finals(finish(tmp_path / "c", 1, step_secs=0.0)) == undisturbed(1)
 
 
-@pytest.mark.slow
 def test_a_second_sigterm_kills_a_process_on_its_own(tmp_path: pathlib.Path) -> None:
     """The first asks, the second is not to be argued with; what is committed stays."""
     with start(tmp_path / "c", 1, step_secs=0.0, polls=True, held=[1, 3]) as job:

@@ -136,7 +136,6 @@ except errors.EpochCheckpointError as error:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "path", "mode"),
     [
@@ -659,7 +658,6 @@ def one_leaf(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return load(run, EPOCH), load(run, NODE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("consistent", ["leaf only", "records", "records and file size"])
 @pytest.mark.parametrize("shape", [[2**38], [2**34], [2**28], [2**20, 2**18], [1, 2**38, 1]])
 def test_an_enormous_array_is_refused_before_memory_is_taken(
@@ -994,7 +992,6 @@ def local_array(directory: str) -> Any:
         return told, before, list(m.all_steps())
 
 
-@pytest.mark.slow
 def test_two_nodes_of_one_name_are_refused_on_every_process(tmp_path: pathlib.Path) -> None:
     """Both processes get the error, which names both; nothing is written."""
     for answer in run_worker("tests.manager.test_bad_input:duplicate_nodes", {"directory": str(tmp_path / "run")}, 2):
@@ -1003,7 +1000,6 @@ def test_two_nodes_of_one_name_are_refused_on_every_process(tmp_path: pathlib.Pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_an_array_of_one_process_is_refused_in_a_job_of_several(tmp_path: pathlib.Path) -> None:
     """Names the leaf and the remedy, on every process; nothing is begun."""
     for told, before, steps in run_worker(

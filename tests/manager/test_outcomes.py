@@ -212,7 +212,6 @@ def hear_in_a_job(directory: str) -> dict[str, Any]:
         return {"calls": handler.calls, "nodes": sorted(outcome.nodes), "committed": outcome.committed}
 
 
-@pytest.mark.slow
 def test_in_a_job_only_the_primary_tells(tmp_path: pathlib.Path) -> None:
     """With the seconds of every node; the outcome is known on all processes."""
     first, second = run_worker("tests.manager.test_outcomes:hear_in_a_job", {"directory": str(tmp_path)}, 2)

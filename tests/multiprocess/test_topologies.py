@@ -56,7 +56,6 @@ class _Restored(dict[tuple[str, str], list[Any]]):
         return self[key]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n", SAVERS)
 def test_every_process_sees_the_same_epochs_and_metrics(saved: dict[int, list[Any]], n: int) -> None:
     """After `wait_until_finished`, steps, metrics and the nodes' names and sizes are equal on all processes."""
@@ -79,7 +78,6 @@ def test_every_node_writes_its_own_folder_under_its_own_name(saved: dict[int, li
         assert all(size > 0 for size in process["bytes"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n", SAVERS)
 @pytest.mark.parametrize("m", [pytest.param(m, marks=[pytest.mark.long] * (m == "2x3")) for m in RESTORERS])

@@ -67,7 +67,6 @@ def nth_answer(number: int, fault: Fault, met: list[Request]) -> Callable[[Reque
     return decide
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["the last byte flipped", "cut to nothing"]
@@ -89,7 +88,6 @@ def test_one_damaged_answer_costs_no_epoch(name: str, cloud: Bucket, url: str) -
     assert number >= 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("written_by", ["epochckpt", "stock Orbax"])
 def test_one_damaged_answer_of_a_named_epoch_is_no_damage(
     written_by: str, cloud: Bucket, url: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

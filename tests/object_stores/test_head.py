@@ -173,7 +173,6 @@ def test_a_store_that_does_not_enforce_conditions_is_refused(cloud: Bucket) -> N
             manager.wait_until_finished()
 
 
-@pytest.mark.slow
 def test_requests_of_a_head(cloud: Bucket) -> None:
     """Opening, following and saving cost the same, whatever the number of epochs."""
     url = cloud.new_url()

@@ -105,7 +105,6 @@ def test_a_repair_that_takes_in_copies_changes_only_what_it_looked_at(url: str) 
     assert steps(url) == [1, 2, 7]
 
 
-@pytest.mark.slow
 def test_a_repair_whose_answer_is_lost_replaces_nothing_newer(cloud: Bucket, quick: None) -> None:
     """It is carried out; a run goes on from it before the request is repeated. The repair knows its own write."""
     url = cloud.new_url()
@@ -175,7 +174,6 @@ def writers(url: str) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["claim", "change", "put"])
 def test_reads_that_are_out_of_date_end_in_an_error_that_says_so(cloud: Bucket, what: str, quick: None) -> None:
     """A cache answers each read of the head with what it saw first. The tries end, and are few."""

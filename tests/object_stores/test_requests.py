@@ -376,7 +376,6 @@ def pieces(writer_order: str) -> list[tuple[int, int]]:
     return found[::-1] if writer_order == "backwards" else found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["in order", "backwards", "in parallel"])
 def test_a_large_file_is_streamed_in_parts(
     order: str, cloud: Bucket, store: Store, chunks: None, monkeypatch: pytest.MonkeyPatch
@@ -413,7 +412,6 @@ def nth_write(number: int, fault: Fault, failed: list[Request]) -> Callable[[Req
     return decide
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["lost", *(pytest.param(name, marks=pytest.mark.slow) for name in ("status", "reset"))]
 )
@@ -582,7 +580,6 @@ def test_requests_are_few(cloud: Bucket, store: Store) -> None:
     assert counts == {"GET": 1}
 
 
-@pytest.mark.slow
 def test_memory_is_shared_by_the_stores_of_a_process() -> None:
     name = uuid.uuid4().hex
     open_store(f"memory://{name}/a").create("x", b"1")

@@ -45,7 +45,6 @@ def check(walk: Walk | MirrorWalk, least: int) -> None:
     assert walk.cases >= least
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "newcomer", "step"),
     [

@@ -280,7 +280,6 @@ def _copied(folder: pathlib.Path) -> None:
     _no_json(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "three", "json"])
 @pytest.mark.parametrize("how", [_no_json, _only_view, _copied])
 @pytest.mark.parametrize("says", [True, False])

@@ -174,7 +174,6 @@ def test_continuous_checkpointing(tmp_path: pathlib.Path, check: bool, monkeypat
             gate.set()
 
 
-@pytest.mark.slow
 def test_a_part_of_the_processes_may_save_and_another_may_be_the_primary(tmp_path: pathlib.Path) -> None:
     """`multiprocessing_options`, in one job of three processes; `primary_host=None` is a directory for each."""
     for me, found in enumerate(run_worker("tests.support.part_jobs:some", {"directory": str(tmp_path)}, 3)):
@@ -203,7 +202,6 @@ def test_multiprocessing_options_of_a_single_process(tmp_path: pathlib.Path) -> 
             assert reader.processes is None
 
 
-@pytest.mark.slow
 def test_what_isinstance_says(tmp_path: pathlib.Path) -> None:
     """It is Orbax's abstract class, not its manager; docs/orbax.md has the line that changes this, for a process."""
     with ec.CheckpointManager(tmp_path) as manager:

@@ -72,7 +72,6 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_orbax_is_restored_bit_for_bit(layouts: dict[str, pathlib.Path], layout: str) -> None:
     """OCDBT or folders, zarr2 or zarr3, one item or several: same and other shardings, newest, without a target."""
@@ -96,7 +95,6 @@ def test_every_layout_of_orbax_is_restored_bit_for_bit(layouts: dict[str, pathli
             assert list(manager.restore(3, args=Composite(config=None)).keys()) == ["config"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_orbax_can_be_inspected(layouts: dict[str, pathlib.Path], layout: str) -> None:
     """Metrics, metadata, status, leaves by name, verify: what Orbax's files say, and that they have no checksums."""
@@ -144,7 +142,6 @@ def test_every_layout_of_orbax_can_be_inspected(layouts: dict[str, pathlib.Path]
             manager.restore_leaves(3, "stpe")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gone", [False, True], ids=["devices exist", "devices do not exist"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metadata_of_every_leaf_is_that_of_orbax(
@@ -199,7 +196,6 @@ def test_a_chunk_that_several_devices_have_parts_of_is_read_once(
         np.testing.assert_array_equal(np.asarray(array), value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state", ["linen", "nnx"])
 def test_a_flax_training_loop_of_orbax_goes_on_with_us(tmp_path: pathlib.Path, state: str) -> None:
     """Stock Orbax saves; we resume into a fresh state, and save beside it; both kinds are then restored."""
@@ -225,7 +221,6 @@ def test_a_flax_training_loop_of_orbax_goes_on_with_us(tmp_path: pathlib.Path, s
         assert stock.all_steps() == [1, 2, 3]
 
 
-@pytest.mark.slow
 def test_an_nnx_model_that_orbax_saved_trains_on_as_if_nothing_happened(tmp_path: pathlib.Path) -> None:
     """The next steps after the change of managers are those of a run that was never interrupted, bit for bit."""
 
@@ -370,7 +365,6 @@ def test_items_of_any_name_are_restored_and_not_all_are_saved(tmp_path: pathlib.
                 manager.save(step, args=Composite(state=Save(tree_of(0))))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["StandardCheckpointer", "PyTreeCheckpointer"])
 @pytest.mark.parametrize("ocdbt", [True, False])
 def test_a_step_that_a_plain_checkpointer_wrote_is_one_unnamed_item(
@@ -655,7 +649,6 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return root
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_any_number_of_processes_reads_what_two_wrote(
     of_two: pathlib.Path, tmp_path: pathlib.Path, processes: int
@@ -681,7 +674,6 @@ def read_on_one_device(directory: str) -> list[str]:
     return [type(x).__name__ for x in got.values()] + [str(same)]
 
 
-@pytest.mark.slow
 def test_arrays_whose_devices_do_not_exist_come_back_as_numpy(of_two: pathlib.Path) -> None:
     """Saved on four devices, restored where there is one: without a target; with one they are placed on it."""
     (found,) = run_worker("tests.orbax.test_steps:read_on_one_device", {"directory": str(of_two / LAYOUTS[0])})
@@ -731,7 +723,6 @@ HARM = {
 }
 
 
-@pytest.mark.slow
 @abandoned_reads
 @pytest.mark.parametrize("harm", HARM)
 def test_a_half_written_step_is_skipped_loudly_and_says_what_to_do(
@@ -1052,7 +1043,6 @@ def test_a_step_of_orbax_is_not_exported(run: pathlib.Path, tmp_path: pathlib.Pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_threads_share_the_numbers_that_are_read_ahead(tmp_path: pathlib.Path) -> None:
     """As those of a notebook do with one look at a step: each number is read once, and all threads have it."""
     with ocp.CheckpointManager(tmp_path) as stock:

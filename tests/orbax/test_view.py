@@ -78,7 +78,6 @@ def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.P
     assert {k: v for k, v in found.items() if v} == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "restored"),
     [(2, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [(4, 2), (1, 2)])],
@@ -108,7 +107,6 @@ def save_two_items(directory: pathlib.Path) -> None:
         manager.save(5, args=items, metrics={"loss": 0.5}, custom_metadata={"by": "us"})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("items", ["one", "two"])
 def test_stock_orbax_needs_no_arguments(tmp_path: pathlib.Path, items: str) -> None:
     """`CheckpointManager(dir).restore(step)`: our nodes' folders do not stand in the way."""
@@ -281,7 +279,6 @@ def assert_restores(manager_class: Any, directory: pathlib.Path, args: Any, expe
     assert stock_states.differences({"": found}, {"": expected}) == [], (manager_class, args)
 
 
-@pytest.mark.slow
 @NO_SHARDING
 @pytest.mark.parametrize("kind", ["PyTree", "Standard", "Array"])
 def test_an_item_that_is_no_tree_is_read_by_every_version(tmp_path: pathlib.Path, kind: str) -> None:
@@ -306,7 +303,6 @@ def test_an_item_that_is_no_tree_is_read_by_every_version(tmp_path: pathlib.Path
             assert found["config"] == {"a": 1}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(IS_OLD, reason="Orbax 0.11.33 cannot save such an item; the test above is about reading")
 @NO_SHARDING
 @pytest.mark.parametrize("value", list(BARE))
@@ -391,7 +387,6 @@ def test_a_leaf_that_would_make_all_of_stock_orbaxs_restore_fail_is_left_out(
         assert_restores(ec.CheckpointManager, tmp_path, args, tree)
 
 
-@pytest.mark.slow
 def test_stock_orbax_needs_no_target(tmp_path: pathlib.Path) -> None:
     """It finds shardings, keys, scalars, JSON, metrics and metadata by itself, and single subtrees."""
     save_two_items(tmp_path / "run")
@@ -699,7 +694,6 @@ COPIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", list(COPIES))
 def test_copies_are_read_by_everybody(tmp_path: pathlib.Path, way: str) -> None:
     """Links that were kept and links that became files: our reader, safetensors and (but for one way) stock Orbax."""

@@ -124,7 +124,6 @@ def damages(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, Callable[
             yield f"{path.relative_to(folder)}: {name}", path, damage
 
 
-@pytest.mark.slow
 def test_every_damage_of_the_view_is_found_and_repaired(saved: pathlib.Path) -> None:
     """Each file and link, in every way: named, the epoch is whole all the same, and the repair gives what was there."""
     folder = saved / "5"

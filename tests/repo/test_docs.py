@@ -27,7 +27,6 @@ def blocks(page: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

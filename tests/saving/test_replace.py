@@ -104,7 +104,6 @@ def test_stock_orbax_reads_what_took_the_place(tmp_path: pathlib.Path) -> None:
         assert got["note"] == {"value": 10}
 
 
-@pytest.mark.slow
 def test_a_reader_finds_the_old_or_the_new_one_at_any_moment(directory: str) -> None:
     """Read over and over while the epoch is replaced twenty times: never absent, never a mixture, never older again."""
     seen: list[int] = []
@@ -234,7 +233,6 @@ def kill(directory: pathlib.Path, place: str) -> None:
     assert outcome.returncode == -signal.SIGKILL, outcome.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", KILLS)
 def test_a_kill_leaves_the_old_or_the_new_one(tmp_path: pathlib.Path, place: str) -> None:
     """Around the exchange a reader sees it without any repair; without an exchange the next run puts it back."""
@@ -251,7 +249,6 @@ def test_a_kill_leaves_the_old_or_the_new_one(tmp_path: pathlib.Path, place: str
     assert sorted(os.listdir(tmp_path / "run")) == ["1", "2"]
 
 
-@pytest.mark.slow
 def test_runs_that_are_killed_before_they_put_it_back_do_not_lose_it(tmp_path: pathlib.Path) -> None:
     """Each moves the staging of the one before into its own; the first that lives finds what is to be put back."""
     directory = str(tmp_path / "run")
@@ -271,7 +268,6 @@ def test_runs_that_are_killed_before_they_put_it_back_do_not_lose_it(tmp_path: p
         assert [value_of(manager, epoch) for epoch in manager.all_steps()] == [1, 2]
 
 
-@pytest.mark.slow
 def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new epoch came, the old one's removal was interrupted, the new one was deleted: it stays so."""
     kill(tmp_path / "run", "after rename 2")
@@ -285,7 +281,6 @@ def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, mo
         assert manager.all_steps() == [2]
 
 
-@pytest.mark.slow
 def test_without_putting_back_the_kill_is_found_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kill between the two renames is a real one: without its cure the epoch is gone."""
     monkeypatch.setattr(staging_folder, "rescue", lambda *_: None)
@@ -458,7 +453,6 @@ def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: py
     newer[0].close()
 
 
-@pytest.mark.slow
 def test_processes_replace_together(tmp_path: pathlib.Path) -> None:
     """Each calls `allow_overwrite` and `save`; the primary exchanges."""
     found = run_worker("tests.support.replace_jobs:replace_in_a_job", {"directory": str(tmp_path)}, 2)

@@ -108,7 +108,6 @@ def test_without_links_everything_works_but_stock_orbax(
     assert [line.partition(":")[0] for line in said] == [str(tmp_path / "run"), str(tmp_path / "run-copy")]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace makes the kernel's calls fail")
 def test_the_same_when_the_kernel_says_it(tmp_path: pathlib.Path) -> None:
     """The real errors of real system calls, by strace."""
@@ -219,7 +218,6 @@ class Killed(BaseException):
 CHANGES = ("create", "rename", "exchange", "make_folder", "remove", "remove_tree", "copy_tree", "sync_folder", "link")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", [5, pytest.param(1, marks=pytest.mark.long)])
 def test_a_kill_anywhere_in_it_loses_nothing(
     tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch

@@ -419,7 +419,6 @@ def test_looking_at_a_downloaded_directory_asks_no_server(
     assert server.asked == []  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("lived")
 @pytest.mark.parametrize("step", range(8, 26, 2))
 def test_epochs_are_set_aside_together(place: Place, step: int) -> None:
