@@ -11,37 +11,32 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 PYTEST = ("python", "-m", "pytest")
 IN_PARALLEL = ("-n", "3", "--dist=loadfile")
 QUICK = ("tests/format", "tests/directory", "tests/saving/test_save.py", "tests/tiers/test_standing.py", "tests/repo")
-OLDEST = (
-    "tests/orbax/test_view.py",
-    "tests/orbax/test_options.py",
-    "tests/orbax/test_honoured.py",
-    "tests/manager/test_manager.py",
-    "tests/compat/test_versions.py",
-    "tests/v1/test_checkpointer.py",
-)
 
 nox.options.sessions = ["quick"]
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = False
 
 
-@nox.session
-def lint(session: nox.Session) -> None:
-    """Ruff, its formatter, pyright, and the contracts of imports."""
-    session.install("-e", ".[test,examples]")
+def style(session: nox.Session) -> None:
+    """Ruff, its formatter, and the contracts of imports: a few seconds."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("pyright")
     session.run("lint-imports", "--no-logo")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, contracts of imports, and pyright."""
+    session.install("-e", ".[test,examples]")
+    style(session)
+    session.run("pyright")
 
 
 @nox.session
 def quick(session: nox.Session) -> None:
     """What to run before each commit, in a minute: style, imports, and the tests of formats, directories and rules."""
     session.install("-e", ".[test,examples]")
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    session.run("lint-imports", "--no-logo")
+    style(session)
     session.run(*PYTEST, *IN_PARALLEL, "-q", *QUICK, env=ENVIRONMENT)
 
 
@@ -71,7 +66,7 @@ def oldest(session: nox.Session) -> None:
     """What depends on jax and Orbax most, with the oldest supported versions of both."""
     session.install("-c", "tests/oldest.txt", "-e", ".[test,examples]")
     # Old flax and new jax, or the other way round, warn about each other.
-    session.run(*PYTEST, "-o", "filterwarnings=default", *session.posargs, *OLDEST, env=ENVIRONMENT)
+    session.run(*PYTEST, "-o", "filterwarnings=default", *session.posargs, "@tests/oldest_tests.txt", env=ENVIRONMENT)
 
 
 @nox.session

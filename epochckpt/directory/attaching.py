@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 2**14  # of one source's file on object stores, whose head has the metrics of all epochs
 
 
-def attach(epoch_directory: EpochDirectory, epoch: int, metrics: Any, source: str, save_id: str | None = None) -> None:
+def attach(
+    epoch_directory: EpochDirectory, epoch: int, metrics: object, source: str, save_id: str | None = None
+) -> None:
     """Attaches metrics, an object of names, to a committed epoch, durably; see `epochckpt.attach_metrics`."""
     if not paths.is_name(source):
         raise errors.InvalidArgumentError(

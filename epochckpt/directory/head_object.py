@@ -207,7 +207,9 @@ class HeadObject:
                             conflicts.note(seen.data)
                     except StorageError as error:
                         busy = error.errno == errno.EBUSY
-                        if (patient and not busy) or not (pace.yields or self._is_changed(seen)):
+                        if patient and not busy:
+                            raise
+                        if not pace.yields and not self._is_changed(seen):
                             raise
                         refused = error
                         patient = not (busy and pace.yields)  # others write now, and may go first

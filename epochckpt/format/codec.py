@@ -33,6 +33,7 @@ from epochckpt.format.json_kinds import is_list
 T = TypeVar("T")
 MAX_BYTES = 2**62
 _KEY = "epochckpt.format"
+# For the type checker: what a list or an object of JSON holds may be anything.
 _LIST: type[list[Any]] = list
 _OBJECT: type[dict[str, Any]] = dict
 

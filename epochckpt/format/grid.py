@@ -122,7 +122,7 @@ class Grid:
     def width(self) -> tuple[int, int]:
         """How many nodes hold a cell: the fewest, and the most."""
         sizes = self._table[1]
-        return int(sizes.min()), int(max(sizes))
+        return int(sizes.min()), int(sizes.max())
 
     def owners(self, rotation: int) -> np.ndarray:
         """Node number of the owner of every cell; int64 of shape (cells,)."""

@@ -34,9 +34,8 @@ class ItemRecord:
     kind: str
     handler: str = ""  # type name of the Orbax handler, as Orbax records it
     arrays: ArrayItem | None = None  # only of kind `arrays`; so are the next two
-    values: Mapping[int, Any] = dataclasses.field(
-        default_factory=dict[int, Any]
-    )  # Python leaves as JSON, by leaf number
+    # Python leaves as JSON, by leaf number.
+    values: Mapping[int, Any] = dataclasses.field(default_factory=dict[int, Any])
     custom_metadata: Any = None  # the caller's
     same: bool = False  # of `node`: every node of the epoch has the item, with the same content
 

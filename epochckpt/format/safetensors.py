@@ -168,9 +168,8 @@ class Notes:
     tensors: dict[str, tuple[KeyPath, str, str | None]] = dataclasses.field(
         default_factory=dict[str, tuple[KeyPath, str, str | None]]
     )
-    values: list[tuple[KeyPath, str, Any]] = dataclasses.field(
-        default_factory=list[tuple[KeyPath, str, Any]]
-    )  # (path, kind, JSON) of the rest
+    # (path, kind, JSON) of the rest
+    values: list[tuple[KeyPath, str, Any]] = dataclasses.field(default_factory=list[tuple[KeyPath, str, Any]])
 
     def to_text(self) -> str:
         """As JSON."""

@@ -87,10 +87,10 @@ def unit_of(epoch_directory: EpochDirectory) -> str:
     """What the job counts that saved the newest three epochs: `epoch` or `step`; `epoch` if they do not tell."""
     with contextlib.suppress(errors.EpochCheckpointError, OSError):  # whoever reads on is told
         newest = epoch_directory.seen_epochs()[:-4:-1]  # several: one may be damaged, or no runner's
-        rows = [read(epoch_directory, epoch_directory.folder(epoch), epoch) for epoch in newest]
-        if not rows:
+        rows = (read(epoch_directory, epoch_directory.folder(epoch), epoch) for epoch in newest)
+        if not newest:
             folders = epoch_directory.folders(epoch_directory.hidden())
-            rows = [_of_nodes(epoch_directory, folders[epoch], epoch) for epoch in sorted(folders)[:-4:-1]]
+            rows = (_of_nodes(epoch_directory, folders[epoch], epoch) for epoch in sorted(folders)[:-4:-1])
         return next((row.unit for row in rows if isinstance(row, EpochRow) and row.notes), "epoch")
     return "epoch"
 

@@ -244,8 +244,8 @@ class Mirror:
         match seen.standing:
             case Owner() | Unanswered():
                 hidden = frozenset[int]() if ledger is None else self._withdrawn(ledger, local)
-            case Successor(diverged=diverged):
-                unchanged = ledger is not None and not diverged and _is_unchanged(ledger, ids)
+            case Successor() as standing:
+                unchanged = ledger is not None and _is_unchanged(standing, ledger, ids)
                 hidden = self._withdrawn(ledger, local) if ledger is not None and unchanged else frozenset()
             case ForeignReader(common=common):
                 # A copy of a directory has brought a ledger along. The epochs that it knows are of a common history.
@@ -414,9 +414,8 @@ class Mirror:
         match self._seen.standing:
             case Owner(lineage=None):
                 return dataclasses.replace(ledger, adopted=None, copies={}, copying={})
-            case Successor(lineage=seen, diverged=diverged):
+            case Successor(lineage=seen) as standing:
                 there = self._epochs.ids
-                unchanged = not diverged and _is_unchanged(ledger, there)
                 if found is not None and not self._is_as_seen(found):
                     return ledger  # another run of this directory has taken the mirror over meanwhile
                 return dataclasses.replace(
@@ -424,7 +423,7 @@ class Mirror:
                     adopted=Adoption(claim=claim_of(seen), epochs=there),
                     copies={e: copy for e, copy in ledger.copies.items() if there.get(e) == copy.mirror_id},
                     copying={},
-                    withdrawals=ledger.withdrawals if unchanged else (),
+                    withdrawals=ledger.withdrawals if _is_unchanged(standing, ledger, there) else (),
                 )
             case _:
                 return ledger
@@ -550,6 +549,9 @@ def _is_listed(epoch: int, ids: Mapping[int, str], copies: Mapping[int, Copy]) -
     return copy is not None and copy.mirror_id == ids.get(epoch)
 
 
-def _is_unchanged(ledger: Ledger, ids: Mapping[int, str]) -> bool:
-    """Whether the mirror, which has these `ids`, has exactly the copies that the ledger lists."""
-    return {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == ids
+def _is_unchanged(standing: Successor, ledger: Ledger, ids: Mapping[int, str]) -> bool:
+    """Whether the mirror, which has these `ids`, has exactly the copies that the ledger lists, and nothing diverged.
+
+    If something has, the mirror's history counts, and nothing that was withdrawn here.
+    """
+    return not standing.diverged and {epoch: copy.mirror_id for epoch, copy in ledger.copies.items()} == ids

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,29 +16,9 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt.arrays import writer as node_writer
 from epochckpt.storage.posix import PosixWriter
+from tests.support.small_saves import Hold
 
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
-
-
-class Hold:
-    """Holds back the calls of a function that `when` accepts until released: makes `right after save()` certain."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[..., bool] = lambda *a, **k: True
-    ):
-        self.reached, self._released = threading.Event(), threading.Event()
-        real = getattr(owner, name)
-
-        def held(*args: Any, **kwargs: Any) -> Any:
-            if when(*args, **kwargs):
-                self.reached.set()
-                assert self._released.wait(20)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, held)
-
-    def release(self) -> None:
-        self._released.set()
 
 
 SIZES = [7, 1000, 16_384, 16_388, 3_000_000]
@@ -57,7 +35,7 @@ def test_a_numpy_leaf_may_be_changed_right_after_save(
         m.save(0, args=Save({"x": x, "scalar": scalar, "view": x[::-1][::2]}))
         x[...] = -1
         scalar[...] = 9
-        hold.release()
+        hold.go.set()
         m.wait_until_finished()
         got = m.restore(0)
     expected = np.arange(size, dtype=np.float32)
@@ -94,7 +72,7 @@ def test_a_jax_array_may_be_donated_right_after_save(
             assert any(deleted)  # jax keeps what is being looked at
             state = jax.block_until_ready(step(step(new)))
             if epoch:
-                hold.release()
+                hold.go.set()
                 m.wait_until_finished()
         for epoch in range(4):
             got = m.restore(epoch)
@@ -140,7 +118,7 @@ def test_aliased_memory_changed_after_save_fails_the_attempt(
             m.save(1, args=Save({"inner": {"aliased": array}}))
             assert hold.reached.wait(60)
             buffer += 1
-            hold.release()
+            hold.go.set()
             with pytest.raises(errors.SaveError, match="inner/aliased") as caught:
                 m.wait_until_finished()
         assert isinstance(caught.value, errors.BufferChangedError)
@@ -162,7 +140,7 @@ def test_what_is_written_is_what_was_hashed(tmp_path: pathlib.Path, monkeypatch:
             m.save(1, args=Save({"aliased": array}))
             assert hold.reached.wait(60)
             buffer[1234] += 1
-            hold.release()
+            hold.go.set()
             m.wait_until_finished()
         np.testing.assert_array_equal(m.restore(1)["aliased"], before)
 

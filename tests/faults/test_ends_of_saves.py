@@ -43,7 +43,7 @@ def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.Mo
             return survey(*args, **kwargs)
 
         monkeypatch.setattr(survey_lib, "survey", look)
-        hold = Hold(monkeypatch, manager.components.directory.job_directory.writer, "publish", lambda *args: True)
+        hold = Hold(monkeypatch, manager.components.directory.job_directory.writer, "publish")
         assert manager.save(2, args=Save(state(2)))
         assert waits_for(hold, manager.reload) == [None]
         assert saving == [False]

@@ -517,7 +517,7 @@ def test_500_saved_epochs_are_listed_in_few_requests(scheme: str, capsys: pytest
             assert "500 epochs" in capsys.readouterr().out
         with within(cloud, BUDGET):
             assert "500 epochs" in ec.inspect(url)._repr_html_()
-        # The head and its pages, twice; the records of three epochs, of which one may say what its number counts.
+        # The head twice, its pages, and the records of three epochs, of which one may say what its number counts.
         with within(cloud, 10 + len(open_store(url).files("")) // 1000):
             assert main.main(["du", url]) == 0
 

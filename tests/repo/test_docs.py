@@ -50,10 +50,10 @@ def generator() -> types.ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", [*sorted(path.name for path in DOCS.glob("*.md")), "../tests/README.md"])
-def test_what_is_made_of_the_code_is_as_the_code_says(page: str) -> None:
+@pytest.mark.parametrize("page", generator().pages(), ids=lambda page: page.parent.name + "/" + page.name)
+def test_what_is_made_of_the_code_is_as_the_code_says(page: pathlib.Path) -> None:
     """`python docs/tables.py` writes it. Every beginning of such a part has its end."""
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     tables = generator()
     assert text.count("<!-- made of ") == text.count("<!-- end -->") == len(tables.PART.findall(text))
     assert tables.renewed(text) == text, "run python docs/tables.py"

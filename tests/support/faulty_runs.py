@@ -19,14 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.errors import (
-    DamagedError,
-    EpochCheckpointError,
-    FencedError,
-    FormatError,
-    RemovalError,
-    UncertainError,
-)
+from epochckpt.errors import DamagedError, EpochCheckpointError, FencedError, FormatError, RemovalError, UncertainError
 from epochckpt.inspection.gc import collect
 from epochckpt.storage import object_client, object_store
 from tests.support.object_servers import Bucket, Fault, Proxy, Request
@@ -56,8 +49,9 @@ PASSING: dict[str, tuple[float, Callable[[random.Random], Fault]]] = {
 """Faults that pass when the request is repeated, by name, with how often they come."""
 
 HARD = {"400": 400, "501": 501}
-_NO_FAILED_SAVE = (UncertainError, RemovalError)  # the latter tells of what was deleted after a commit
 """Refusals that are answers: what was asked fails, and says so."""
+
+_NO_FAILED_SAVE = (UncertainError, RemovalError)  # the latter tells of what was deleted after a commit
 
 
 class FaultyRun:

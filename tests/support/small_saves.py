@@ -47,7 +47,7 @@ def save_all(manager: ec.CheckpointManager, epochs: Any, **kwargs: Any) -> None:
 
 
 def fill(directory: str, *epochs: int, options: Options | None = None) -> None:
-    """EpochDirectory epochs and closes."""
+    """Saves these epochs, and closes."""
     with ec.CheckpointManager(directory, options=options) as manager:
         save_all(manager, epochs)
 
@@ -113,7 +113,9 @@ class Once:
 class Hold:
     """A method whose matching calls wait until they are let go."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, method: str, match: Callable[..., bool]):
+    def __init__(
+        self, patch: pytest.MonkeyPatch, owner: Any, method: str, match: Callable[..., bool] = lambda *args: True
+    ):
         self.reached, self.go, original = threading.Event(), threading.Event(), getattr(owner, method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
