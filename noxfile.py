@@ -10,7 +10,14 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 PYTEST = ("python", "-m", "pytest")
 IN_PARALLEL = ("-n", "3", "--dist=loadfile")
-QUICK = ("tests/format", "tests/directory", "tests/saving/test_save.py", "tests/tiers/test_standing.py", "tests/repo")
+QUICK = (
+    "tests/format",
+    "tests/directory",
+    "tests/saving/test_save.py",
+    "tests/tiers/test_standing.py",
+    "tests/repo/test_house.py",
+    "tests/repo/test_packages.py",
+)
 
 nox.options.sessions = ["quick"]
 nox.options.reuse_venv = "yes"
