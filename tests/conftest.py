@@ -1,14 +1,20 @@
 """What the tests share, and, set before anything imports jax, the platform that they see: four CPU devices."""
 
+from __future__ import annotations
+
 import os
 import pathlib
 import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from epochckpt.testing import Faults
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's threads. As many as a small machine has cores are too few: devices that wait for each other in a collective can
@@ -33,6 +39,15 @@ def pytest_configure() -> None:
 def directory(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
     """A directory that does not exist yet."""
     return str(tmp_path / "run") if request.param == "posix" else f"memory://{uuid.uuid4().hex}/"
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    """The rules that every store follows which is opened during the test; there are none at first."""
+    from epochckpt.testing import Faults
+
+    with Faults().everywhere() as rules:
+        yield rules
 
 
 @pytest.fixture(autouse=True)

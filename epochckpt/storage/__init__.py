@@ -9,7 +9,8 @@ import os
 import pathlib
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from epochckpt.errors import InvalidArgumentError
@@ -46,6 +47,7 @@ __all__ = [
     "expanded",
     "open_file",
     "open_store",
+    "opening_through",
     "path_text",
     "patiently",
     "plain",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_outer = list[Callable[[Store], Store]]()  # what `opening_through` makes of every store
 _COLLAPSED_URL = re.compile(rf"(?:{'|'.join(SCHEMES)}|hf|file|https?):/[^/]")  # not only those that are stores
 
 
@@ -101,8 +104,25 @@ def open_store(
     """
     name = path_text(directory, "the directory")
     if _URL.match(name):
-        return ObjectStore(name, settings)
-    return PosixStore(expanded(name), folder_mode=folder_mode, direct_io=direct_io)
+        store: Store = ObjectStore(name, settings)
+    else:
+        store = PosixStore(expanded(name), folder_mode=folder_mode, direct_io=direct_io)
+    for wrap in _outer:
+        store = wrap(store)
+    return store
+
+
+@contextmanager
+def opening_through(wrap: Callable[[Store], Store]) -> Generator[None]:
+    """During the block, everything in this process that opens a store gets what `wrap` makes of the store.
+
+    It is for tests, and for stores that count or trace: see `epochckpt.testing`.
+    """
+    _outer.append(wrap)
+    try:
+        yield
+    finally:
+        _outer.remove(wrap)
 
 
 def with_settings(directory: str | os.PathLike[str], settings: Mapping[str, Any] | None) -> str | os.PathLike[str]:

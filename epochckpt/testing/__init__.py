@@ -14,12 +14,15 @@ test module and add two fixtures; pytest collects the tests with your class:
         @pytest.fixture
         def reopened(self, tmp_path, store):
             return MyStore(tmp_path)
+
+`Faults` has stores fail, wait or be slow when a test says so.
 """
 
 import pytest
 
 pytest.register_assert_rewrite("epochckpt.testing.stores")  # before the import: failed assertions show their values
 
+from epochckpt.testing.faults import Faults, FaultyStore, Rule, SlowStore, StoreCall  # noqa: E402
 from epochckpt.testing.stores import StoreContract, in_parallel, write_file  # noqa: E402
 
-__all__ = ["StoreContract", "in_parallel", "write_file"]
+__all__ = ["Faults", "FaultyStore", "Rule", "SlowStore", "StoreCall", "StoreContract", "in_parallel", "write_file"]
