@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from absl import logging
 
-from epochckpt import _threads
+from epochckpt import _patience, _threads
 from epochckpt._lazy import jax
 from epochckpt.errors import say
 
@@ -24,7 +24,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _KEPT = 100_000
-_DELIVER_SECS = 1.0  # how long the end of a call waits for the listeners
 
 _queue: collections.deque[tuple[Callable[..., None], str, tuple[Any, ...], dict[str, Any]]] = collections.deque(
     maxlen=_KEPT
@@ -93,7 +92,7 @@ def deliver() -> None:
     if _hangs is not None and not _hangs.done():
         return
     done = _lane.submit(_call_listeners)
-    _hangs = None if done.wait(_DELIVER_SECS) else done
+    _hangs = None if done.wait(_patience.now().delivery_secs) else done
 
 
 def _record(

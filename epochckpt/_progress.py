@@ -1,4 +1,4 @@
-"""How far long work is: one bar, on a terminal or in a notebook, for what lasts longer than `DELAY_SECS`.
+"""How far long work is: one bar, on a terminal or in a notebook, for what lasts longer than `Patience.bar_delay_secs`.
 
 Guarantees:
 - log files, pipes, and processes other than the primary get nothing; the environment's TQDM_DISABLE=1 turns all off;
@@ -20,17 +20,15 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from epochckpt import _threads
+from epochckpt import _patience, _threads
 from epochckpt._lazy import jax
 from epochckpt._text import shown
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-DELAY_SECS = 2.0  # work that ends within this time shows nothing
 _EVERY_SECS = 0.1  # how often a bar is drawn
 _CELL_COLUMNS = 80  # of a bar below a notebook's cell
-LAST_SECS = 5.0  # how long the end of work waits for its bar to be taken away: a terminal may stand still
 
 
 class Work:
@@ -91,11 +89,11 @@ class Work:
             yield
         finally:
             over.set(None)
-            if time.time() - began >= DELAY_SECS:
-                drawing.wait(LAST_SECS)
+            if time.time() - began >= _patience.now().bar_delay_secs:
+                drawing.wait(_patience.now().bar_removal_secs)
 
     def _draw(self, began: float, over: _threads.Future[None]) -> None:
-        if over.wait(DELAY_SECS) and time.time() - began < DELAY_SECS:
+        if over.wait(_patience.now().bar_delay_secs) and time.time() - began < _patience.now().bar_delay_secs:
             return
         done, total = self.figures()
         with bar(shown(self._what, limit=60), total, "B", unit_scale=True, leave=False) as drawn:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -48,6 +49,19 @@ def faults() -> Iterator[Faults]:
 
     with Faults().everywhere() as rules:
         yield rules
+
+
+@pytest.fixture
+def patience() -> Iterator[Callable[..., None]]:
+    """Sets times that epochckpt waits, attributes of `Patience`, until the end of the test."""
+    from epochckpt import _patience
+
+    with contextlib.ExitStack() as stack:
+
+        def set_until_the_end(**changes: object) -> None:
+            stack.enter_context(_patience.use(**changes))
+
+        yield set_until_the_end
 
 
 @pytest.fixture(autouse=True)

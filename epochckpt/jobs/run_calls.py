@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt import _threads
+from epochckpt import _patience, _threads
 from epochckpt._threads import Deadline
 from epochckpt.agreement import Coordinator
 from epochckpt.agreement.collective import Patience, broadcast, collective, fail
@@ -26,7 +26,6 @@ T = TypeVar("T")
 _runs = itertools.count()  # runs begin in the same order on every process
 _SIGNS = 4  # of life, that a process gives in the time for which it may be silent
 ALIVE = "alive"  # in place of a phase: the signs of life of a run
-_MARGIN_SECS = 5.0  # the other processes wait this much longer than the primary, which names the late ones
 
 
 class RunCalls:
@@ -187,7 +186,7 @@ class _WhileAlive(Patience):
         sign = None
         while True:
             try:
-                return coordinator.get(key, self._timeout + _MARGIN_SECS)
+                return coordinator.get(key, self._timeout + _patience.now().run_call_margin_secs)
             except CoordinationTimeoutError as error:
                 before = sign
                 silent = {0}

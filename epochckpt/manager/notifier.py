@@ -9,14 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 from absl import logging
 
-from epochckpt import _threads
+from epochckpt import _patience, _threads
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.manager.metadata_handlers import answered_epoch
 from epochckpt.manager.status import SaveResult
 
 T = TypeVar("T")
-
-_CALL_SECS = 60.0  # a metadata handler hangs if one call takes longer
 
 
 class HandlerNotifier:
@@ -157,7 +155,7 @@ class HandlerNotifier:
 
     def _wait(self, future: _threads.Future[Any], timeout_secs: float = math.inf) -> bool:
         """Whether what was queued is done in time. A handler is given up if a single call of it takes too long."""
-        call_secs = _CALL_SECS if timeout_secs == math.inf else timeout_secs
+        call_secs = _patience.now().handler_call_secs if timeout_secs == math.inf else timeout_secs
         end = _threads.Deadline(timeout_secs)
         while not future.done():
             began = self._began

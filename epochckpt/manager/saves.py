@@ -12,7 +12,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import _threads, _units, errors
+from epochckpt import _patience, _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays import Planner, item_names, save_items
 from epochckpt.arrays.snapshot import Snapshot, checked_json
@@ -32,7 +32,6 @@ from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
 from epochckpt.saving.opening import Opened
-from epochckpt.saving.queue import LONG_SECS
 from epochckpt.tiers import LedgerFile
 
 
@@ -258,7 +257,7 @@ class Saves:
             room = time.monotonic()
             # Handlers begin to write with the snapshot, and nothing after it may be refused.
             snapshot = Snapshot() if behind is not None else plan.snapshot()
-            if (copying_secs := time.monotonic() - room) > LONG_SECS:
+            if (copying_secs := time.monotonic() - room) > _patience.now().long_save_secs:
                 text = "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: "
                 size = _units.nbytes(snapshot.copied_bytes)
                 secs = _units.secs(copying_secs)

@@ -7,10 +7,9 @@ import contextlib
 import functools
 from typing import Any
 
-from epochckpt import _threads, errors
+from epochckpt import _patience, _threads, errors
 from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.format import Nodes
-from epochckpt.saving import in_flight
 from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
@@ -33,7 +32,7 @@ class Follower(ProcessSide):
 
     def __init__(self, context: SaveContext, nodes: Nodes):
         super().__init__(context, nodes)
-        self._bound_secs = self._options.save_timeout_secs + in_flight.VERDICT_MARGIN_SECS
+        self._bound_secs = self._options.save_timeout_secs + _patience.now().verdict_margin_secs
         self._awaited_key = self._directory.first_word
         self._report_lane = _threads.Lane()
         self._unheard: collections.deque[Save] = collections.deque(maxlen=_KEPT_UNHEARD)

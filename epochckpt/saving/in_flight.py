@@ -8,14 +8,12 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from epochckpt import _threads, errors
+from epochckpt import _patience, _threads, errors
 from epochckpt._threads import Deadline
 from epochckpt.format import Nodes
 from epochckpt.saving.reports import Committed
 from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save
-
-VERDICT_MARGIN_SECS = 60.0  # by how much the other processes wait longer than the primary does
 
 
 class SaveListener(Protocol):
@@ -85,13 +83,13 @@ class InFlight:
         # Only a system call of this process that hangs gets that far. Its data is never committed: this process neither
         # reports it nor, on the primary, commits it.
         left = bound.left if bound is not None else lambda: math.inf
-        while not event.wait(min(max(save.deadline.left(), 0.0) + VERDICT_MARGIN_SECS, left())):
-            if save.deadline.left() + VERDICT_MARGIN_SECS > 0:  # it has been given more time
+        while not event.wait(min(max(save.deadline.left(), 0.0) + _patience.now().verdict_margin_secs, left())):
+            if save.deadline.left() + _patience.now().verdict_margin_secs > 0:  # it has been given more time
                 if left() <= 0:
                     return False
                 continue
             self._give_up(save)
-            event.wait(min(VERDICT_MARGIN_SECS, left()))  # it may be ending just now
+            event.wait(min(_patience.now().verdict_margin_secs, left()))  # it may be ending just now
             break
         return event.done()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import _monitoring, _threads, errors
+from epochckpt import _monitoring, _patience, _threads, errors
 from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.directory.epoch_summary import EpochSummary
@@ -21,7 +21,6 @@ from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
 
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
-_PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before a new save fails
 _KEPT_REPORTS = 2  # saves whose reports the coordination service keeps
 _KEPT_KEYS = 192  # its other keys, which are small, are kept longer, for a process that was away
 
@@ -80,7 +79,7 @@ class Primary(ProcessSide):
             since = collecting.since if collecting is not None and collecting.save == oldest.name else None
             self.lags.look()
             lag = self.lags.most()
-            if since is not None and time.monotonic() - since >= _PATIENCE_SECS and not lag:
+            if since is not None and time.monotonic() - since >= _patience.now().report_secs and not lag:
                 # A node is silent: saves that wait for it must not pile up on storage.
                 epochs = ", ".join(str(each.epoch) for each in waiting)
                 reason = f"checkpoints {epochs} are still waiting for their nodes; not more than that"
@@ -90,7 +89,7 @@ class Primary(ProcessSide):
                     self.give_time(each, lag)
             if oldest.deadline.passed():
                 self._in_flight.wait(oldest, oldest.done)
-            oldest.done.wait(_PATIENCE_SECS / 4)
+            oldest.done.wait(_patience.now().report_secs / 4)
 
     def report(self, save: Save, report: ProcessReport) -> None:
         save.reports[self._coordinator.process] = report

@@ -19,13 +19,13 @@ from typing import Any
 import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 from absl import logging
 
-from epochckpt import _monitoring, _threads, _units, errors
+from epochckpt import _monitoring, _patience, _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.directory import EpochDirectory
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
-from epochckpt.saving import in_flight, memory, run_clock
+from epochckpt.saving import memory, run_clock
 from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.claiming import Claim
 from epochckpt.saving.follower import Follower
@@ -37,8 +37,6 @@ from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import ProcessReport
 from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save
-
-LONG_SECS = 1.0  # a save that holds training for longer logs why
 
 
 class SaveQueue:
@@ -120,7 +118,7 @@ class SaveQueue:
         bound = Deadline(math.inf if secs is None else secs)
         while found := self._in_the_way(copied_bytes, runs_handlers):
             older, event, reason = found
-            if not event.wait(min(began + LONG_SECS - time.monotonic(), bound.left())):
+            if not event.wait(min(began + _patience.now().long_save_secs - time.monotonic(), bound.left())):
                 logged = True
                 text = "save(%d) holds training: it waits for the save of checkpoint %d (%s), because %s"
                 logging.warning(text, epoch, older.epoch, older.describe(), reason)
@@ -171,7 +169,7 @@ class SaveQueue:
             save.spent = self._history.run.so_far()
             self._history.run.spend(run_clock.BLOCKED, save.request.blocked_secs)
         self.last = save.name
-        self._history.pace.begun(save.done, save.deadline.secs + in_flight.VERDICT_MARGIN_SECS)
+        self._history.pace.begun(save.done, save.deadline.secs + _patience.now().verdict_margin_secs)
         self.in_flight.add(save)  # from here on it is saved: after an interrupt `pending` wakes the write lane
         self.pending()
 
@@ -220,7 +218,7 @@ class SaveQueue:
     @property
     def longest_secs(self) -> float:
         """The bound on every save."""
-        return self._options.save_timeout_secs + in_flight.VERDICT_MARGIN_SECS + self._side.lags.most()
+        return self._options.save_timeout_secs + _patience.now().verdict_margin_secs + self._side.lags.most()
 
     # -- in the write lane ---------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt import _monitoring, _text, _threads
+from epochckpt import _monitoring, _patience, _text, _threads
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -44,10 +44,7 @@ CHUNK_BYTES = 8 << 20
 _MAX_CHUNKS = 9000  # of one file: S3 takes 10,000
 _SMALL_BYTES = 1 << 20  # of a write whose answer is expected soon
 _CONNECT_SECS = 5
-_SILENT_SECS = 15  # of a server, before a small request counts as failed
 _LARGE_SECS = 90  # one request with its answer
-_PAUSES_SECS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)  # before a request is repeated, if no setting says otherwise
-_QUIET_SECS = 3.0  # of repeating, before it is said
 _URL = re.compile(rf"({'|'.join(schemes.SCHEMES)})://([\w.~-]+)(?:/+([^?#]*))?(?:\?([^#]*))?")
 _PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/]+/)*(?!\.{1,2}/?$)[^/]+/*")
 _UNNAMEABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
@@ -213,7 +210,7 @@ class Client:
             server = self.scheme.server(self.settings)
             account = self.scheme.account(self.settings)
             client = functools.partial(_open, self.scheme, bucket, account, self.settings, server)
-            self.kv, self.endpoint = client(_SILENT_SECS, (), environment)
+            self.kv, self.endpoint = client(_patience.now().request_silent_secs, (), environment)
             self._large, _ = client(_LARGE_SECS, (), environment)
             self._streams, _ = client(_LARGE_SECS, self._pauses(), environment)  # it repeats single parts itself
         except EpochCheckpointError:
@@ -224,13 +221,14 @@ class Client:
     def _pauses(self) -> tuple[float, ...]:
         """Before a request is repeated, once, twice, …; seconds."""
         settings = self.settings
+        usual = _patience.now().request_pauses_secs
         first = settings.first_retry_secs
         longest = settings.longest_retry_secs
         if (settings.retries, first, longest) == (None, None, None):
-            return _PAUSES_SECS
-        first = first or min(_PAUSES_SECS[0], longest or _PAUSES_SECS[0])
-        longest = longest or max(_PAUSES_SECS[-1], first)
-        retries = len(_PAUSES_SECS) if settings.retries is None else settings.retries
+            return usual
+        first = first or min(usual[0], longest or usual[0])
+        longest = longest or max(usual[-1], first)
+        retries = len(usual) if settings.retries is None else settings.retries
         return tuple(min(first * 2**number, longest) for number in range(retries))
 
     def key(self, path: str) -> str:
@@ -325,7 +323,12 @@ class Client:
                     return written
             raise existing(self.name(path))
 
-        kv, silent_secs = (self.kv, _SILENT_SECS) if len(data) <= _SMALL_BYTES else (self._large, _LARGE_SECS)
+        if len(data) <= _SMALL_BYTES:
+            kv = self.kv
+            silent_secs = _patience.now().request_silent_secs
+        else:
+            kv = self._large
+            silent_secs = _LARGE_SECS
         return self.ask(path, "writing", write, confirm, silent_secs, patient=patient)
 
     def copy(self, path: str, to: str, *, replace: bool) -> None:
@@ -395,7 +398,7 @@ class Client:
         began = time.monotonic()
         said = False
         pauses = self._pauses() if patient else ()
-        give_up_secs = sum(pauses) + 2 * (silent_secs or _SILENT_SECS)
+        give_up_secs = sum(pauses) + 2 * (silent_secs or _patience.now().request_silent_secs)
         for number, pause in enumerate((*pauses, None)):
             try:
                 return _threads.start(call).result() if alone else call()
@@ -431,7 +434,7 @@ class Client:
                 elif over or status not in (None, *_PASSING):
                     number_of_error = errno.EBUSY if status == 429 else errno.EAGAIN
                     raise StorageError(name, OSError(number_of_error, f"{doing} failed: {why}")) from error
-                if waited >= _QUIET_SECS and not said:
+                if waited >= _patience.now().request_quiet_secs and not said:
                     said = True
                     logging.warning("%s: %s has been failing for %.0f s: %s; trying on", name, doing, waited, why)
             except BaseException as error:

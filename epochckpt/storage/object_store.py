@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from absl import logging
 
-from epochckpt import _threads
+from epochckpt import _patience, _threads
 from epochckpt.errors import AccessError, InvalidArgumentError, MismatchError, StorageError, say
 from epochckpt.storage.object_client import CHUNK_BYTES, Client, chunk_bytes, existing, missing
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
@@ -39,8 +39,6 @@ _KEPT_BYTES = 16 << 20  # the largest of them
 _NO_VERSION = '"00000000000000000000000000000000"'
 _enforcing: set[tuple[str, str]] = set()  # directories, with their servers, that were seen to check conditions
 _EARLY_BYTES = 4 * CHUNK_BYTES  # kept of pieces that come before their turn
-_LATE_SECS = 30.0  # without progress, before an early piece is taken all the same
-_STILL_SECS = 10.0  # without progress of an upload, before it is said
 
 
 class ObjectStore(Store):
@@ -411,7 +409,8 @@ class _Writer(Writer):
         """Waits while too many pieces are early, as long as others make progress."""
         before = self._next
         while not self._lock.wait_for(
-            lambda: offset <= self._next or self._early_bytes < _EARLY_BYTES or self._closed or self._ended, _LATE_SECS
+            lambda: offset <= self._next or self._early_bytes < _EARLY_BYTES or self._closed or self._ended,
+            _patience.now().upload_late_secs,
         ):
             if before == self._next:
                 return
@@ -448,7 +447,7 @@ class _Writer(Writer):
         def is_free() -> bool:
             if shared.free > 0 or (self._begun and self._upload is None):
                 return True
-            late = time.monotonic() - max(began, shared.moved) >= _LATE_SECS
+            late = time.monotonic() - max(began, shared.moved) >= _patience.now().upload_late_secs
             return late and not any(each.alive for each in self._held)
 
         with shared.changed:
@@ -462,7 +461,10 @@ class _Writer(Writer):
     def _wait(self, changed: threading.Condition, is_ready: Callable[[], bool]) -> None:
         """Waits, also for the end of the upload."""
         seen = self._progress()
-        while not changed.wait_for(lambda: self._closed or self._ended or is_ready(), min(_STILL_SECS, _LATE_SECS)):
+        while not changed.wait_for(
+            lambda: self._closed or self._ended or is_ready(),
+            min(_patience.now().upload_still_secs, _patience.now().upload_late_secs),
+        ):
             seen = self._look(seen)
 
     def _progress(self) -> tuple[int, int]:
@@ -533,7 +535,7 @@ class _Writer(Writer):
                 self.abort()
             return
         seen = self._progress()
-        while not self._upload.wait(_STILL_SECS):
+        while not self._upload.wait(_patience.now().upload_still_secs):
             seen = self._look(seen)
         self._upload.result()
 

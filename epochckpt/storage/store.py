@@ -34,7 +34,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from absl import logging
 
-from epochckpt import _threads
+from epochckpt import _patience, _threads
 from epochckpt.errors import StorageError, is_passing
 from epochckpt.options import BucketSettings
 
@@ -42,8 +42,6 @@ T = TypeVar("T")
 
 _PIECE_BYTES = 4 * 2**20
 _MAX_PUT_BYTES = 256 * 2**20  # of a file that `put` replaces
-_PAUSES_SECS = (0.05, 0.2, 0.75)  # before storage is asked again
-_ROUNDS_SECS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *(5.0,) * 8)  # before each try of a change
 _ROUNDS_LIMIT_SECS = 120.0  # after which no further try of it begins
 _PROBE = "epochckpt-is-reachable"  # a name that nothing has
 _NO_NAMES = frozenset(("", ".", ".."))  # what no component of a path may be
@@ -468,7 +466,7 @@ def patiently(name: str, read: Callable[[], T]) -> T:
 
     An error that is storage's answer is raised at once.
     """
-    for pause in (*_PAUSES_SECS, None):
+    for pause in (*_patience.now().read_pauses_secs, None):
         try:
             return read()
         except OSError as error:
@@ -487,7 +485,7 @@ def rounds(pauses: Iterable[float] = (), limit_secs: float = 0.0) -> Iterator[in
     They end after so many tries, or so much time: the defaults are those of a write that somebody waits for.
     """
     end = time.monotonic() + (limit_secs or _ROUNDS_LIMIT_SECS)
-    for number, pause in enumerate(pauses or _ROUNDS_SECS):
+    for number, pause in enumerate(pauses or _patience.now().change_pauses_secs):
         if pause:
             threading.Event().wait(pause * random.uniform(0.5, 1.0))  # writers must not come back together
         if number and time.monotonic() > end:

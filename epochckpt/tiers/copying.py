@@ -25,7 +25,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import _threads
+from epochckpt import _patience, _threads
 from epochckpt._threads import Deadline
 from epochckpt.agreement import Coordinator
 from epochckpt.agreement.coordination import RecentKeys
@@ -56,7 +56,6 @@ from epochckpt.tiers.epoch_copy import EpochCopy
 from epochckpt.tiers.ledger import Copy, Ledger, LedgerFile, save_id
 from epochckpt.tiers.standing import claim_of
 
-_PAUSES_SECS = (1.0, 60.0)  # the first and the longest, before the mirror is asked again
 _LISTEN_SECS = 60.0  # one question of another process for the next task
 _KEPT_TASKS = 8  # in the coordination service
 _RECLAIMS = 16  # times in a row that a run may be fenced off from a mirror that is still its directory's
@@ -113,7 +112,7 @@ class _Failures:
         self._url = url
         self._root = root
         self._count = 0
-        self._pause = _PAUSES_SECS[0]
+        self._pause = _patience.now().mirror_pauses_secs[0]
 
     def add(self, error: Exception) -> None:
         """One more; the first is logged."""
@@ -126,7 +125,7 @@ class _Failures:
     def next_pause(self) -> float:
         """The seconds before the next try: twice as many as the last time."""
         pause = self._pause
-        self._pause = min(2 * pause, _PAUSES_SECS[1])
+        self._pause = min(2 * pause, _patience.now().mirror_pauses_secs[1])
         return pause
 
     def end(self) -> None:
@@ -134,7 +133,7 @@ class _Failures:
         if self._count:
             logging.info("%s: the mirror goes on, after %d failures", self._url, self._count)
         self._count = 0
-        self._pause = _PAUSES_SECS[0]
+        self._pause = _patience.now().mirror_pauses_secs[0]
 
 
 class Worker:
