@@ -43,6 +43,17 @@ def lookup(package: str, modules: Mapping[str, str], name: str) -> Any:
     """
     if name not in modules:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    if not modules[name]:
-        return importlib.import_module(f"{package}.{name}")
-    return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+    try:
+        if not modules[name]:
+            return importlib.import_module(f"{package}.{name}")
+        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+    except (AttributeError, ImportError) as error:
+        from importlib import metadata  # it takes as long as all of `import epochckpt`
+
+        version = metadata.version("orbax-checkpoint")
+        if version.startswith("0."):
+            raise
+        raise ImportError(
+            f"epochckpt needs orbax-checkpoint below 1.0, and {version} is installed, which has other things under the "
+            "names that epochckpt uses: pip install 'orbax-checkpoint<1.0'"
+        ) from error
