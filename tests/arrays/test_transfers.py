@@ -106,6 +106,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.usefixtures("faults")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["sharded", slow("one device"), slow("replicated")])
 def test_donation_right_after_save_is_safe(tmp_path: pathlib.Path, mode: str, kind: str) -> None:
@@ -132,6 +133,7 @@ def test_donation_right_after_save_is_safe(tmp_path: pathlib.Path, mode: str, ki
         assert_same(step(found), {name: -x - 1 for name, x in kept[1].items()})  # and may be donated, too
 
 
+@pytest.mark.usefixtures("faults")
 @pytest.mark.parametrize(
     ("mode", "what"), [("device", "_copied"), ("pinned_host", "_to_host"), ("device", "offloaded")]
 )
@@ -228,6 +230,7 @@ def test_a_copy_leaves_training_the_memory_that_it_needs(monkeypatch: pytest.Mon
     assert not auto.has_room("b", 200)
 
 
+@pytest.mark.usefixtures("faults")
 def test_a_device_without_room_is_copied_to_host_memory(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +326,7 @@ def test_copies_on_a_device_pass_through_bounded_host_memory(
         save(host, 0, state)
 
 
+@pytest.mark.usefixtures("faults")
 def test_a_failed_save_gives_the_devices_memory_back(tmp_path: pathlib.Path) -> None:
     state = {"a": jax.device_put(np.arange(100_000.0, dtype=np.float32), placed("one device"))}
     alive = buffers()

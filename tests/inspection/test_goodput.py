@@ -23,7 +23,9 @@ from epochckpt.format import RunEntry, checksums, parsing
 from epochckpt.inspection import plots, rows, text, views
 from epochckpt.inspection.rows import SPENT, Goodput, RunGoodput
 from epochckpt.saving.run_clock import BLOCKED, RunClock
-from tests.support.taps import Tap, fail_writes, is_record, no_space
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from tests.support.taps import NO_SPACE, fail_writes, is_record
 
 Save = ocp.args.StandardSave
 STATE = {"w": np.arange(5)}
@@ -73,7 +75,7 @@ def test_every_second_of_all_runs_is_in_the_ledger_once(directory: str) -> None:
     dead.close()
 
 
-def test_a_run_that_dies_before_its_first_commit_is_in_the_ledger(directory: str) -> None:
+def test_a_run_that_dies_before_its_first_commit_is_in_the_ledger(directory: str, faults: Faults) -> None:
     """From its claim to the next run nothing is known but its end, of which the run before it is not accused."""
     run(directory, 1)
     dead = ec.CheckpointManager(directory)
@@ -94,10 +96,10 @@ def test_a_run_that_dies_before_its_first_commit_is_in_the_ledger(directory: str
     dead.close()
 
 
-def test_a_save_that_fails_at_its_commit_is_no_save_of_the_ledger(directory: str) -> None:
+def test_a_save_that_fails_at_its_commit_is_no_save_of_the_ledger(directory: str, faults: Faults) -> None:
     """Neither counts it, nor is the training before it kept."""
     manager = run(directory, 1, close=False)
-    tap = Tap(manager, "create", is_record, no_space)
+    tap = faults.fail(Store.create, NO_SPACE, where=lambda call: is_record(call.path))
     manager.save(2, args=Save(STATE))
     with pytest.raises(ec.errors.SaveError):
         manager.wait_until_finished()

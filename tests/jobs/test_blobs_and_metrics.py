@@ -13,8 +13,10 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.manager import notifier
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 from tests.support.short_jobs import job_of, run
-from tests.support.taps import Tap, no_space
+from tests.support.taps import NO_SPACE
 
 
 def test_blobs_that_a_resumed_run_would_lack_are_named_once(
@@ -121,7 +123,7 @@ def test_a_handler_that_hangs_does_not_hold_the_training(
     assert asked == ["write"]
 
 
-def test_a_deletion_that_leaves_files_ends_no_run(tmp_path: pathlib.Path) -> None:
+def test_a_deletion_that_leaves_files_ends_no_run(tmp_path: pathlib.Path, faults: Faults) -> None:
     """A task deletes an epoch whose files cannot be removed: the run goes on, saves, and ends well."""
 
     def delete(ws: ec.Workspace) -> None:
@@ -129,7 +131,7 @@ def test_a_deletion_that_leaves_files_ends_no_run(tmp_path: pathlib.Path) -> Non
             manager.delete(1)
 
     with ec.CheckpointManager(tmp_path) as manager:
-        tap = Tap(manager, "remove_tree", lambda path: "removed" in path, no_space)
+        tap = faults.fail(Store.remove_tree, NO_SPACE, where=lambda call: "removed" in call.path)
         result, _ = run(job_of(3, delete), manager)
         tap.remove()
         assert (result.epoch, manager.all_steps()) == (3, [0, 2, 3])

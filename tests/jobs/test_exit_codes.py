@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import epochckpt as ec
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 from tests.support.processes import ROOT, Process, reserved_port, start_processes
-from tests.support.taps import Tap, eventually
+from tests.support.taps import calls_of, eventually
 
 TIMEOUT_SECS = 120.0
 ENDLESS = 10_000_000
@@ -56,16 +58,19 @@ def test_a_run_that_a_newer_one_has_taken_over_from_ends_with_76(tmp_path: pathl
     assert code_of(job_of(10, taken_over(tmp_path)), tmp_path) == 76
 
 
-def test_of_two_runs_that_start_at_the_same_moment_the_older_one_ends_with_76(tmp_path: pathlib.Path) -> None:
+def test_of_two_runs_that_start_at_the_same_moment_the_older_one_ends_with_76(
+    tmp_path: pathlib.Path, faults: Faults
+) -> None:
     """It has trained nothing, not even run init."""
     ran: list[str] = []
     job = job_of(3)
     job.init(lambda ws: ran.append("init"))
     with ec.CheckpointManager(tmp_path) as newer, ec.CheckpointManager(tmp_path) as older:
-        tap = Tap(older, "rename", lambda path: "unclaimed" in path, lambda: newer.claim())
+        where = calls_of(older, lambda path: "unclaimed" in path)
+        between = faults.before(Store.rename, lambda call: newer.claim(), where=where)
         runner = ec.JobRunner(job, older)
         assert runner.train(ec.LocalSession()) == 0
-        assert tap.reached.is_set()
+        assert between.hits
     assert runner.result.exit_code == 76
     assert "a newer run has taken over" in runner.result.stop_reason
     assert ran == []

@@ -254,6 +254,7 @@ def test_commands_speak_of_steps(tmp_path: pathlib.Path, capsys: pytest.CaptureF
     assert not wrong
 
 
+@pytest.mark.usefixtures("faults")
 def test_log_and_errors_speak_of_steps_and_checkpoints(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:

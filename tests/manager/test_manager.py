@@ -46,20 +46,24 @@ from epochckpt.errors import (
 from epochckpt.format import paths
 from epochckpt.manager import manager as manager_module
 from epochckpt.saving import in_flight, memory, queue
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.managers import traced_memory
 from tests.support.taps import (
+    NO_SPACE,
     WAIT_SECS,
-    Tap,
+    calls_of,
     eventually,
     fail_writes,
+    faults_of,
     hold_commits,
     hold_writes,
     is_data,
     is_record,
-    no_space,
     store_of,
 )
 
+pytestmark = pytest.mark.usefixtures("faults")
 MOMENT_SECS = 0.2  # how long something that must not happen is waited for
 Options = ocp.CheckpointManagerOptions
 
@@ -447,12 +451,12 @@ def test_sync_mode_returns_after_the_commit(directory: str) -> None:
         assert m.all_steps() == [0, 1]
 
 
-def test_in_sync_mode_a_deletion_that_leaves_files_fails_no_save(tmp_path: pathlib.Path) -> None:
+def test_in_sync_mode_a_deletion_that_leaves_files_fails_no_save(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The save that waits for the removal is committed; `close` raises what became of the removal."""
     m = ec.CheckpointManager(tmp_path, options=Options(enable_async_checkpointing=False))
     assert save(m, 0)
     assert save(m, 1)
-    tap = Tap(m, "remove_tree", lambda path: True, no_space)
+    tap = faults.fail(Store.remove_tree, NO_SPACE)
     m.delete(0)
     assert save(m, 2)
     assert save(m, 3)
@@ -529,9 +533,9 @@ def test_several_failures_are_raised_together_once(m: ec.CheckpointManager) -> N
     assert m.all_steps() == []
 
 
-def test_a_failed_commit_leaves_no_epoch(directory: str, m: ec.CheckpointManager) -> None:
+def test_a_failed_commit_leaves_no_epoch(directory: str, m: ec.CheckpointManager, faults: Faults) -> None:
     """The record could not be written: nothing is visible, and nothing is in the way of the next try."""
-    tap = Tap(m, "create", is_record, no_space)
+    tap = faults.fail(Store.create, NO_SPACE, where=lambda call: is_record(call.path))
     save(m, 0)
     with pytest.raises(SaveError):
         m.wait_until_finished()
@@ -542,22 +546,22 @@ def test_a_failed_commit_leaves_no_epoch(directory: str, m: ec.CheckpointManager
 
 @pytest.mark.parametrize("committing", [True, False])
 def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
-    directory: str, committing: bool, monkeypatch: pytest.MonkeyPatch
+    directory: str, committing: bool, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the decisive call has begun it is uncertain, and nothing is deleted; given up before, it never comes."""
     monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.0)
     m = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(m, [0])
     if committing and store_of(m).atomic_folder_rename:
-        tap = Tap(m, "rename", lambda path: "/1-" in path)
+        tap = faults.hold(Store.rename, where=lambda call: "/1-" in call.path)
     elif committing:
         before = hold_commits(m)
         assert save(m, 1)
         assert before.reached.wait(WAIT_SECS)
-        tap = Tap(m, "replace", lambda path: path == paths.HEAD)
+        tap = faults.hold(Store.replace, where=lambda call: call.path == paths.HEAD)
         before.let_go()
     else:
-        tap = Tap(m, "open_writer", is_data)
+        tap = hold_writes(m)
     assert (committing and not store_of(m).atomic_folder_rename) or save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
     m.components.saves.queue.pending()[0].deadline = Deadline(0)
@@ -999,17 +1003,17 @@ def test_an_explicit_delete_may_take_the_newest(directory: str, m: ec.Checkpoint
     assert m.all_steps() == [0, 1]
 
 
-def test_deleted_under_a_reader(directory: str, m: ec.CheckpointManager) -> None:
+def test_deleted_under_a_reader(directory: str, m: ec.CheckpointManager, faults: Faults) -> None:
     """A reader that loses its epoch says so; it does not call it damaged."""
     save_all(m, [0, 1])
     reader = read_only(directory)
 
-    def delete() -> None:
+    def delete(call: StoreCall) -> None:
         if 0 in m.all_steps():
             m.delete(0)
             m.wait_until_finished()
 
-    tap = Tap(reader, "open_reader", is_data, delete)
+    tap = faults.before(Store.open_reader, delete, where=calls_of(reader, is_data))
     with pytest.raises(ec.EpochDeletedError) as caught:
         reader.restore(0)
     assert caught.value.epoch == 0
@@ -1017,18 +1021,18 @@ def test_deleted_under_a_reader(directory: str, m: ec.CheckpointManager) -> None
     assert (reader.restore(1)["w"] == 1).all()
 
 
-def test_replaced_under_a_reader(directory: str, m: ec.CheckpointManager) -> None:
+def test_replaced_under_a_reader(directory: str, m: ec.CheckpointManager, faults: Faults) -> None:
     """Another attempt under the same number is another epoch: a reader never mixes the two."""
     save_all(m, [0])
     reader = read_only(directory)
 
-    def replace() -> None:
+    def replace(call: StoreCall) -> None:
         if m.restore(0)["w"][0, 0] == 0:
             m.delete(0)
             save(m, 0, 5.0, force=True)
             m.wait_until_finished()
 
-    tap = Tap(reader, "open_reader", is_data, replace)
+    tap = faults.before(Store.open_reader, replace, where=calls_of(reader, is_data))
     with pytest.raises(ec.EpochDeletedError):
         reader.restore(0)
     tap.remove()
@@ -1054,7 +1058,7 @@ def test_rollback_sets_later_epochs_aside(directory: str, m: ec.CheckpointManage
 
 def interrupt_rollback(m: ec.CheckpointManager) -> None:
     """Rolls back to 0 and fails after the newest epoch has been moved."""
-    tap = Tap(m, "rename", lambda path: path == "2", no_space)
+    tap = faults_of(m).fail(Store.rename, NO_SPACE, where=lambda call: call.path == "2")
     with pytest.raises(UnfinishedError, match="No space left"):
         m.rollback_to(0)
     tap.remove()

@@ -16,9 +16,10 @@ import pytest
 import epochckpt as ec
 from epochckpt.errors import InvalidArgumentError, SaveError
 from epochckpt.manager import outcomes
-from epochckpt.storage import PosixStore
+from epochckpt.storage import PosixStore, Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.processes import run_worker
-from tests.support.taps import Tap, eventually, is_record
+from tests.support.taps import eventually, is_record
 
 Save = ocp.args.StandardSave
 WAIT_SECS = 30.0
@@ -228,7 +229,7 @@ def test_in_a_job_only_the_primary_tells(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_error_is_logged_before_the_manager_that_it_leaves_waits(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    tmp_path: pathlib.Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The wait may be for a process that has died, and JAX may end this one meanwhile. What it waits for is named."""
     logged: list[bool] = []
@@ -236,9 +237,12 @@ def test_an_error_is_logged_before_the_manager_that_it_leaves_waits(
     def said() -> bool:
         return "ZeroDivisionError: no such luck" in caplog.text and "for the save of checkpoint 3" in caplog.text
 
+    def waiting(call: StoreCall) -> None:
+        logged.append(eventually(said))
+
     def save_and_fail() -> None:
         with ec.CheckpointManager(tmp_path) as m:
-            Tap(m, "create", is_record, lambda: logged.append(eventually(said)))
+            faults.before(Store.create, waiting, where=lambda call: is_record(call.path))
             m.save(3, args=Save({"w": 1}))
             raise ZeroDivisionError("no such luck")
 

@@ -23,6 +23,7 @@ import epochckpt as ec
 from epochckpt import _progress
 from tests.support.taps import hold_commits
 
+pytestmark = pytest.mark.usefixtures("faults")
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
 
 

@@ -18,7 +18,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import _threads
-from tests.support.taps import WAIT_SECS, Tap
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from tests.support.taps import WAIT_SECS
 
 STATE = {"w": np.arange(64, dtype=np.float32)}
 ARGS = ocp.args.StandardRestore(jax.tree.map(jnp.asarray, STATE))
@@ -45,16 +47,16 @@ def damage(saved: pathlib.Path, epoch: int) -> None:
 
 
 @pytest.mark.parametrize("step", [None, 1])
-def test_the_caller_goes_on_while_bytes_are_read(saved: pathlib.Path, step: int | None) -> None:
+def test_the_caller_goes_on_while_bytes_are_read(saved: pathlib.Path, faults: Faults, step: int | None) -> None:
     """A program is compiled and runs while storage does not answer; `result` may be asked again."""
     with ec.CheckpointManager(saved) as manager:
-        tap = Tap(manager, "open_reader", is_data)
+        hold = faults.hold(Store.open_reader, where=lambda call: is_data(call.path))
         response = manager.restore_async(step, args=ARGS)
-        assert tap.reached.wait(WAIT_SECS)
+        assert hold.reached.wait(WAIT_SECS)
         step_fn = jax.jit(lambda w: w * 2).lower(STATE["w"]).compile()
         with pytest.raises(TimeoutError):
             response.result(0.001)
-        tap.let_go()
+        hold.let_go()
         found = response.result(WAIT_SECS)
         np.testing.assert_array_equal(step_fn(found["w"]), (STATE["w"] + 1) * 2)
         assert response.result() is found
@@ -125,15 +127,15 @@ def test_types_of_64_bits_are_those_of_the_caller(tmp_path: pathlib.Path) -> Non
     assert found.tolist() == state["w"].tolist()
 
 
-def test_close_waits_for_what_is_being_read(saved: pathlib.Path) -> None:
+def test_close_waits_for_what_is_being_read(saved: pathlib.Path, faults: Faults) -> None:
     """The result can be had afterwards, too."""
     manager = ec.CheckpointManager(saved)
-    tap = Tap(manager, "open_reader", is_data)
+    hold = faults.hold(Store.open_reader, where=lambda call: is_data(call.path))
     response = manager.restore_async(1, args=ARGS)
-    assert tap.reached.wait(WAIT_SECS)
+    assert hold.reached.wait(WAIT_SECS)
     closing: Any = _threads.start(manager.close)
     assert not closing.wait(0.05)
-    tap.let_go()
+    hold.let_go()
     closing.result(WAIT_SECS)
     assert response.result(0.0)["w"].tolist() == (STATE["w"] + 1).tolist()
 
@@ -142,13 +144,17 @@ EXITING = """
 import atexit, sys
 import orbax.checkpoint as ocp
 import epochckpt as ec
-from tests.support.taps import WAIT_SECS, Tap
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from tests.support.taps import WAIT_SECS, is_data
 atexit.register(lambda: print(response.result(0)["w"].tolist()))  # the last handler of all
-manager = ec.CheckpointManager(sys.argv[1], options=ocp.CheckpointManagerOptions(read_only=True))
-tap = Tap(manager, "open_reader", lambda path: path.endswith(".safetensors"))
+faults = Faults()
+with faults.everywhere():
+    manager = ec.CheckpointManager(sys.argv[1], options=ocp.CheckpointManagerOptions(read_only=True))
+hold = faults.hold(Store.open_reader, where=lambda call: is_data(call.path))
 response = manager.restore_async(1)
-assert tap.reached.wait(WAIT_SECS)
-atexit.register(tap.let_go)  # the first one
+assert hold.reached.wait(WAIT_SECS)
+atexit.register(hold.let_go)  # the first one
 """
 
 

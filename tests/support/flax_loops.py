@@ -5,6 +5,7 @@ Where stock Orbax is the manager, epochckpt cannot be imported.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import sys
@@ -154,7 +155,12 @@ def run_v1(directory: str, style: str, until: int, victim: int = -1) -> dict[str
     loop = NnxLoop()
     policies = ocp.training.save_decision_policies, ocp.training.preservation_policies
     every, newest = policies[0].FixedIntervalPolicy(1), policies[1].LatestN(3)
-    with ocp.training.Checkpointer(directory, save_decision_policy=every, preservation_policy=newest) as checkpointer:
+    with contextlib.ExitStack() as stack:
+        if victim >= 0:
+            stack.enter_context(importlib.import_module("epochckpt.testing").Faults().everywhere())
+        checkpointer = stack.enter_context(
+            ocp.training.Checkpointer(directory, save_decision_policy=every, preservation_policy=newest)
+        )
         latest = checkpointer.latest
         if latest is not None:
             target = jax.tree.map(to_shape_dtype_struct, loop.get())

@@ -1,4 +1,7 @@
-"""Holds or breaks what a manager does to its store, at a chosen moment."""
+"""Rules about what one manager does to its store: it waits, or fails, at a chosen moment.
+
+Whoever opens the manager does so with the fixture `faults`, or within `Faults().everywhere()`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import epochckpt as ec
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, FaultyStore, StoreCall
+from epochckpt.testing.faults import Failure, Hold
 
 WAIT_SECS = 60.0
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def eventually(look: Callable[[], bool]) -> bool:
@@ -26,54 +33,25 @@ def eventually(look: Callable[[], bool]) -> bool:
 
 
 def store_of(m: ec.CheckpointManager) -> Any:
-    """The store of a manager, to break it on purpose."""
+    """The store of a manager."""
     return m.components.directory.store
 
 
-class Tap:
-    """Sees calls of one method of a manager's store before they happen.
-
-    Args:
-        m: the manager.
-        method: its store's method.
-        match: which paths (first arguments) concern us.
-        action: what happens then, instead of blocking until `let_go`.
-    """
-
-    def __init__(
-        self,
-        m: ec.CheckpointManager,
-        method: str,
-        match: Callable[[str], bool],
-        action: Callable[[], None] | None = None,
-    ):
-        self.reached, self.go, self._match, self._action = threading.Event(), threading.Event(), match, action
-        self._store, self._method, self._original = store_of(m), method, getattr(store_of(m), method)
-        setattr(self._store, method, self._call)
-
-    def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        if self._match(path):
-            self.reached.set()
-            if self._action is not None:
-                self._action()
-            else:
-                assert self.go.wait(WAIT_SECS)
-        return self._original(path, *args, **kwargs)
-
-    def remove(self) -> None:
-        setattr(self._store, self._method, self._original)
-
-    def let_go(self) -> None:
-        self.remove()
-        self.go.set()
+def faults_of(m: ec.CheckpointManager) -> Faults:
+    """The rules that the store of a manager follows."""
+    store = store_of(m)
+    assert isinstance(store, FaultyStore), "open it with the fixture `faults`"
+    return store.faults
 
 
-def no_space() -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def calls_of(m: ec.CheckpointManager, match: Callable[[str], bool]) -> Callable[[StoreCall], bool]:
+    """For a rule's `where`: the calls of this manager's store about such a path."""
+    store = store_of(m)
+    return lambda call: call.store is store and match(call.path)
 
 
-def hold_commits(m: ec.CheckpointManager) -> Tap:
-    return Tap(m, "create", is_record)
+def hold_commits(m: ec.CheckpointManager) -> Hold:
+    return faults_of(m).hold(Store.create, where=calls_of(m, is_record))
 
 
 def is_record(path: str) -> bool:
@@ -81,12 +59,12 @@ def is_record(path: str) -> bool:
     return re.search(r"/(epoch|[0-9a-f]{16}-\d+-\d+)\.json$", path) is not None
 
 
-def hold_writes(m: ec.CheckpointManager) -> Tap:
-    return Tap(m, "open_writer", is_data)
+def hold_writes(m: ec.CheckpointManager) -> Hold:
+    return faults_of(m).hold(Store.open_writer, where=calls_of(m, is_data))
 
 
-def fail_writes(m: ec.CheckpointManager) -> Tap:
-    return Tap(m, "open_writer", is_data, no_space)
+def fail_writes(m: ec.CheckpointManager) -> Failure:
+    return faults_of(m).fail(Store.open_writer, NO_SPACE, where=calls_of(m, is_data))
 
 
 def is_data(path: str) -> bool:

@@ -25,12 +25,14 @@ from orbax.checkpoint import v1 as stock
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt import v1 as ocp
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 from epochckpt.v1 import _ORBAX
 from epochckpt.v1 import context as contexts
 from tests.support import stock_states
 from tests.support.managers import sharding
 from tests.support.processes import run_worker
-from tests.support.taps import WAIT_SECS, Tap, fail_writes, hold_commits, hold_writes, no_space
+from tests.support.taps import NO_SPACE, WAIT_SECS, fail_writes, hold_commits, hold_writes
 from tests.support.v1_items import Abstract, Left, LeftHandler, Position, Right, RightHandler
 
 IS_NEW = hasattr(stock, "load")  # else the installed Orbax has the older names, and less
@@ -92,7 +94,7 @@ def context(**options: Any) -> Any:
 
 
 @pytest.fixture
-def checkpointer(tmp_path: pathlib.Path) -> Any:
+def checkpointer(faults: Faults, tmp_path: pathlib.Path) -> Any:
     with ocp.training.Checkpointer(tmp_path / "run") as found:
         yield found
 
@@ -401,12 +403,12 @@ def test_a_deleted_step_is_gone(tmp_path: pathlib.Path, trainer: Trainer) -> Non
         same(c.load(), state(5))
 
 
-def test_a_deletion_that_leaves_files_says_so(checkpointer: Any) -> None:
+def test_a_deletion_that_leaves_files_says_so(checkpointer: Any, faults: Faults) -> None:
     """Once: in the response, else in `wait`. The step is gone, may be saved anew, and no save fails because of it."""
     c = checkpointer
     for step in range(4):
         c.save(step, state())
-    tap = Tap(c.manager, "remove_tree", lambda path: True, no_space)
+    tap = faults.fail(Store.remove_tree, NO_SPACE)
     with pytest.raises(errors.RemovalError, match=r"checkpoint 0 is deleted.*No space left"):
         c.delete(0)
     c.wait()
@@ -425,7 +427,7 @@ def test_a_deletion_that_leaves_files_says_so(checkpointer: Any) -> None:
     tap.remove()
     failing = fail_writes(c.manager)
     c.save_async(6, state())
-    tap = Tap(c.manager, "remove_tree", lambda path: "removed" in path, no_space)
+    tap = faults.fail(Store.remove_tree, NO_SPACE, where=lambda call: "removed" in call.path)
     c.delete_async(3)
     with pytest.raises(errors.SaveError, match="checkpoint 6") as caught:
         c.wait()
