@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import signal
@@ -18,6 +19,8 @@ from epochckpt.arrays import restore_items
 from epochckpt.errors import InvalidArgumentError, SaveError
 from epochckpt.format import Nodes, checksums
 from epochckpt.orbax import Handlers
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 from tests.support.node_jobs import NAMES, items, own, right_weights, same, weights
 from tests.support.processes import run_worker, start_processes
 
@@ -208,22 +211,11 @@ def test_a_kill_during_a_hosted_save_leaves_no_half_epoch(tmp_path: pathlib.Path
     assert sorted(os.listdir(tmp_path / "run")) == ["1", "2"]
 
 
-def test_a_hosted_save_that_fails_fails_for_all_its_nodes(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hosted_save_that_fails_fails_for_all_its_nodes(tmp_path: pathlib.Path, faults: Faults) -> None:
     """A full disk under the last node's file: nothing is committed, the error says why, the next save works."""
-    from epochckpt.storage import PosixStore
-
-    opened = PosixStore.open_writer
-
-    def full(self: Any, path: str, size: int) -> Any:
-        if "trainer_2" in path:
-            raise OSError(28, "No space left on device", path)
-        return opened(self, path, size)
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with hosting(tmp_path) as manager:
-        with monkeypatch.context() as patch:
-            patch.setattr(PosixStore, "open_writer", full)
+        with faults.fail(Store.open_writer, full, where=lambda call: "trainer_2" in call.path):
             manager.save(0, args=items(OWN))
             with pytest.raises(SaveError, match="No space left"):
                 manager.wait_until_finished()

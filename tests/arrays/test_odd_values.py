@@ -18,11 +18,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt.arrays import save_items
-from epochckpt.directory.posix import PosixWriter
 from epochckpt.errors import (
     InvalidArgumentError,
     MismatchError,
 )
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 from tests.support.small_saves import MOMENT_SECS, Restore, Save, save_all, state
 
 
@@ -100,20 +101,18 @@ def test_a_sharding_of_the_default_mesh_is_restored(directory: str) -> None:
         assert manager.restore(1)["w"].sharding == saved.sharding
 
 
-def test_a_slow_commit_holds_saves_back_and_fails_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_commit_holds_saves_back_and_fails_none(tmp_path: pathlib.Path, faults: Faults) -> None:
     """Storage that renames slowly: a loop that saves faster than that waits in `save()`, and every epoch commits."""
-    publish = PosixWriter.publish
-
-    def slow(*args: Any) -> None:
-        threading.Event().wait(MOMENT_SECS)
-        publish(*args)
-
-    monkeypatch.setattr(PosixWriter, "publish", slow)
+    epochs = [str(epoch) for epoch in range(10)]
+    slow = faults.before(
+        Store.rename, lambda _: threading.Event().wait(MOMENT_SECS), where=lambda call: call.target in epochs
+    )
     with ec.CheckpointManager(tmp_path) as manager:
         for epoch in range(10):
             manager.save(epoch, args=Save(state(epoch)))
         manager.wait_until_finished()
         assert manager.all_steps() == list(range(10))
+    assert slow.hits == 10
 
 
 STATE = {"w": jnp.arange(6.0)}

@@ -16,10 +16,11 @@ from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN, p
 
 import epochckpt as ec
 from epochckpt.agreement import CollectiveCalls, coordination
-from epochckpt.directory.posix import PosixWriter
 from epochckpt.manager.readers import shared_reads
 from epochckpt.orbax import options as checks
 from epochckpt.saving import opening
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.orbax_options import fields_of, option
 
 WAIT_SECS = 30.0
@@ -87,14 +88,14 @@ def saves(directory: pathlib.Path, options: Any) -> bool:
 
 def held(directory: pathlib.Path, options: Any) -> tuple[bool, list[bool]]:
     """While a commit is held up: whether save() returned before it was let go, and whether the next was begun."""
-    gate, publish, order = threading.Event(), PosixWriter.publish, []
+    gate = threading.Event()
+    order: list[bool] = []
 
-    def wait(*arguments: Any) -> None:
+    def wait(_: StoreCall) -> None:
         order.append(gate.wait(1.0 if options.enable_async_checkpointing is False else WAIT_SECS))
-        publish(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch, ec.CheckpointManager(directory, options=options) as manager:
-        patch.setattr(PosixWriter, "publish", wait)
+    with Faults().everywhere() as faults, ec.CheckpointManager(directory, options=options) as manager:
+        faults.before(Store.rename, wait, where=lambda call: call.target in ("0", "1"))
         begun = [manager.save(0, args=args()), manager.save(1, args=args())]
         gate.set()
         manager.wait_until_finished()

@@ -20,8 +20,8 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt.directory import directory_of
 from epochckpt.orbax import StepNames, step_recognition, steps
-from epochckpt.storage import open_store
-from epochckpt.storage import store as store_lib
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults
 from tests.support import stock_states
 from tests.support.files import unchanged
 from tests.support.silence import Silence
@@ -226,23 +226,19 @@ def test_folders_do_not_make_a_step_bare(run: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOTDIR, errno.ENOENT, errno.EACCES])
-def test_a_step_that_cannot_be_looked_at(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_step_that_cannot_be_looked_at(run: pathlib.Path, faults: Faults, code: int) -> None:
     """Gone while it is read, or not permitted: errors of ours."""
     epoch_directory = directory_of(open_store(run), StepNames.of(Options()))
-
-    def fail(*_: Any) -> Any:
-        raise OSError(code, os.strerror(code), "2")
-
-    monkeypatch.setattr(steps, "read", fail)
+    faults.fail(Store.list, OSError(code, os.strerror(code), "2"), where=lambda call: call.path == "2")
     with pytest.raises(errors.AccessError if code == errno.EACCES else errors.EpochNotFoundError, match="2"):
         epoch_directory.read_record(2)
 
 
 def test_a_record_that_the_device_cannot_read_does_not_block_the_directory(
-    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, patience: Callable[..., None]
 ) -> None:
     """A bad sector under `_CHECKPOINT_METADATA`: the arrays are there, and retention leaves them alone."""
-    monkeypatch.setattr(store_lib, "_PAUSES_SECS", ())
+    patience(read_pauses_secs=())
     Silence(monkeypatch, run, lambda n, path: errno.EIO if path == "1/_CHECKPOINT_METADATA" else 0)
     with ec.CheckpointManager(run, options=Options(max_to_keep=1)) as manager:
         assert stock_states.differences(manager.restore(1), tree_of(1)) == []

@@ -5,7 +5,6 @@ import logging
 import pathlib
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +14,10 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy
 
 import epochckpt as ec
-from epochckpt.directory.posix import PosixWriter
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.orbax import options as checks
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 from tests.support.orbax_options import NESTED, fields_of, option
 from tests.support.processes import run_worker
 
@@ -154,24 +154,18 @@ def test_keep_checkpoints_without_metrics(tmp_path: pathlib.Path, keep: bool) ->
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_continuous_checkpointing(tmp_path: pathlib.Path, check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuous_checkpointing(tmp_path: pathlib.Path, check: bool, faults: Faults) -> None:
     """The policy skips while a save is in flight, unless the check is turned off."""
-    gate, publish = threading.Event(), PosixWriter.publish
-
-    def held(*args: Any) -> None:
-        assert gate.wait(WAIT_SECS)
-        publish(*args)
-
-    monkeypatch.setattr(PosixWriter, "publish", held)
     options = Options(
         save_decision_policy=ContinuousCheckpointingPolicy(), enable_should_save_is_saving_in_progress_check=check
     )
     with ec.CheckpointManager(tmp_path, options=options) as manager:
-        try:
+        with faults.hold(Store.rename, where=lambda call: call.target == "0") as held:
             assert save(manager, 0)
+            assert held.reached.wait(WAIT_SECS)
             assert save(manager, 1) is not check
-        finally:
-            gate.set()
+        manager.wait_until_finished()
+        assert manager.all_steps() == ([0] if check else [0, 1])
 
 
 def test_a_part_of_the_processes_may_save_and_another_may_be_the_primary(tmp_path: pathlib.Path) -> None:

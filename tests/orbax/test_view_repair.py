@@ -1,6 +1,7 @@
 """Damage of the Orbax view: found, told apart from damage of the epoch, and repaired."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -18,10 +19,10 @@ from epochckpt.cli import main
 from epochckpt.errors import EpochDeletedError, UnsupportedError
 from epochckpt.format import EpochRecord
 from epochckpt.format.parsing import parse_epoch
-from epochckpt.storage import PosixStore
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support import stock_states
 from tests.support.file_systems import immovable
-from tests.support.replace_jobs import no_exchange
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
 READ_ONLY = ocp.CheckpointManagerOptions(read_only=True)
@@ -245,38 +246,36 @@ def test_the_command_line_tells_it_apart(saved: pathlib.Path, run_cli: Callable[
 
 @pytest.mark.parametrize("lacking", ["exchange", "rename"])
 def test_a_view_is_repaired_where_folders_cannot_be_exchanged(
-    saved: pathlib.Path, lacking: str, monkeypatch: pytest.MonkeyPatch
+    saved: pathlib.Path, lacking: str, faults: Faults
 ) -> None:
     """NFS, and overlayfs."""
     before = contents(saved / "5")
     (saved / "5" / "state" / "index.0").unlink()
     (saved / "5" / "view-0123456789abcdef.orbax-checkpoint-tmp").mkdir()  # of a repair that was killed
     if lacking == "exchange":
-        monkeypatch.setattr(PosixStore, "exchange", no_exchange)
-        assert ec.repair_view(saved, 5) == ["state"]
+        with faults.fail(Store.exchange, io.UnsupportedOperation("exchange")) as refused:
+            assert ec.repair_view(saved, 5) == ["state"]
+        assert refused.hits == 1
     else:
         with immovable(saved):
             assert ec.repair_view(saved, 5) == ["state"]
     assert contents(saved / "5") == before
 
 
-def test_a_repair_never_touches_the_epoch_that_took_the_place(
-    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repair_never_touches_the_epoch_that_took_the_place(saved: pathlib.Path, faults: Faults) -> None:
     """The epoch is replaced while its view is made anew: the repair says so, the new one keeps its own view."""
-    exchange = PosixStore.exchange
 
-    def overtaken(self: Any, one: str, other: str) -> None:
-        monkeypatch.setattr(PosixStore, "exchange", exchange)
+    def overtake(_: StoreCall) -> None:
+        rule.remove()
         with ec.CheckpointManager(saved) as manager:
             manager.allow_overwrite(5)
             manager.save(5, args=Composite(state=Save({"new": np.ones(8)})))
-        exchange(self, one, other)
 
     (saved / "5" / "state" / "index.0").unlink()
-    monkeypatch.setattr(PosixStore, "exchange", overtaken)
+    rule = faults.before(Store.exchange, overtake)
     with pytest.raises(EpochDeletedError, match="while its Orbax view was being repaired"):
         ec.repair_view(saved, 5)
+    assert rule.hits == 1
     assert verify(saved).view_damage == ()
     assert ocp.StandardCheckpointer().restore(saved / "5" / "state").keys() == {"new"}
     assert not list((saved / "5").glob("view-*"))
