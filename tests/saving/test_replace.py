@@ -12,7 +12,6 @@ import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory import head_turns, staging_folder
 from epochckpt.errors import (
     EpochDeletedError,
     EpochExistsError,
@@ -30,12 +28,17 @@ from epochckpt.errors import (
     SaveError,
     UncertainError,
 )
-from epochckpt.storage import PosixStore
+from epochckpt.format import paths
+from epochckpt.storage import PosixStore, Store
 from epochckpt.storage.object_store import ObjectStore
+from epochckpt.testing import Faults, StoreCall
+from tests.support.other_processes import as_another_process
 from tests.support.processes import run_worker, start_processes
-from tests.support.replace_jobs import args, no_exchange
+from tests.support.replace_jobs import args
 
 READ_ONLY = ocp.CheckpointManagerOptions(read_only=True)
+NO_EXCHANGE = io.UnsupportedOperation("no exchange here")
+BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def save(manager: ec.CheckpointManager, epoch: int, value: int, **kwargs: Any) -> None:
@@ -57,11 +60,21 @@ def replace(manager: ec.CheckpointManager, epoch: int, value: int) -> None:
     save(manager, epoch, value)
 
 
+def puts_staged_1_in_place(call: StoreCall) -> bool:
+    """Whether a rename gives the staged folder of epoch 1 its name."""
+    return call.target == "1" and "/1-" in call.path
+
+
+def commits(call: StoreCall) -> bool:
+    """Whether a change of a head ends the save that has begun."""
+    return call.path == paths.HEAD and b'"begun":{"' not in bytes(call.content or b"")
+
+
 @pytest.mark.parametrize("exchange", [True, False])
-def test_the_next_save_takes_the_epochs_place(directory: str, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_takes_the_epochs_place(directory: str, exchange: bool, faults: Faults) -> None:
     """Once: it needs no `force`, though later epochs exist; nothing of the old one is left."""
     if not exchange:
-        monkeypatch.setattr(PosixStore, "exchange", no_exchange)
+        faults.fail(Store.exchange, NO_EXCHANGE)
     with ec.CheckpointManager(directory) as manager:
         for epoch in (1, 2, 3):
             save(manager, epoch, epoch)
@@ -143,7 +156,7 @@ def test_a_reader_finds_the_old_or_the_new_one_at_any_moment(directory: str) -> 
     assert (seen[0], seen[-1]) == (0, 20)
 
 
-def test_a_save_that_fails_leaves_the_old_one(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_old_one(directory: str, faults: Faults) -> None:
     """Before the exchange nothing has happened; the permission was for that save only."""
     with ec.CheckpointManager(directory) as manager:
         save(manager, 1, 1)
@@ -153,9 +166,7 @@ def test_a_save_that_fails_leaves_the_old_one(directory: str, monkeypatch: pytes
         with pytest.raises(EpochExistsError):
             manager.save(1, args=args(10), force=True)
         manager.allow_overwrite(1)
-        with monkeypatch.context() as patch:
-            for store in (PosixStore, ObjectStore):
-                patch.setattr(store, "open_writer", lambda self, path, size: (_ for _ in ()).throw(OSError(28, path)))
+        with faults.fail(Store.open_writer, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
             manager.save(1, args=args(10))
             with pytest.raises(SaveError):
                 manager.wait_until_finished()
@@ -268,11 +279,10 @@ def test_runs_that_are_killed_before_they_put_it_back_do_not_lose_it(tmp_path: p
         assert [value_of(manager, epoch) for epoch in manager.all_steps()] == [1, 2]
 
 
-def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The new epoch came, the old one's removal was interrupted, the new one was deleted: it stays so."""
     kill(tmp_path / "run", "after rename 2")
-    with monkeypatch.context() as patch:
-        patch.setattr(PosixStore, "remove_tree", lambda self, path: None)  # killed before it removes anything
+    with faults.instead(Store.remove_tree, lambda call: None):  # killed before it removes anything
         interrupted = ec.CheckpointManager(tmp_path / "run")
         interrupted.delete(1)
         interrupted.components.saves.queue.drain_removals()
@@ -281,31 +291,22 @@ def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, mo
         assert manager.all_steps() == [2]
 
 
-def test_without_putting_back_the_kill_is_found_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_putting_back_the_kill_is_found_out(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The kill between the two renames is a real one: without its cure the epoch is gone."""
-    monkeypatch.setattr(staging_folder, "rescue", lambda *_: None)
     kill(tmp_path / "run", "after rename 1")
+    cure = faults.instead(Store.rename, lambda call: None, where=lambda call: call.target == "1")
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.claim()
+        assert cure.hits == 1
         assert manager.all_steps() == [2]
 
 
-def test_a_new_one_that_cannot_be_made_durable_gives_way_to_the_old_one(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_one_that_cannot_be_made_durable_gives_way_to_the_old_one(tmp_path: pathlib.Path, faults: Faults) -> None:
     """A failed flush after the exchange: reported as uncertain, and the old one is there again."""
-    sync = PosixStore.sync_folder
-
-    def failing(self: Any, path: str) -> None:
-        if path == "":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), self.root)
-        sync(self, path)
-
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1, 1)
         manager.allow_overwrite(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(PosixStore, "sync_folder", failing)
+        with faults.fail(Store.sync_folder, BROKEN, where=lambda call: call.path == ""):
             manager.save(1, args=args(10))
             with pytest.raises(UncertainError, match="out of sight"):
                 manager.wait_until_finished()
@@ -315,23 +316,13 @@ def test_a_new_one_that_cannot_be_made_durable_gives_way_to_the_old_one(
     assert sorted(os.listdir(tmp_path)) == ["1"]
 
 
-def test_without_exchange_a_rename_that_fails_puts_the_old_one_back(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_exchange_a_rename_that_fails_puts_the_old_one_back(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The staged folder cannot be moved: the save fails, the old epoch is in its place at once."""
-    rename = PosixStore.rename
-
-    def failing(self: Any, src: str, dst: str, *, replace: bool = False) -> None:
-        if dst == "1" and "/1-" in src:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), src)
-        rename(self, src, dst, replace=replace)
-
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1, 1)
         manager.allow_overwrite(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(PosixStore, "exchange", no_exchange)
-            patch.setattr(PosixStore, "rename", failing)
+        no_exchange = faults.fail(Store.exchange, NO_EXCHANGE)
+        with no_exchange, faults.fail(Store.rename, BROKEN, where=puts_staged_1_in_place):
             manager.save(1, args=args(10))
             with pytest.raises(SaveError, match="renaming it into place failed"):
                 manager.wait_until_finished()
@@ -342,42 +333,28 @@ def test_without_exchange_a_rename_that_fails_puts_the_old_one_back(
 @pytest.mark.parametrize("blind", [False, True])
 @pytest.mark.parametrize("happens", [False, True])
 def test_what_a_call_that_reports_an_error_has_done_is_looked_up(
-    tmp_path: pathlib.Path, call: str, blind: bool, happens: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, call: str, blind: bool, happens: bool, faults: Faults
 ) -> None:
     """It is committed if it is there, failed if it cannot come any more, and uncertain if nothing can be read."""
-    failing = threading.Event()
-    kind: Any = ObjectStore if call == "put" else PosixStore
-    real, read = {name: getattr(kind, name) for name in ("exchange", "rename", "replace")}, kind.read
+    failed = threading.Event()
+    method, concerned = {
+        "exchange": (Store.exchange, lambda call: call.target == "1"),
+        "rename": (Store.rename, puts_staged_1_in_place),
+        "put": (Store.replace, lambda call: commits(call) and not failed.is_set()),
+    }[call]
 
-    def broken(name: str, concerned: Callable[[str, Any], bool]) -> Callable[..., None]:
-        def do(self: Any, one: str, other: Any, *given: Any, **named: Any) -> None:
-            concerns = concerned(one, other)
-            if happens or not concerns:
-                real[name](self, one, other, *given, **named)
-            if concerns:
-                failing.set()
-                raise OSError(errno.EIO, os.strerror(errno.EIO), one)
-
-        return do
-
-    def unreadable(self: Any, path: str, **named: Any) -> bytes:
-        if blind and failing.is_set():
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return read(self, path, **named)
+    def fail(call: StoreCall) -> None:
+        failed.set()
+        raise BROKEN
 
     with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}/" if call == "put" else tmp_path) as manager:
         save(manager, 1, 1)
         manager.allow_overwrite(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "read", unreadable)
-            if call == "put":
-                committing = broken("replace", lambda _, old: b'"begun":{"' in old and not failing.is_set())
-                patch.setattr(kind, "replace", committing)
-            elif call == "exchange":
-                patch.setattr(kind, "exchange", broken("exchange", lambda one, other: other == "1"))
-            else:
-                patch.setattr(kind, "exchange", no_exchange)
-                patch.setattr(kind, "rename", broken("rename", lambda src, dst: dst == "1" and "/1-" in src))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(faults.fail(Store.read, BROKEN, where=lambda call: blind and failed.is_set()))
+            if call == "rename":
+                stack.enter_context(faults.fail(Store.exchange, NO_EXCHANGE))
+            stack.enter_context((faults.after if happens else faults.before)(method, fail, where=concerned))
             manager.save(1, args=args(10))
             # On an object store the attempt can be taken back without a look, unless the head has changed.
             uncertain = blind and (happens or call != "put")
@@ -394,51 +371,35 @@ def test_what_a_call_that_reports_an_error_has_done_is_looked_up(
         assert sorted(os.listdir(tmp_path)) == ["1"]
 
 
-def test_an_exchanged_epoch_is_committed_wherever_the_old_one_is(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exchanged_epoch_is_committed_wherever_the_old_one_is(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The old one cannot be moved on to where it is removed: the new one is in its place all the same."""
-    rename = PosixStore.rename
-
-    def failing(self: Any, src: str, dst: str, *, replace: bool = False) -> None:
-        if "/deleted-1-" in dst:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), src)
-        rename(self, src, dst, replace=replace)
-
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(PosixStore, "rename", failing)
+        with faults.fail(Store.rename, BROKEN, where=lambda call: "/removed-" in call.target) as failed:
             replace(manager, 1, 10)
+        assert failed.hits == 1
         assert value_of(manager, 1) == 10
     assert sorted(os.listdir(tmp_path)) == ["1"]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_run_cannot_replace(directory: str, late: bool, faults: Faults) -> None:
     """A newer run has taken over before, or just before the decisive step: the old epoch stays, the save is fenced."""
-    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # as in processes of their own
     older = ec.CheckpointManager(directory)
     save(older, 1, 1)
     save(older, 2, 2)
     older.allow_overwrite(1)
     newer: list[ec.CheckpointManager] = []
 
-    def take_over() -> None:
+    def take_over(call: StoreCall | None = None) -> None:
         if not newer:
-            newer.append(ec.CheckpointManager(directory))
+            with as_another_process():
+                newer.append(ec.CheckpointManager(directory))
             newer[0].claim()
 
     if late:
-        exchange, swap = PosixStore.exchange, ObjectStore.replace
-        monkeypatch.setattr(PosixStore, "exchange", lambda *a: (take_over(), exchange(*a))[1])
-
-        def committing(*a: Any, **how: bool) -> None:
-            if b'"begun":{"' in a[2]:
-                take_over()
-            swap(*a, **how)
-
-        monkeypatch.setattr(ObjectStore, "replace", committing)
+        faults.before(Store.exchange, take_over)
+        faults.before(Store.replace, take_over, where=commits)
     else:
         take_over()
     older.save(1, args=args(10))
