@@ -21,8 +21,8 @@ and a restore through the packages, and `docs/glossary.md` explains the words th
 
 Users also import the modules beside the packages: `errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`.
 All packages share a few private helpers: `_threads`, `_patience`, `_monitoring`, `_progress`, `_collector`, `_lazy`,
-`_metrics`, `_renaming`, `_text`, `_units`, `_durations`, `_kinds`, `_settings`. Modules that take long to import (jax, Orbax) are
-imported on first use, see `_lazy`.
+`_metrics`, `_renaming`, `_text`, `_units`, `_durations`, `_kinds`, `_settings`. Modules that take long to import (jax,
+Orbax) are imported on first use, see `_lazy`.
 """
 
 from typing import TYPE_CHECKING, Any
