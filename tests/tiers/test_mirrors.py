@@ -25,18 +25,20 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt.agreement import Coordinator
 from epochckpt.cli.main import main
 from epochckpt.directory import directory_of
 from epochckpt.directory.lineage import ClaimLineage, Lineage
-from epochckpt.directory.posix import PosixDirectory, PosixWriter
-from epochckpt.errors import FencedError, InvalidArgumentError, UncertainError
+from epochckpt.directory.posix import PosixDirectory
+from epochckpt.errors import FencedError, InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
-from epochckpt.storage import PosixStore, open_store
-from epochckpt.tiers import copying, read_ledger
+from epochckpt.storage import PosixStore, Store, open_store
+from epochckpt.testing import Faults, StoreCall
+from epochckpt.tiers import read_ledger
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
-from epochckpt.tiers.epoch_copy import EpochCopy
-from epochckpt.tiers.ledger import Copy, Ledger, LedgerFile
+from epochckpt.tiers.copying import MirrorJob, Worker
+from epochckpt.tiers.ledger import Copy, Identity, Ledger, LedgerFile, parse
 from epochckpt.tiers.mirror import Mirror
 from tests.support import lives
 from tests.support.lives import Killed, Life
@@ -46,9 +48,9 @@ Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(patience: Callable[..., None]) -> None:
     """Pauses that a test need not wait for."""
-    monkeypatch.setattr(copying, "_PAUSES_SECS", (0.01, 0.05))
+    patience(mirror_pauses_secs=(0.01, 0.05))
 
 
 @pytest.fixture
@@ -87,6 +89,28 @@ def save(manager: ec.CheckpointManager, epoch: int, value: float | None = None, 
     number = float(epoch) if value is None else value
     assert manager.save(epoch, args=Save({"w": jnp.full(4, number)}), force=True)
     manager.wait_until_finished()
+
+
+def reaches_mirror(place: Place, *names: str) -> Callable[[StoreCall], bool]:
+    """The renames by which one of these folders appears in the mirror."""
+    return lambda call: call.store.root == str(place.mirror) and call.target in names
+
+
+def moves_away(directory: pathlib.Path, name: str) -> Callable[[StoreCall], bool]:
+    """The renames by which a folder of a directory goes out of sight."""
+    return lambda call: call.store.root == str(directory) and call.path == name
+
+
+def writes_ledger(place: Place, name: str, matches: Callable[[Ledger], bool]) -> Callable[[StoreCall], bool]:
+    """The calls that write a ledger of this kind to a directory."""
+
+    def is_it(call: StoreCall) -> bool:
+        if (call.store.root, call.path) != (str(place.root / name), paths.MIRROR_RECORD):
+            return False
+        assert call.content is not None
+        return matches(parse(call.path, bytes(call.content)))
+
+    return is_it
 
 
 def files_of(folder: pathlib.Path) -> dict[str, bytes]:
@@ -475,18 +499,16 @@ def test_a_rollback_that_is_killed_is_done_or_not(place: Place, step: int) -> No
     assert list(place.mirrored()) == found
 
 
-def test_the_mirror_keeps_what_could_not_be_deleted_here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mirror_keeps_what_could_not_be_deleted_here(place: Place, faults: Faults) -> None:
     with place.open("one") as manager:
         save(manager, 0)
         save(manager, 1)
 
-        def fails(*_: object, **__: object) -> None:
-            raise OSError(5, "it cannot be renamed")
-
-        with monkeypatch.context() as broken:
-            broken.setattr(PosixWriter, "unlist", fails)
-            with pytest.raises(OSError, match="cannot be renamed"):
-                manager.delete(0)
+        stuck = faults.fail(
+            Store.rename, OSError(errno.EIO, "it cannot be renamed"), where=moves_away(place.root / "one", "0")
+        )
+        with stuck, pytest.raises(OSError, match="cannot be renamed"):
+            manager.delete(0)
         assert manager.all_steps() == [0, 1]
         save(manager, 2)
     assert place.mirrored() == {0: 0, 1: 1, 2: 2}
@@ -657,28 +679,30 @@ def test_a_paused_older_run_cannot_claim_the_mirror_back(place: Place) -> None:
 
 
 def test_an_older_run_that_claims_the_mirror_just_before_a_newer_one_does_not_end_its_copies(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, faults: Faults
 ) -> None:
     """The newer run has looked whose mirror it is, and knows of the older claim, which comes before its own."""
     with place.open("one") as manager:
         save(manager, 0)
-    change, older = LedgerFile.change, list[str]()
+    ledger = read_ledger(PosixStore(place.root / "one"))
+    assert ledger is not None
+    older = "0123456789abcdef"
+    # The older run has noted it before it was paused.
+    (place.root / "one" / paths.MIRROR_RECORD).write_bytes(ledger.claiming(older).to_bytes())
 
-    def change_late(ledger: LedgerFile, edit: Callable[[Ledger], Ledger]) -> Ledger:
-        if older:
-            return change(ledger, edit)
-        older.append("0123456789abcdef")
-        change(ledger, lambda now: now.claiming(older[0]))  # the older run has noted it before it was paused
-        changed = change(ledger, edit)
-        mirror = PosixDirectory(PosixStore(place.mirror), manager.components.directory.epoch_directory.names)
-        seen = mirror.lineage()
-        mirror.claim(lineage=ClaimLineage(expected=seen, directory=changed.identity.directory, claim=older[0]))
-        return changed
+    def claim_before(call: StoreCall) -> None:
+        if claims.hits == 1:
+            mirror = PosixDirectory(PosixStore(place.mirror), manager.components.directory.epoch_directory.names)
+            change = ClaimLineage(expected=mirror.lineage(), directory=ledger.identity.directory, claim=older)
+            mirror.claim(lineage=change)
 
-    monkeypatch.setattr(LedgerFile, "change", change_late)
+    def is_claim(call: StoreCall) -> bool:
+        return call.store.root == str(place.mirror) and paths.parse_unclaimed(call.path) is not None
+
+    claims = faults.before(Store.rename, claim_before, where=is_claim)
     with place.open("one") as manager:
         save(manager, 1)
-    assert older
+    assert claims.hits == 2
     np.testing.assert_equal(place.mirrored(), {0: 0, 1: 1})
 
 
@@ -724,34 +748,31 @@ def test_an_interrupted_deletion_is_none(place: Place) -> None:
     assert list(place.mirrored()) == [0, 1, 3, 4]
 
 
-def test_a_deletion_that_begins_while_the_ledger_is_settled_reaches_the_mirror(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deletion_that_begins_while_the_ledger_is_settled_reaches_the_mirror(place: Place, faults: Faults) -> None:
     with place.open("one") as manager:
         for epoch in range(3):
             save(manager, epoch)
         eventually(lambda: place.mirrored().keys() == {0, 1, 2})
         ledger = manager.components.administration.ledger
         assert ledger is not None
-        read, plan = ledger.read, ledger._plan
-        deletions = list[threading.Thread]()
+        deletion = threading.Thread(target=manager.delete, args=[1])
         written = threading.Event()
+        settling = threading.current_thread()
 
-        def plan_and_tell(to: int | None, epochs: Any) -> None:
-            plan(to, epochs)
-            written.set()
+        def is_settled(call: StoreCall) -> bool:
+            return call.path == paths.MIRROR_RECORD and threading.current_thread() is settling
 
-        def delete_meanwhile() -> Any:
-            if not deletions:
-                deletions.append(threading.Thread(target=manager.delete, args=[1]))
-                deletions[0].start()
+        def delete_meanwhile(call: StoreCall) -> None:
+            if not deletion.ident:
+                deletion.start()
                 written.wait(0.5)  # it may have to wait for this
-            return read()
 
-        monkeypatch.setattr(ledger, "_plan", plan_and_tell)
-        monkeypatch.setattr(ledger, "read", delete_meanwhile)
-        ledger.settle()
-        deletions[0].join()
+        names_1 = writes_ledger(place, "one", lambda ledger: bool(ledger.withdrawals))
+        faults.after(Store.put, lambda call: written.set(), where=names_1)
+        settled = faults.before(Store.read, delete_meanwhile, where=is_settled)
+        with settled, faults.hold(Store.rename, where=moves_away(place.root / "one", "1")):
+            ledger.settle()
+        deletion.join()
     assert place.mirrored().keys() == {0, 2}
 
 
@@ -819,18 +840,14 @@ def test_what_the_mirror_may_have_in_an_older_form_is_never_left_out() -> None:
     assert backlog.waiting() == {7, 9}
 
 
-def test_an_epoch_that_is_replaced_while_it_is_copied_reaches_the_mirror(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epoch_that_is_replaced_while_it_is_copied_reaches_the_mirror(place: Place, faults: Faults) -> None:
     copying_now, go_on = threading.Event(), threading.Event()
-    publish = EpochCopy.publish
 
-    def held(copy: EpochCopy, entries: Any) -> None:
-        publish(copy, entries)
+    def held(call: StoreCall) -> None:
         copying_now.set()
         assert go_on.wait(60)
 
-    monkeypatch.setattr(EpochCopy, "publish", held)
+    faults.after(Store.rename, held, where=reaches_mirror(place, "1"))
     with place.open("one", mirror_every=2) as manager:
         save(manager, 0)
         save(manager, 1)
@@ -897,104 +914,118 @@ def test_a_manager_closes_though_its_directory_is_away(place: Place) -> None:
 
 
 def test_a_mirror_that_goes_away_right_after_its_claim_is_this_directory_s(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     with place.open("one") as manager:
         save(manager, 0)
         save(manager, 1)
-    claim, list_epochs = PosixDirectory.claim, PosixDirectory.list_epochs
-    claimed = list[str]()
 
-    def claim_and_go(epoch_directory: PosixDirectory, *args: Any, **kwargs: Any) -> PosixWriter:
-        writer = claim(epoch_directory, *args, **kwargs)
-        claimed.append(str(epoch_directory.store.root))
-        return writer
+    def lists(call: StoreCall) -> bool:
+        return call.store.root == str(place.mirror) and call.path == ""
 
-    def list_or_fail(epoch_directory: PosixDirectory) -> list[int]:
-        if claimed.count(str(place.mirror)) == 1 and str(epoch_directory.store.root) == str(place.mirror):
-            claimed.append(str(place.mirror))
-            raise OSError(errno.EIO, "the mirror is away")
-        return list_epochs(epoch_directory)
+    def go_away(call: StoreCall) -> None:
+        faults.fail(Store.list, OSError(errno.EIO, "the mirror is away"), where=lists, times=1)
 
-    monkeypatch.setattr(PosixDirectory, "claim", claim_and_go)
-    monkeypatch.setattr(PosixDirectory, "list_epochs", list_or_fail)
-    with place.open("two") as manager:
+    def claims(call: StoreCall) -> bool:
+        return call.store.root == str(place.mirror) and call.path == paths.LINEAGE_RECORD
+
+    with faults.after(Store.put, go_away, where=claims) as claim, place.open("two") as manager:
         save(manager, 1, 1.5, replace=True)
-        eventually(lambda: "the mirror is away" in caplog.text)
+        assert eventually(lambda: "the mirror is away" in caplog.text)
+    assert claim.hits == 1
     ledger = read_ledger(PosixStore(str(place.root / "two")))
     assert ledger is not None
     assert ledger.adopted is None
     assert place.mirrored() == {0: 0, 1: 1.5}
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_is_due_at_the_end_is_copied_though_the_worker_was_at_work(
-    place: Place, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    looked, closing = threading.Event(), threading.Event()
-    step, close = copying.Worker._step, copying.Worker.close
+class ClosingBacklog(Backlog):
+    """The manager is closed just when the worker has seen that nothing is to be copied.
 
-    def step_until_the_end(worker: copying.Worker) -> bool:
-        busy = step(worker)
-        if not busy and not looked.is_set():
-            looked.set()
-            assert closing.wait(60)
-            if fails:
+    Attributes:
+        close: closes it.
+    """
+
+    def __init__(self, fails: bool):
+        super().__init__(url="", options=ec.StorageOptions(mirror_every=2))
+        self.close: Callable[[], None] = lambda: None
+        self._fails = fails
+        self._looks = 0
+
+    def take(self) -> int | None:
+        found = super().take()
+        self._looks += 1
+        if self._looks == 2:  # after the first look, the worker has followed metrics
+            assert found is None
+            self.close()
+            if self._fails:
                 raise OSError(errno.EIO, "the mirror is away")
-        return busy
+        return found
 
-    def close_and_go(worker: copying.Worker) -> None:
-        close(worker)
-        closing.set()
 
-    monkeypatch.setattr(copying.Worker, "_step", step_until_the_end)
-    monkeypatch.setattr(copying.Worker, "close", close_and_go)
-    with place.open("one", mirror_every=2) as manager:
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_due_at_the_end_is_copied_though_the_worker_was_at_work(place: Place, fails: bool) -> None:
+    with ec.CheckpointManager(place.root / "one") as manager:
         save(manager, 0)
-        assert looked.wait(60)
+    names = StepNames.of(Options())
+    local = directory_of(open_store(place.root / "one"), names)
+    writer = local.claim()
+    ledger = LedgerFile(local, on_each_disk=False)
+    ledger.claimed(writer)
+    ledger.write(Ledger(url=str(place.mirror), identity=Identity.of(local.store, paths.new_id())))
+    job = MirrorJob(
+        url=str(place.mirror),
+        local=local,
+        copies=directory_of(open_store(place.mirror), names),
+        coordinator=Coordinator(),
+        prefix="",
+        options=ec.StorageOptions(mirror=str(place.mirror), mirror_every=2),
+        hosted=lambda: [node.name for node in local.read_record(0).nodes],
+    )
+    backlog = ClosingBacklog(fails)
+    worker = Worker(job=job, ledger=ledger, epochs=MirrorEpochs(), backlog=backlog)
+    backlog.close = worker.close
+    worker.run()
+    writer.release()
     assert place.mirrored() == {0: 0}
 
 
 def test_a_copy_that_is_uncertain_counts_though_it_is_left_out(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place, faults: Faults, patience: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    publish = EpochCopy.publish
+    """It can be seen, and neither made durable nor taken back."""
+    broken = OSError(errno.EIO, "the answer is lost")
 
-    def publish_unsure(copy: EpochCopy, *args: Any) -> None:
-        publish(copy, *args)
-        if copy._epoch == 1:
-            raise UncertainError(1, "the answer is lost")
+    def of_mirror(path: str) -> Callable[[StoreCall], bool]:
+        return lambda call: call.store.root == str(place.mirror) and call.path == path
 
-    monkeypatch.setattr(EpochCopy, "publish", publish_unsure)
-    monkeypatch.setattr(copying, "_PAUSES_SECS", (600.0, 600.0))
+    def become_unsure(call: StoreCall) -> None:
+        faults.fail(Store.sync_folder, broken, where=of_mirror(""), times=1)
+        faults.fail(Store.rename, broken, where=of_mirror("1"), times=1)
+
+    faults.after(Store.rename, become_unsure, where=reaches_mirror(place, "1"))
+    patience(mirror_pauses_secs=(600.0, 600.0))
     with place.open("one", mirror_keep=2, mirror_backlog=1) as manager:
         save(manager, 0)
-        eventually(lambda: place.mirrored() == {0: 0})
+        assert eventually(lambda: place.mirrored() == {0: 0})
         save(manager, 1)
-        eventually(lambda: "it is uncertain" in caplog.text)
+        assert eventually(lambda: "it is uncertain" in caplog.text)
         save(manager, 2)
     assert "checkpoint 1 is left out" in caplog.text
     assert place.mirrored() == {1: 1, 2: 2}
 
 
 def test_a_copy_that_could_not_be_confirmed_gives_way_to_the_save_that_replaced_it(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place, faults: Faults, patience: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    confirmed, failed = Ledger.confirmed, list[int]()
-
-    def confirmed_but_once(ledger: Ledger, epoch: int, copy: Copy) -> Ledger:
-        if epoch == 1 and not failed:
-            failed.append(epoch)
-            raise OSError(errno.ENOSPC, "the disk is full")
-        return confirmed(ledger, epoch, copy)
-
-    monkeypatch.setattr(Ledger, "confirmed", confirmed_but_once)
-    monkeypatch.setattr(copying, "_PAUSES_SECS", (600.0, 600.0))
+    confirms_1 = writes_ledger(place, "one", lambda ledger: 1 in ledger.copies)
+    faults.fail(Store.put, OSError(errno.ENOSPC, "the disk is full"), where=confirms_1, times=1)
+    patience(mirror_pauses_secs=(600.0, 600.0))
     with place.open("one", mirror_backlog=1) as manager:
         save(manager, 0)
-        eventually(lambda: place.mirrored() == {0: 0})
+        assert eventually(lambda: place.mirrored() == {0: 0})
         save(manager, 1)
-        eventually(lambda: "the disk is full" in caplog.text)
+        assert eventually(lambda: "the disk is full" in caplog.text)
         manager.allow_overwrite(1)
         for epoch, value in ((1, 1.5), (2, 2), (3, 3)):
             save(manager, epoch, value)
@@ -1030,22 +1061,32 @@ def test_what_was_replaced_beside_another_owner_of_the_mirror_does_not_come_back
     assert "checkpoint 6 was moved to diverged-" in caplog.text
 
 
-@pytest.mark.parametrize(("directory", "step"), [("one", "_copy_now"), ("two", "_claim")])
+def begins_copy(ledger: Ledger) -> bool:
+    """Whether the ledger is of a run that begins a copy."""
+    return bool(ledger.copying)
+
+
+def begins_claim(ledger: Ledger) -> bool:
+    """Whether the ledger is of a run that claims the mirror, or has claimed it."""
+    return bool(ledger.claims)
+
+
+@pytest.mark.parametrize(("directory", "step"), [("one", begins_copy), ("two", begins_claim)])
 def test_a_run_without_its_mirror_keeps_what_the_mirror_has_in_an_older_form(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, directory: str, step: str
+    place: Place,
+    faults: Faults,
+    caplog: pytest.LogCaptureFixture,
+    directory: str,
+    step: Callable[[Ledger], bool],
 ) -> None:
     """A run of the directory that has made the copy, or of another one that goes on from there."""
     with place.open("one", keep=1) as manager:
         save(manager, 0)
-
-    def fail(worker: copying.Worker, *epoch: int) -> None:
-        raise OSError(errno.EIO, "the mirror is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(copying.Worker, step, fail)
-        with place.open(directory, keep=1) as manager:
-            save(manager, 0, 0.5, replace=True)
-            eventually(lambda: "the mirror is full" in caplog.text)
+    error = OSError(errno.ENOSPC, "the disk is full")
+    full = faults.fail(Store.put, error, where=writes_ledger(place, directory, step))
+    with full, place.open(directory, keep=1) as manager:
+        save(manager, 0, 0.5, replace=True)
+        assert eventually(lambda: "the disk is full" in caplog.text)
     with away(place), place.open(directory, keep=1, mirror_backlog=1) as manager:
         for epoch in (1, 2, 3):
             save(manager, epoch)
@@ -1055,20 +1096,17 @@ def test_a_run_without_its_mirror_keeps_what_the_mirror_has_in_an_older_form(
 
 @pytest.mark.parametrize("replaced", ["before", "after"])
 def test_what_a_copy_of_a_directory_has_replaced_does_not_come_back_from_the_mirror(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, replaced: str
+    place: Place, faults: Faults, caplog: pytest.LogCaptureFixture, replaced: str
 ) -> None:
-    def fail(worker: copying.Worker, epoch: int) -> None:
-        raise OSError(errno.EIO, "the mirror is full")
-
     with place.open("one", keep=3) as manager:
         for epoch in range(3):
             save(manager, epoch)
     if replaced == "before":
-        with monkeypatch.context() as patched:
-            patched.setattr(copying.Worker, "_copy_now", fail)
-            with place.open("one", keep=3) as manager:
-                save(manager, 0, 0.5, replace=True)
-                eventually(lambda: "the mirror is full" in caplog.text)
+        error = OSError(errno.ENOSPC, "the disk is full")
+        full = faults.fail(Store.put, error, where=writes_ledger(place, "one", begins_copy))
+        with full, place.open("one", keep=3) as manager:
+            save(manager, 0, 0.5, replace=True)
+            assert eventually(lambda: "the disk is full" in caplog.text)
     shutil.copytree(place.root / "one", place.root / "two")
     with place.open("two", keep=3) as manager:
         if replaced == "after":

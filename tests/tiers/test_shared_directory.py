@@ -16,7 +16,8 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
 from epochckpt.saving.job_directory import Place
-from epochckpt.storage import PosixStore, open_store
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, StoreCall
 from epochckpt.tiers import DirectoryPerHost, Mirror, SharedDirectory
 from epochckpt.tiers.host_record import introduce
 
@@ -32,25 +33,14 @@ def place(directory: pathlib.Path, options: Options, **storage: Any) -> Place:
     )
 
 
-def test_no_epoch_looks_for_a_hosts_record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_epoch_looks_for_a_hosts_record(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The directory does, when it is opened and at each look; saves, restores and status of an epoch do not."""
     with ec.CheckpointManager(tmp_path / "run") as manager:
         for epoch in range(3):
             assert manager.save(epoch, args=ocp.args.StandardSave({"x": np.full(3, epoch)}))
-    asked: list[str] = []
-    exists = PosixStore.exists
-    read = PosixStore.read
-
-    def seen_exists(store: PosixStore, path: str) -> bool:
-        asked.extend([path] if path == paths.HOST_RECORD else [])
-        return exists(store, path)
-
-    def seen_read(store: PosixStore, path: str, **kwargs: Any) -> bytes:
-        asked.extend([path] if path == paths.HOST_RECORD else [])
-        return read(store, path, **kwargs)
-
-    monkeypatch.setattr(PosixStore, "exists", seen_exists)
-    monkeypatch.setattr(PosixStore, "read", seen_read)
+    asked: list[StoreCall] = []
+    for method in (Store.exists, Store.existing, Store.read, Store.open_reader):
+        faults.before(method, asked.append, where=lambda call: paths.HOST_RECORD in call.paths)
     with ec.CheckpointManager(tmp_path / "run") as manager:
         at_open = len(asked)
         assert at_open <= 2  # whether it may be written here, and what a look finds
