@@ -8,6 +8,7 @@ import pathlib
 import re
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt import _threads, errors
+from epochckpt import errors
 from epochckpt.directory import directory_of
 from epochckpt.orbax import StepNames
-from epochckpt.storage import PosixStore, open_store
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, FaultyStore, StoreCall
 from tests.support.claim_jobs import args, overtaken_job, take_over
 from tests.support.files import unchanged
 from tests.support.processes import run_worker, start_processes
@@ -219,9 +221,7 @@ def test_what_another_run_deleted_can_be_saved_anew_once_the_claim_has_told(dire
     late.close()
 
 
-def test_a_claim_that_fails_is_made_anew_and_loses_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_that_fails_is_made_anew_and_loses_nothing(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The disk answers EIO in the middle of the claim: that save fails, the next commits. What was on the move when the
     run before was killed is put back."""
     with ec.CheckpointManager(tmp_path) as manager:
@@ -229,23 +229,19 @@ def test_a_claim_that_fails_is_made_anew_and_loses_nothing(
     home = tmp_path / f"incarnation-{'0' * 16}.orbax-checkpoint-tmp"
     home.mkdir()
     (tmp_path / "1").rename(home / f"moving-{'0' * 16}-1")
-    rename, count = PosixStore.rename, 0
 
-    def failing(store: Any, source: str, target: str, **kwargs: Any) -> None:
-        nonlocal count
-        rename(store, source, target, **kwargs)
-        if source == home.name:
-            count += 1
-            if count == 1:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), source)
+    def fail_once(call: StoreCall) -> None:
+        if taken.hits == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), call.path)
 
-    monkeypatch.setattr(PosixStore, "rename", failing)
+    taken = faults.after(Store.rename, fail_once, where=lambda call: call.path == home.name)
     with ec.CheckpointManager(tmp_path) as manager:
         assert manager.save(3, args=args(3))
         with pytest.raises(errors.SaveError, match="Input/output error"):
             manager.wait_until_finished()
         commit(manager, 4)
         assert values(manager) == {1: 1.0, 2: 2.0, 4: 4.0}
+    assert taken.hits
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "4"]
 
 
@@ -394,23 +390,30 @@ def test_of_two_runs_that_claim_at_the_same_moment_the_later_one_wins(tmp_path: 
         for name in (f"{moving}-damaged-0123456789abcdef%2F4", f"{moving}-5", "3-1"):
             (left / name).mkdir(parents=True)
         names = StepNames.of(ocp.CheckpointManagerOptions())
-        older, newer = directory_of(open_store(run), names), directory_of(open_store(run), names)
+        store = FaultyStore(open_store(run))
+        older = directory_of(store, names)
+        newer = directory_of(open_store(run), names)
         calls = 0
 
-        def spy(name: str) -> Any:
-            original = getattr(older.store, name)
+        def count(call: StoreCall) -> None:
+            nonlocal calls
+            if calls == number:
+                newer.claim()
+            calls += 1
 
-            def call(*args: Any, **kwargs: Any) -> Any:
-                nonlocal calls
-                if calls == number:
-                    newer.claim()
-                calls += 1
-                return original(*args, **kwargs)
-
-            return call
-
-        for name in ("make_root", "make_folder", "create", "list", "rename", "exists", "read", "sync_folder", "remove"):
-            setattr(older.store, name, spy(name))
+        for method in (
+            Store.make_root,
+            Store.make_folder,
+            Store.create,
+            Store.list,
+            Store.rename,
+            Store.exists,
+            Store.existing,
+            Store.read,
+            Store.sync_folder,
+            Store.remove,
+        ):
+            store.faults.before(method, count)
         error = None
         try:
             older.claim(7)
@@ -436,32 +439,27 @@ def test_of_two_runs_that_claim_at_the_same_moment_the_later_one_wins(tmp_path: 
     assert sum(error is not None for error in outcomes) > number // 2
 
 
-def test_a_run_whose_claim_came_too_late_does_not_claim_again(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_claim_came_too_late_does_not_claim_again(tmp_path: pathlib.Path, faults: Faults) -> None:
     """Of two runs that begin at the same moment one goes on: the saves that the other has begun do not take over."""
     newer, older = ec.CheckpointManager(tmp_path), ec.CheckpointManager(tmp_path)
-    create = older.components.directory.store.create
 
-    def overtaken(path: str, data: bytes) -> None:
-        monkeypatch.undo()
+    def overtake(call: StoreCall) -> None:
+        overtaking.remove()
         commit(newer, 1)
-        create(path, data)
 
-    monkeypatch.setattr(older.components.directory.store, "create", overtaken)
+    overtaking = faults.before(Store.create, overtake)
     for epoch in (5, 6):
         with pytest.raises(errors.FencedError):
             older.components.saves.claim.take(epoch)
+    assert overtaking.hits == 1
     commit(newer, 2)
     newer.close()
     older.close()
     assert newer.all_steps() == [1, 2]
 
 
-def test_a_claim_sweeps_nothing_that_no_run_of_this_directory_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_sweeps_nothing_that_no_run_of_this_directory_has_begun(faults: Faults) -> None:
     """On an object store: runs named by numbers one folder deeper, models, and ids that only look like attempts."""
-    start, started = _threads.start, []
-    monkeypatch.setattr(_threads, "start", lambda *call: started.append(start(*call)) or started[-1])
     root = f"memory://{uuid.uuid4().hex}/"
     for run in ("5", "6"):
         with ec.CheckpointManager(f"{root}{run}") as manager:
@@ -476,7 +474,9 @@ def test_a_claim_sweeps_nothing_that_no_run_of_this_directory_has_begun(monkeypa
     ]
     for path in others:
         store.create(path, b"x")
-    for _ in range(2):  # the second run knows them from the head
+    swept = threading.Event()
+    faults.after(Store.remove_all, lambda call: swept.set(), where=lambda call: call.path.startswith("99/process_0/"))
+    for number in range(2):  # the second run knows them from the head
         with ec.CheckpointManager(root) as above:
             assert sorted(above.foreign_folders()) == [5, 6, 7, 8, 9]
             commit(above, 11)
@@ -484,7 +484,11 @@ def test_a_claim_sweeps_nothing_that_no_run_of_this_directory_has_begun(monkeypa
             above.delete(11)
             with pytest.raises(errors.EpochExistsError, match="named like an epoch"):
                 above.save(9, args=ocp.args.StandardSave({"w": 1.0}), force=True)
-    assert all(future.wait(60) for future in started)  # among them the sweep
+            if number == 0:  # what the sweep of the second run removes last
+                left = f"99/process_0/{above.components.directory.job_directory.incarnation}-99-0/node.json"
+                store.create(left, b"x")
+    assert swept.wait(60)
+    assert not store.exists(left)
     for run in ("5", "6"):
         with ec.CheckpointManager(f"{root}{run}") as manager:
             assert values(manager) == {1: 1.0, 2: 2.0}

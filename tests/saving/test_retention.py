@@ -6,14 +6,14 @@ import collections
 import errno
 import os
 import pathlib
-from typing import Any
 
 import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.storage import PosixStore
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.claim_jobs import args
 from tests.support.processes import run_worker
 
@@ -56,51 +56,43 @@ def test_an_epoch_whose_deletion_fails_stays_listed_and_is_tried_again(
 
 @pytest.mark.parametrize("how", ["retention", "delete"])
 def test_an_epoch_that_went_out_of_sight_before_the_error_is_not_listed(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: pathlib.Path, faults: Faults, how: str
 ) -> None:
     """The rename of the epoch is done, and the flush of the directory fails: a reopen does not list it either."""
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
     manager = ec.CheckpointManager(tmp_path, options=None if how == "delete" else options)
     commit(manager, 1)
-    sync, broken = PosixStore.sync_folder, list[str]()
-
-    def failing(store: Any, path: str) -> None:
-        if not path and not (tmp_path / "1").exists() and not broken:
-            broken.append(path)
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
-        sync(store, path)
-
-    monkeypatch.setattr(PosixStore, "sync_folder", failing)
+    broken = faults.fail(
+        Store.sync_folder,
+        OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path)),
+        where=lambda call: not call.path and not (tmp_path / "1").exists(),
+        times=1,
+    )
     if how == "delete":
         manager.delete(1)
         with pytest.raises(errors.RemovalError, match=r"checkpoint 1 is deleted.*Input/output error"):
             manager.wait_until_finished()
     else:
         commit(manager, 2)
-    assert broken
+    assert broken.hits == 1
     assert manager.all_steps() == on_storage(tmp_path) == ([] if how == "delete" else [2])
     manager.close()
 
 
-def test_a_rollback_that_was_recorded_before_the_error_holds(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_that_was_recorded_before_the_error_holds(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The record is in its place, and the flush of the directory fails: no reader sees the later epochs, and the
     manager lists what a reopen lists; the next claim moves them."""
     manager = ec.CheckpointManager(tmp_path)
     commit(manager, 1, 2, 3)
-    sync, broken = PosixStore.sync_folder, list[str]()
-
-    def failing(store: Any, path: str) -> None:
-        if not path and (tmp_path / "rollback.json").exists() and not broken:
-            broken.append(path)
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
-        sync(store, path)
-
-    monkeypatch.setattr(PosixStore, "sync_folder", failing)
+    broken = faults.fail(
+        Store.sync_folder,
+        OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path)),
+        where=lambda call: not call.path and (tmp_path / "rollback.json").exists(),
+        times=1,
+    )
     with pytest.raises(errors.UnfinishedError, match="Input/output error"):
         manager.rollback_to(1)
-    assert broken
+    assert broken.hits == 1
     assert manager.all_steps() == on_storage(tmp_path) == [1]
     manager.close()
     with ec.CheckpointManager(tmp_path) as manager:
@@ -118,16 +110,15 @@ def test_every_process_lists_an_epoch_whose_deletion_failed(tmp_path: pathlib.Pa
 
 @pytest.mark.parametrize("into", [None, "trash"])
 def test_the_first_retention_of_a_large_directory_is_linear(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, into: str | None
+    tmp_path: pathlib.Path, faults: Faults, into: str | None
 ) -> None:
     """A directory that was never pruned is listed as often for 24 old epochs as for 8; the rest grows with them."""
-    made, calls = PosixStore.list, collections.Counter[str]()
+    calls = collections.Counter[str]()
+    found: list[collections.Counter[str]] = []
 
-    def counted(store: Any, path: str) -> Any:
-        calls["root" if not path else "below"] += 1
-        return made(store, path)
+    def note(call: StoreCall) -> None:
+        calls["below" if call.path else "root"] += 1
 
-    found = list[collections.Counter[str]]()
     for count in (8, 24):
         directory = tmp_path / str(count)
         with ec.CheckpointManager(directory) as manager:
@@ -136,10 +127,9 @@ def test_the_first_retention_of_a_large_directory_is_linear(
         with ec.CheckpointManager(directory, options=options) as manager:
             manager.claim()
             calls.clear()
-            with monkeypatch.context() as patch:
-                patch.setattr(PosixStore, "list", counted)
+            with faults.before(Store.list, note), faults.before(Store.find, note):
                 commit(manager, count)
-                found.append(calls.copy())
+            found.append(calls.copy())
             assert manager.all_steps() == [count]
     assert found[0]["root"] == found[1]["root"]
-    assert found[1]["below"] <= 3 * found[0]["below"]
+    assert 0 < found[1]["below"] <= 3 * found[0]["below"]

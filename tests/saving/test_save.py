@@ -6,6 +6,7 @@ import itertools
 import pathlib
 import re
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -137,10 +138,10 @@ def test_a_save_that_may_be_committed_is_not_given_up() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.QUEUED, Phase.CLAIMING, Phase.WRITING, Phase.WRITTEN])
 def test_a_wait_beyond_the_last_bound_fails_a_save_that_is_not_committing(
-    phase: Phase, in_flight: InFlight, told: Told, monkeypatch: pytest.MonkeyPatch
+    phase: Phase, in_flight: InFlight, told: Told, patience: Callable[..., None]
 ) -> None:
     """It names this process's node, and its late outcome changes nothing."""
-    monkeypatch.setattr("epochckpt.saving.in_flight.VERDICT_MARGIN_SECS", 0.0)
+    patience(verdict_margin_secs=0.0)
     save = in_phase(phase)
     save.deadline = Deadline(0.0)
     in_flight.add(save)
@@ -153,10 +154,10 @@ def test_a_wait_beyond_the_last_bound_fails_a_save_that_is_not_committing(
 
 
 def test_a_wait_for_a_commit_that_hangs_ends_uncertain_and_the_commit_settles_it(
-    in_flight: InFlight, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    in_flight: InFlight, told: Told, patience: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The manager is told once; the log says when the commit is known after all."""
-    monkeypatch.setattr("epochckpt.saving.in_flight.VERDICT_MARGIN_SECS", 0.0)
+    patience(verdict_margin_secs=0.0)
     save = in_phase(Phase.COMMITTING)
     save.deadline = Deadline(0.0)
     in_flight.add(save)
