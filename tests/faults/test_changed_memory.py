@@ -14,28 +14,32 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.arrays import writer as node_writer
-from epochckpt.storage.posix import PosixWriter
-from tests.support.small_saves import Hold
+from epochckpt.storage import Store, Writer
+from epochckpt.testing import Faults, StoreCall
+from epochckpt.testing.faults import Hold
+from tests.support.taps import is_data
 
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
+
+
+def hold_writes(faults: Faults) -> Hold:
+    """Until it is let go, no byte of any array is read."""
+    return faults.hold(Store.open_writer, where=lambda call: is_data(call.path))
 
 
 SIZES = [7, 1000, 16_384, 16_388, 3_000_000]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_numpy_leaf_may_be_changed_right_after_save(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_numpy_leaf_may_be_changed_right_after_save(tmp_path: pathlib.Path, faults: Faults, size: int) -> None:
     """What is saved is what the array held when save() was called."""
-    hold = Hold(monkeypatch, node_writer, "write_arrays")
+    hold = hold_writes(faults)
     x, scalar = np.arange(size, dtype=np.float32), np.zeros((), np.int64)
     with ec.CheckpointManager(tmp_path) as m:
         m.save(0, args=Save({"x": x, "scalar": scalar, "view": x[::-1][::2]}))
         x[...] = -1
         scalar[...] = 9
-        hold.go.set()
+        hold.let_go()
         m.wait_until_finished()
         got = m.restore(0)
     expected = np.arange(size, dtype=np.float32)
@@ -54,12 +58,10 @@ def shardings() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["one device", "sharded", "replicated"])
-def test_a_jax_array_may_be_donated_right_after_save(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_jax_array_may_be_donated_right_after_save(tmp_path: pathlib.Path, faults: Faults, kind: str) -> None:
     """Donated to jit before a byte is written, with new arrays over its memory: what is saved does not change, also
     not by the next saves. For accelerators `tests/arrays/test_transfers.py` has the same."""
-    hold = Hold(monkeypatch, node_writer, "write_arrays")
+    hold = hold_writes(faults)
     sharding = shardings()[kind]
     step = jax.jit(lambda tree: jax.tree.map(lambda x: -x - 1, tree), donate_argnums=0)
     values = {str(n): np.arange(n, dtype=np.float32) for n in (4, 1000, 16_384, 16_400, 1_000_000)}
@@ -72,7 +74,7 @@ def test_a_jax_array_may_be_donated_right_after_save(
             assert any(deleted)  # jax keeps what is being looked at
             state = jax.block_until_ready(step(step(new)))
             if epoch:
-                hold.go.set()
+                hold.let_go()
                 m.wait_until_finished()
         for epoch in range(4):
             got = m.restore(epoch)
@@ -104,21 +106,18 @@ def aliased(size: int) -> tuple[np.ndarray, jax.Array]:
     return buffer, array
 
 
-def test_aliased_memory_changed_after_save_fails_the_attempt(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aliased_memory_changed_after_save_fails_the_attempt(tmp_path: pathlib.Path, faults: Faults) -> None:
     """A jax array over NumPy memory that the caller changes after save(): BufferChangedError naming the leaf, and
     nothing is committed."""
     buffer, array = aliased(5_000_000)
     with ec.CheckpointManager(tmp_path) as m:
         m.save(0, args=Save({"good": np.ones(3)}))
         m.wait_until_finished()
-        with monkeypatch.context() as patch:
-            hold = Hold(patch, node_writer, "write_arrays")
+        with hold_writes(faults) as hold:
             m.save(1, args=Save({"inner": {"aliased": array}}))
             assert hold.reached.wait(60)
             buffer += 1
-            hold.go.set()
+            hold.let_go()
             with pytest.raises(errors.SaveError, match="inner/aliased") as caught:
                 m.wait_until_finished()
         assert isinstance(caught.value, errors.BufferChangedError)
@@ -130,17 +129,20 @@ def test_aliased_memory_changed_after_save_fails_the_attempt(
         np.testing.assert_array_equal(m.restore(1)["inner"]["aliased"], buffer)
 
 
-def test_what_is_written_is_what_was_hashed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_what_was_hashed(tmp_path: pathlib.Path, faults: Faults) -> None:
     """One element that changes when its checksum is taken and its bytes are not written yet: neither sees it."""
     buffer, array = aliased(5_000_000)
     before = buffer.copy()
+
+    def has_the_element(call: StoreCall) -> bool:
+        return before[1230:1240].tobytes() in bytes(call.content or b"")
+
     with ec.CheckpointManager(tmp_path) as m:
-        with monkeypatch.context() as patch:
-            hold = Hold(patch, PosixWriter, "write", lambda writer, offset, data: not offset and len(data) > 2**20)
+        with faults.hold(Writer.write, where=has_the_element) as hold:
             m.save(1, args=Save({"aliased": array}))
             assert hold.reached.wait(60)
             buffer[1234] += 1
-            hold.go.set()
+            hold.let_go()
             m.wait_until_finished()
         np.testing.assert_array_equal(m.restore(1)["aliased"], before)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,18 +16,19 @@ from epochckpt.errors import (
     RemovalError,
     RetentionError,
 )
-from tests.support.small_saves import Once, Options, on_storage, save_all, value_of
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from tests.support.small_saves import Options, on_storage, save_all, value_of
 
 
 def test_a_deleted_epoch_is_gone_even_if_its_bytes_stay(
-    directory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    directory: str, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The name goes first; that removing the bytes failed is logged, and raised once by the next wait."""
     manager = ec.CheckpointManager(directory)
     save_all(manager, [1, 2])
-    with monkeypatch.context() as patch:
-        method = "remove_tree" if manager.components.directory.store.atomic_folder_rename else "remove_all"
-        once = Once(patch, manager.components.directory.store, method, OSError(errno.EBUSY, "busy, says the server"))
+    method = Store.remove_tree if manager.components.directory.store.atomic_folder_rename else Store.remove_all
+    with faults.fail(method, OSError(errno.EBUSY, "busy, says the server"), times=1) as once:
         manager.delete(2)
         assert list(manager.all_steps()) == on_storage(directory) == [1]
         with pytest.raises(RemovalError, match=r"checkpoint 2 is deleted.*busy, says the server"):
@@ -38,21 +41,17 @@ def test_a_deleted_epoch_is_gone_even_if_its_bytes_stay(
     manager.close()
 
 
-@pytest.mark.parametrize("broken", ["make_folder", "rename"])
+@pytest.mark.parametrize("broken", [Store.make_folder, Store.rename])
 def test_an_epoch_that_cannot_be_kept_elsewhere_is_not_deleted(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, broken: str
+    tmp_path: pathlib.Path, faults: Faults, broken: Callable[..., Any]
 ) -> None:
     """With todelete_subdir nothing is ever removed: what cannot be moved there stays where it is."""
     options = Options(max_to_keep=1, todelete_subdir="old")
     manager = ec.CheckpointManager(tmp_path, options=options)
     save_all(manager, [1])
     no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    once = Once(
-        monkeypatch,
-        manager.components.directory.store,
-        broken,
-        no_space,
-        lambda *paths: paths[-1] == "old/1" or "/removed-" in paths[0],
+    once = faults.fail(
+        broken, no_space, where=lambda call: call.paths[-1] == "old/1" or "/removed-" in call.path, times=1
     )
     with pytest.raises(RetentionError, match=r"checkpoint 1, .*No space left on device"):
         save_all(manager, [2])

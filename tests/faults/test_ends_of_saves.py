@@ -8,20 +8,20 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory.bucket import BucketStaging, BucketWriter
-from epochckpt.directory.posix import PosixStaging, PosixWriter
 from epochckpt.errors import (
     InvalidArgumentError,
     RetentionError,
     UnsupportedError,
 )
-from epochckpt.saving import survey as survey_lib
+from epochckpt.format import paths
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.small_saves import (
-    Hold,
-    Once,
+    WAIT_SECS,
     Options,
     Save,
     bounded,
+    hiding,
     on_storage,
     save_all,
     state,
@@ -29,24 +29,26 @@ from tests.support.small_saves import (
     value_of,
     waits_for,
 )
+from tests.support.taps import hold_commits, is_record
 
 
-def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reload_waits_for_saves_in_flight(directory: str, faults: Faults) -> None:
     """An epoch that is committed while storage is being looked at is never lost from the history."""
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1])
         saving: list[bool] = []
-        survey = survey_lib.survey
 
-        def look(*args: Any, **kwargs: Any) -> Any:
+        def look(call: StoreCall) -> None:
             saving.append(manager.is_saving_in_progress())
-            return survey(*args, **kwargs)
 
-        monkeypatch.setattr(survey_lib, "survey", look)
-        hold = Hold(monkeypatch, manager.components.directory.job_directory.writer, "publish")
+        hold = hold_commits(manager)
         assert manager.save(2, args=Save(state(2)))
+        assert hold.reached.wait(WAIT_SECS)
+        faults.before(Store.list, look, where=lambda call: call.path == "")
+        faults.before(Store.read, look, where=lambda call: call.path == paths.HEAD)
         assert waits_for(hold, manager.reload) == [None]
-        assert saving == [False]
+        assert saving
+        assert not any(saving)
         assert list(manager.all_steps()) == [1, 2]
 
 
@@ -67,16 +69,12 @@ def test_a_logger_that_raises_does_not_make_a_commit_a_failure(
     assert "the logger's own disk is full" in caplog.text
 
 
-def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, faults: Faults) -> None:
     """wait_until_finished covers the deletions that follow a commit."""
     with ec.CheckpointManager(directory, options=Options(max_to_keep=1)) as manager:
         save_all(manager, [1])
-        hold = Hold(
-            monkeypatch,
-            manager.components.directory.job_directory.writer,
-            "unlist",
-            lambda epoch, kept_in=None: epoch == 1,
-        )
+        method, hides = hiding(manager, 1)
+        hold = faults.hold(method, where=hides)
         assert manager.save(2, args=Save(state(2)))
         waits_for(hold, manager.wait_until_finished)
         assert list(manager.all_steps()) == on_storage(directory) == [2]
@@ -85,11 +83,12 @@ def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, monke
 @pytest.mark.parametrize(
     "error", [timed_out(), RuntimeError("a bug"), InvalidArgumentError("no such name"), MemoryError(), KeyError("x")]
 )
-def test_waiting_ends_whatever_hiding_raises(directory: str, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_waiting_ends_whatever_hiding_raises(directory: str, faults: Faults, error: Exception) -> None:
     """The new epoch is committed, the old one stays listed; saving goes on, and the next commit deletes it."""
     manager = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(manager, [1])
-    once = Once(monkeypatch, manager.components.directory.job_directory.writer, "unlist", error)
+    method, hides = hiding(manager, 1)
+    once = faults.fail(method, error, where=hides, times=1)
     assert manager.save(2, args=Save(state(2)))
     with pytest.raises(RetentionError, match="checkpoint 1, "):
         bounded(manager.wait_until_finished)
@@ -105,20 +104,17 @@ class Panic(BaseException):
     """As a library in another language raises it: no handler of errors sees it."""
 
 
-@pytest.mark.parametrize("call", ["seal", "publish"])
-def test_a_save_ends_at_once_whatever_is_raised(directory: str, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    objects = "://" in directory
-    writer, staging = (BucketWriter, BucketStaging) if objects else (PosixWriter, PosixStaging)
-
-    def panic(*args: Any, **kwargs: Any) -> None:
-        raise Panic("deep inside")
+@pytest.mark.parametrize("record", ["of the node", "of the epoch"])
+def test_a_save_ends_at_once_whatever_is_raised(directory: str, faults: Faults, record: str) -> None:
+    def writes_it(call: StoreCall) -> bool:
+        return is_record(call.path) if record == "of the epoch" else call.path.endswith(f"/{paths.NODE_RECORD}")
 
     with ec.CheckpointManager(directory) as manager:
-        with monkeypatch.context() as patch:
-            patch.setattr(writer if call == "publish" else staging, call, panic)
+        with faults.fail(Store.create, Panic("deep inside"), where=writes_it) as panic:
             assert manager.save(1, args=Save(state(1)))
             with pytest.raises(ec.errors.SaveError, match="checkpoint 1 was not committed: Panic: deep inside"):
                 manager.wait_until_finished()
+        assert panic.hits == 1
         assert manager.save(2, args=Save(state(2)))
         manager.wait_until_finished()
         assert manager.all_steps() == [2]

@@ -13,7 +13,9 @@ from epochckpt.errors import (
     UnfinishedError,
 )
 from epochckpt.format import paths as layout
-from tests.support.small_saves import Once, Options, Save, cut, fill, on_storage, save_all, state, value_of
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from tests.support.small_saves import Options, Save, cut, fill, on_storage, save_all, state, value_of
 
 
 def formats() -> tuple[Options, Options]:
@@ -43,22 +45,16 @@ def test_a_damaged_epoch_of_another_name_format_is_replaced(tmp_path: pathlib.Pa
 
 
 def test_a_rollback_over_epochs_of_another_name_format_is_finished_by_the_next_claim(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, faults: Faults
 ) -> None:
     """Interrupted before the first epoch moved: readers obey it at once, the next claim moves them."""
     old, both = formats()
     fill(str(tmp_path), 1, 2, 3, options=old)
     manager = ec.CheckpointManager(tmp_path, options=both)
-    once = Once(
-        monkeypatch,
-        manager.components.directory.store,
-        "rename",
-        OSError(errno.EIO, "killed"),
-        lambda src, *_: src.startswith("step_"),
-    )
-    with pytest.raises(UnfinishedError, match="killed"):
+    killed = faults.fail(Store.rename, OSError(errno.EIO, "killed"), where=lambda call: call.path.startswith("step_"))
+    with killed, pytest.raises(UnfinishedError, match="killed"):
         manager.rollback_to(1)
-    assert once.hits == 1
+    assert killed.hits == 1
     assert (tmp_path / "step_3").exists()
     assert on_storage(str(tmp_path), both) == [1]
     with ec.CheckpointManager(tmp_path, options=both) as manager:

@@ -10,18 +10,18 @@ import epochckpt as ec
 from epochckpt.errors import (
     StorageError,
 )
-from tests.support.small_saves import Once, Options, data_path, on_storage, save_all, timed_out, value_of
+from epochckpt.storage import Reader, Store
+from epochckpt.testing import Faults
+from tests.support.small_saves import Options, data_path, on_storage, save_all, timed_out, value_of
+from tests.support.taps import is_data
 
 
-def test_an_error_of_storage_at_open_is_raised_and_condemns_no_epoch(
-    directory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_storage_at_open_is_raised_and_condemns_no_epoch(directory: str, faults: Faults) -> None:
     """The survey tells a file that cannot be looked at now from one that is damaged."""
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1, 2])
-        store = type(manager.components.directory.store)
-    method = "size" if store.atomic_folder_rename else "read"
-    once = Once(monkeypatch, store, method, timed_out(), lambda _, path: path.startswith("2/"))
+        method = Store.size if manager.components.directory.store.atomic_folder_rename else Store.read
+    once = faults.fail(method, timed_out(), where=lambda call: call.path.startswith("2/"), times=1)
     with pytest.raises(StorageError):
         ec.CheckpointManager(directory)
     assert once.hits == 1
@@ -30,18 +30,12 @@ def test_an_error_of_storage_at_open_is_raised_and_condemns_no_epoch(
         assert value_of(manager.restore(None)) == 2
 
 
-def test_a_passing_error_does_not_make_restore_fall_back(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passing_error_does_not_make_restore_fall_back(directory: str, faults: Faults) -> None:
     """restore(None) raises it: an older epoch is no answer to a time-out. The newest stays the newest."""
     with ec.CheckpointManager(directory) as manager:
         save_all(manager, [1, 2])
         path = data_path(manager, 2)
-        once = Once(
-            monkeypatch,
-            manager.components.directory.store,
-            "open_reader",
-            timed_out(),
-            lambda opened, *_: opened == path,
-        )
+        once = faults.fail(Store.open_reader, timed_out(), where=lambda call: call.path == path, times=1)
         with pytest.raises(StorageError):
             manager.restore(None)
         assert once.hits == 1
@@ -50,23 +44,19 @@ def test_a_passing_error_does_not_make_restore_fall_back(directory: str, monkeyp
 
 
 def test_a_passing_error_in_the_middle_of_a_file_does_not_make_restore_fall_back(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, faults: Faults
 ) -> None:
     """The same, if the file could be opened."""
     with ec.CheckpointManager(tmp_path) as manager:
         save_all(manager, [1, 2])
-        with manager.components.directory.store.open_reader(data_path(manager, 2)) as reader:
-            kind = type(reader)
-        once = Once(monkeypatch, kind, "read_into", timed_out(), lambda r, *_: r.handle.name.endswith(".safetensors"))
+        once = faults.fail(Reader.read_into, timed_out(), where=lambda call: is_data(call.path), times=1)
         with pytest.raises(StorageError):
             manager.restore(None)
         assert once.hits == 1
         assert value_of(manager.restore(None)) == 2
 
 
-def test_retention_deletes_nothing_while_metrics_cannot_be_read(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retention_deletes_nothing_while_metrics_cannot_be_read(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The best epoch is not taken for one without metrics; the next commit retires what this one could not."""
     directory = str(tmp_path)
     options = Options(
@@ -75,10 +65,7 @@ def test_retention_deletes_nothing_while_metrics_cannot_be_read(
     with ec.CheckpointManager(directory, options=options) as manager:
         save_all(manager, [1], metrics={"acc": 0.99})
     with ec.CheckpointManager(directory, options=options) as manager:
-        with monkeypatch.context() as patch:
-            once = Once(
-                patch, manager.components.directory.store, "read", timed_out(), lambda path: path == "1/epoch.json"
-            )
+        with faults.fail(Store.read, timed_out(), where=lambda call: call.path == "1/epoch.json", times=1) as once:
             save_all(manager, [2], metrics={"acc": 0.1})
             assert once.hits == 1
         assert list(manager.all_steps()) == on_storage(directory) == [1, 2]

@@ -1,4 +1,4 @@
-"""Saves of one small array, and calls that fail once, wait, or must end; for tests of what goes wrong once."""
+"""Saves of one small array, and calls that must end; for tests of what goes wrong once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 
 import epochckpt as ec
-from epochckpt.directory import directory_of
-from epochckpt.format import checksums
+from epochckpt.directory import directory_of, head_record
+from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
-from epochckpt.storage import open_store
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import StoreCall
+from epochckpt.testing.faults import Hold
 
 WAIT_SECS = 30.0
 MOMENT_SECS = 0.2  # how long something that must not happen is waited for
@@ -80,51 +81,17 @@ def edit_record(path: pathlib.Path, edit: Callable[[dict[str, Any]], None]) -> N
     path.write_bytes(checksums.seal(body))
 
 
-class Once:
-    """A method that raises at its first matching call, and is as ever afterwards.
-
-    Args:
-        patch: takes it back at the end of the test.
-        owner: an object or a class.
-        method: the method's name.
-        error: what it raises.
-        match: which calls concern us, by their arguments.
-    """
-
-    def __init__(
-        self,
-        patch: pytest.MonkeyPatch,
-        owner: Any,
-        method: str,
-        error: BaseException,
-        match: Callable[..., bool] = lambda *args: True,
-    ):
-        self.hits, original = 0, getattr(owner, method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.hits and match(*args):
-                self.hits += 1
-                raise error
-            return original(*args, **kwargs)
-
-        patch.setattr(owner, method, call)
+def hiding(manager: ec.CheckpointManager, epoch: int) -> tuple[Callable[..., Any], Callable[[StoreCall], bool]]:
+    """For a rule: the store's method that takes a listed epoch out of sight, and which calls of it do."""
+    if manager.components.directory.store.atomic_folder_rename:
+        return Store.rename, lambda call: call.path == str(epoch)
+    return Store.replace, lambda call: call.path == paths.HEAD and str(epoch) not in listed_by(call)
 
 
-class Hold:
-    """A method whose matching calls wait until they are let go."""
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, owner: Any, method: str, match: Callable[..., bool] = lambda *args: True
-    ):
-        self.reached, self.go, original = threading.Event(), threading.Event(), getattr(owner, method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if match(*args):
-                self.reached.set()
-                assert self.go.wait(WAIT_SECS)
-            return original(*args, **kwargs)
-
-        patch.setattr(owner, method, call)
+def listed_by(call: StoreCall) -> set[str]:
+    """The folders of the epochs that a small head lists when a call has written it."""
+    assert call.content is not None
+    return set(head_record.parse(call.path, bytes(call.content)).listed)
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[threading.Event, list[Any]]:
@@ -157,7 +124,7 @@ def waits_for(hold: Hold, call: Callable[[], Any]) -> list[Any]:
     assert hold.reached.wait(WAIT_SECS)
     done, out = in_thread(call)
     assert not done.wait(MOMENT_SECS)
-    hold.go.set()
+    hold.let_go()
     assert done.wait(WAIT_SECS)
     return out
 
