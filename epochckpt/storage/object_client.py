@@ -44,7 +44,6 @@ CHUNK_BYTES = 8 << 20
 _MAX_CHUNKS = 9000  # of one file: S3 takes 10,000
 _SMALL_BYTES = 1 << 20  # of a write whose answer is expected soon
 _CONNECT_SECS = 5
-_LARGE_SECS = 90  # one request with its answer
 _URL = re.compile(rf"({'|'.join(schemes.SCHEMES)})://([\w.~-]+)(?:/+([^?#]*))?(?:\?([^#]*))?")
 _PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/]+/)*(?!\.{1,2}/?$)[^/]+/*")
 _UNNAMEABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
@@ -87,6 +86,7 @@ def _open(
     account: str,
     settings: BucketSettings,
     endpoint: str,
+    large_secs: float,
     silent_secs: float,
     retries: tuple[float, ...],
     environment: tuple[tuple[str, str], ...],
@@ -94,11 +94,11 @@ def _open(
     """A client and its endpoint. All stores of this process share its connections, as long as the environment stays."""
     first = _span(retries[0] if retries else 1)
     longest = _span(retries[-1] if retries else 1)
-    times = {"connect_timeout": _span(_CONNECT_SECS), "read_timeout": _span(silent_secs), "timeout": _span(_LARGE_SECS)}
+    times = {"connect_timeout": _span(_CONNECT_SECS), "read_timeout": _span(silent_secs), "timeout": _span(large_secs)}
     repeating = {
         "max_retries": len(retries),
         "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
-        "retry_timeout": _span(sum(retries) + _LARGE_SECS),
+        "retry_timeout": _span(sum(retries) + large_secs),
     }
     opening = schemes.Opening(
         bucket=bucket,
@@ -164,11 +164,22 @@ def _cause(error: BaseException) -> tuple[_Cause, str] | None:
     return None
 
 
+def wait(secs: float) -> None:
+    """Waits; a signal's handler runs meanwhile."""
+    threading.Event().wait(secs)
+
+
 class Client:
     """Requests for the keys below one prefix, by paths relative to it.
 
     What the URL's query says comes before the `settings`, and these before the cloud's usual environment
     (`AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, …), which alone gives credentials.
+
+    Args:
+        url: with or without a query.
+        settings: those that the query leaves open.
+        chunk_bytes: how much of a file that is streamed goes with one request, unless the file is very large.
+        pause: waits for so many seconds before a request is repeated.
 
     Attributes:
         scheme: the row of its scheme.
@@ -181,7 +192,16 @@ class Client:
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
     """
 
-    def __init__(self, url: str, settings: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        url: str,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        pause: Callable[[float], object] = wait,
+    ):
+        self.chunk_bytes = chunk_bytes
+        self._pause = pause
         match = _URL.fullmatch(url)
         if match is None:
             raise InvalidArgumentError(
@@ -209,10 +229,11 @@ class Client:
         try:
             server = self.scheme.server(self.settings)
             account = self.scheme.account(self.settings)
-            client = functools.partial(_open, self.scheme, bucket, account, self.settings, server)
+            large_secs = _patience.now().large_request_secs
+            client = functools.partial(_open, self.scheme, bucket, account, self.settings, server, large_secs)
             self.kv, self.endpoint = client(_patience.now().request_silent_secs, (), environment)
-            self._large, _ = client(_LARGE_SECS, (), environment)
-            self._streams, _ = client(_LARGE_SECS, self._pauses(), environment)  # it repeats single parts itself
+            self._large, _ = client(large_secs, (), environment)
+            self._streams, _ = client(large_secs, self._pauses(), environment)  # it repeats single parts itself
         except EpochCheckpointError:
             raise
         except Exception as error:
@@ -230,6 +251,10 @@ class Client:
         longest = longest or max(usual[-1], first)
         retries = len(usual) if settings.retries is None else settings.retries
         return tuple(min(first * 2**number, longest) for number in range(retries))
+
+    def chunk_size(self, size: int) -> int:
+        """How much of a file of this size one request uploads."""
+        return max(self.chunk_bytes, -(-size // _MAX_CHUNKS))
 
     def key(self, path: str) -> str:
         """The key of a file."""
@@ -328,7 +353,7 @@ class Client:
             silent_secs = _patience.now().request_silent_secs
         else:
             kv = self._large
-            silent_secs = _LARGE_SECS
+            silent_secs = _patience.now().large_request_secs
         return self.ask(path, "writing", write, confirm, silent_secs, patient=patient)
 
     def copy(self, path: str, to: str, *, replace: bool) -> None:
@@ -343,10 +368,10 @@ class Client:
             raise existing(name)
 
         copy = functools.partial(obstore.copy, self._large, key, other, overwrite=replace)
-        self.ask(path, "copying", copy, met, _LARGE_SECS)
+        self.ask(path, "copying", copy, met, _patience.now().large_request_secs)
 
     def stream(self, path: str, chunks: Iterator[Any], size: int, concurrency: int) -> None:
-        """Writes an object from chunks of `chunk_bytes` in their order, with a request for each, several at once.
+        """Writes an object from chunks of `chunk_size` in their order, with a request for each, several at once.
 
         An object that is there is replaced. A chunk is memory that is sent without a copy, and then let go of.
         """
@@ -364,7 +389,7 @@ class Client:
             try:
                 # A generator would hold a chunk until the next one is there.
                 content: Any = map(note, chunks)
-                obstore.put(self._streams, key, content, chunk_size=chunk_bytes(size), max_concurrency=concurrency)
+                obstore.put(self._streams, key, content, chunk_size=self.chunk_size(size), max_concurrency=concurrency)
             except (obstore.exceptions.BaseError, FileNotFoundError) as error:
                 if not taken:
                     raise
@@ -444,7 +469,7 @@ class Client:
                 raise StorageError(name, problem) from error
             _monitoring.event("/epochckpt/storage/retry", doing=doing, status=str(status or ""))
             assert pause is not None, "the last round has returned or raised"
-            threading.Event().wait(pause * random.uniform(0.5, 1.0))  # thousands of nodes must not come back together
+            self._pause(pause * random.uniform(0.5, 1.0))  # thousands of nodes must not come back together
         raise AssertionError  # the last round returns or raises
 
     def _check_process(self) -> None:
@@ -482,11 +507,6 @@ def _status(why: str) -> int | None:
         return None
     text = match[1] or match[2]
     return int(text) if text.isdecimal() else _CODES.get(text)
-
-
-def chunk_bytes(size: int) -> int:
-    """How much of a file of this size one request uploads."""
-    return max(CHUNK_BYTES, -(-size // _MAX_CHUNKS))
 
 
 def _version(answer: Any) -> dict[str, str]:

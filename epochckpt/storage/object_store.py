@@ -23,7 +23,7 @@ from absl import logging
 
 from epochckpt import _patience, _threads
 from epochckpt.errors import AccessError, InvalidArgumentError, MismatchError, StorageError, say
-from epochckpt.storage.object_client import CHUNK_BYTES, Client, chunk_bytes, existing, missing
+from epochckpt.storage.object_client import CHUNK_BYTES, Client, existing, missing, wait
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _KEPT = 4  # files whose content and version are kept
 _KEPT_BYTES = 16 << 20  # the largest of them
 _NO_VERSION = '"00000000000000000000000000000000"'
 _enforcing: set[tuple[str, str]] = set()  # directories, with their servers, that were seen to check conditions
-_EARLY_BYTES = 4 * CHUNK_BYTES  # kept of pieces that come before their turn
+_EARLY_CHUNKS = 4  # so many bytes are kept of pieces that come before their turn
 
 
 class ObjectStore(Store):
@@ -47,6 +47,8 @@ class ObjectStore(Store):
     Args:
         url: its URL, with or without a final `/`; its query gives settings.
         settings: those that the query leaves open, see `epochckpt.options.BucketSettings`.
+        chunk_bytes: how much of a large file goes with one request; a file that is not larger is one request.
+        pause: waits for so many seconds before a request is repeated.
 
     Raises:
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
@@ -57,13 +59,20 @@ class ObjectStore(Store):
     sequential_writes = True
     preferred_part_bytes = PART_BYTES
 
-    def __init__(self, url: str, settings: Mapping[str, Any] | None = None):
-        self._client = Client(url, settings)
+    def __init__(
+        self,
+        url: str,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        pause: Callable[[float], object] = wait,
+    ):
+        self._client = Client(url, settings, chunk_bytes=chunk_bytes, pause=pause)
         self.root = self._client.root
         self.endpoint = self._client.endpoint
         self.settings = self._client.settings
         self.concurrency = self.settings.concurrency or _CONCURRENCY
-        self._uploads = _Uploads(self.concurrency if self._client.sends else math.inf)
+        self._uploads = _Uploads(self.concurrency if self._client.sends else math.inf, chunk_bytes)
         self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}  # of contents, by path
 
     @property
@@ -303,8 +312,9 @@ class _ObjectReader(Reader):
 class _Uploads:
     """What the uploads of a store share: how many chunks may be in memory, being filled, waiting or under way."""
 
-    def __init__(self, chunks: float):
+    def __init__(self, chunks: float, chunk_bytes: int):
         self.chunks = self.free = chunks
+        self._chunk_bytes = chunk_bytes
         self._spare: list[np.ndarray] = []  # memory for chunks, while there are uploads
         self.sent = 0  # chunks that have left memory
         self.said = -1  # how many had left when a warning said that uploads stand still
@@ -318,7 +328,7 @@ class _Uploads:
             if memory is None or len(memory) < size:
                 # Not from the heap: every thread that frees so much memory would keep some of it.
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                memory = np.frombuffer(mmap.mmap(-1, max(size, CHUNK_BYTES), flags=flags), np.uint8)
+                memory = np.frombuffer(mmap.mmap(-1, max(size, self._chunk_bytes), flags=flags), np.uint8)
             chunk = memory[:size]
             freed = weakref.finalize(chunk, self._give, memory)
             freed.atexit = False
@@ -382,7 +392,7 @@ class _Writer(Writer):
             self._wait_for_turn(offset)
             self._check_open()
             self._written += view.nbytes
-            if self._size > CHUNK_BYTES and not self._begun:
+            if self._size > self._client.chunk_bytes and not self._begun:
                 self._begin()
             if offset != self._next:
                 self._early[offset] = bytes(view.cast("B"))
@@ -408,8 +418,9 @@ class _Writer(Writer):
     def _wait_for_turn(self, offset: int) -> None:
         """Waits while too many pieces are early, as long as others make progress."""
         before = self._next
+        limit_bytes = _EARLY_CHUNKS * self._client.chunk_bytes
         while not self._lock.wait_for(
-            lambda: offset <= self._next or self._early_bytes < _EARLY_BYTES or self._closed or self._ended,
+            lambda: offset <= self._next or self._early_bytes < limit_bytes or self._closed or self._ended,
             _patience.now().upload_late_secs,
         ):
             if before == self._next:
@@ -453,7 +464,7 @@ class _Writer(Writer):
         with shared.changed:
             self._wait(shared.changed, is_free)
             if not self._closed and not self._ended:
-                self._room = min(chunk_bytes(self._size), self._size - start)
+                self._room = min(self._client.chunk_size(self._size), self._size - start)
                 self._chunk, freed = shared.take(self._room)
                 self._held.append(freed)
         self._check_open()

@@ -30,7 +30,7 @@ from epochckpt.storage.store import Entry, Reader, Store, Tally, Writer, check_p
 WRITE_BACK_BYTES = 1 << 20  # a write of at least this size goes to the disk at once, as direct I/O or write-back
 _DIRECT = getattr(os, "O_DIRECT", 0)
 ALIGNMENT = max(4096, mmap.PAGESIZE)  # of direct I/O, in memory and in the file
-_CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
+CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
 _REMOVE_ROUNDS = 16
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
@@ -92,7 +92,10 @@ _renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
 
 
 class PosixStore(Store):
-    """A directory of a POSIX file system, which is made absolute now and need not exist yet; see `open_store`."""
+    """A directory of a POSIX file system, which is made absolute now and need not exist yet; see `open_store`.
+
+    `call_bytes` is the most that one system call reads or writes.
+    """
 
     atomic_folder_rename = True
     symlinks = True
@@ -102,10 +105,18 @@ class PosixStore(Store):
     max_open_files = 64  # a process may have few descriptors
     size_check_from_bytes = 2**20
 
-    def __init__(self, directory: str | os.PathLike[str], *, folder_mode: int | None = None, direct_io: bool = True):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        folder_mode: int | None = None,
+        direct_io: bool = True,
+        call_bytes: int = CALL_BYTES,
+    ):
         self.root = os.path.abspath(directory)
         self._folder_mode = folder_mode
         self._direct = direct_io
+        self._call_bytes = call_bytes
         self._prefix = os.path.join(self.root, "")
 
     @property
@@ -168,7 +179,7 @@ class PosixStore(Store):
         except BaseException:
             os.close(fd)
             raise
-        return PosixReader(fd, name, status.st_size)
+        return PosixReader(fd, name, status.st_size, call_bytes=self._call_bytes)
 
     def uncache(self, path: str) -> None:
         with self.open_reader(path) as reader, reader.handle.use() as fd:
@@ -192,7 +203,7 @@ class PosixStore(Store):
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        return PosixWriter(fd, name, size, direct=self._direct, tally=self.written)
+        return PosixWriter(fd, name, size, direct=self._direct, call_bytes=self._call_bytes, tally=self.written)
 
     def list(self, path: str) -> list[Entry]:
         """One scandir, without a stat per entry."""
@@ -381,9 +392,10 @@ class PosixStore(Store):
 class PosixReader(Reader):
     """One file, read by position."""
 
-    def __init__(self, fd: int, name: str, size: int):
+    def __init__(self, fd: int, name: str, size: int, *, call_bytes: int = CALL_BYTES):
         self.handle = Handle(fd, name)
         self._size = size
+        self._call_bytes = call_bytes
 
     @property
     def size(self) -> int:
@@ -398,7 +410,7 @@ class PosixReader(Reader):
         done = 0
         with self.handle.use() as fd, _named(self.handle.name):
             while done < len(whole):
-                rest = whole[done : done + _CALL_BYTES]
+                rest = whole[done : done + self._call_bytes]
                 count = patiently(self.handle.name, functools.partial(os.preadv, fd, [rest], offset + done))
                 if not count:
                     span = f"bytes [{offset}, {offset + len(whole)})"
@@ -413,7 +425,16 @@ class PosixReader(Reader):
 class PosixWriter(Writer):
     """One new file, written by position."""
 
-    def __init__(self, fd: int, name: str, size: int, *, direct: bool = True, tally: Tally | None = None):
+    def __init__(
+        self,
+        fd: int,
+        name: str,
+        size: int,
+        *,
+        direct: bool = True,
+        call_bytes: int = CALL_BYTES,
+        tally: Tally | None = None,
+    ):
         self.handle = Handle(fd, name)
         self._direct: Handle | None = None  # the same file once more, past the page cache
         self._refused = False  # the file system cannot, after all
@@ -421,6 +442,7 @@ class PosixWriter(Writer):
             with suppress(OSError):  # the file system cannot
                 self._direct = Handle(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | _DIRECT), name)
         self._size = size
+        self._call_bytes = call_bytes
         self._written = 0
         self._tally = tally
         self._lock = threading.Lock()
@@ -434,7 +456,7 @@ class PosixWriter(Writer):
         with self.handle.use() as fd, _named(self.handle.name):
             done = begun = self._write_direct(offset, view)
             while done < len(view):
-                done += os.pwrite(fd, view[done : done + _CALL_BYTES], offset + done)
+                done += os.pwrite(fd, view[done : done + self._call_bytes], offset + done)
             if done - begun >= WRITE_BACK_BYTES:
                 _start_write_back(fd, offset + begun, done - begun)
         with self._lock:
@@ -457,7 +479,7 @@ class PosixWriter(Writer):
         with handle.use() as fd:
             while done < whole:
                 try:
-                    done += os.pwrite(fd, view[done : min(done + _CALL_BYTES, whole)], offset + done)
+                    done += os.pwrite(fd, view[done : min(done + self._call_bytes, whole)], offset + done)
                 except OSError as error:
                     if error.errno not in _NO_FLAGS_HERE:
                         raise

@@ -17,12 +17,14 @@ import jax
 import obstore
 import pytest
 
-from epochckpt import _monitoring
+from epochckpt import _monitoring, _patience
 from epochckpt.errors import AccessError, InvalidArgumentError, StorageError, UnsupportedError
-from epochckpt.storage import Entry, Store, object_client, object_store, open_store
+from epochckpt.storage import Entry, Store, object_client, open_store
+from epochckpt.storage.object_store import ObjectStore
 from epochckpt.testing import in_parallel, write_file
 from tests.support.object_servers import BUCKET, EMULATORS, Bucket, Fault, Request
 
+MOMENT_SECS = 0.2  # how long something that must not happen is waited for
 CHUNK = 5 << 20  # the least that S3 takes
 LARGE = 3 * CHUNK + 12345
 
@@ -33,16 +35,15 @@ def store(cloud: Bucket) -> Store:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(patience: Callable[..., None]) -> None:
     """Pauses that a test need not wait for."""
-    monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
+    patience(request_pauses_secs=(0.0,) * 8)
 
 
 @pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts of large files."""
-    for module in (object_client, object_store):
-        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+def in_chunks(cloud: Bucket) -> Store:
+    """A store that streams large files in small parts."""
+    return ObjectStore(cloud.new_url(), chunk_bytes=CHUNK)
 
 
 def first(count: int, fault: Fault, kind: str = "") -> Callable[[Request], Fault | None]:
@@ -220,10 +221,10 @@ def test_a_conflict_that_asks_to_try_again_is_none(cloud: Bucket, store: Store, 
 
 
 def test_every_repeated_request_is_an_event(
-    cloud: Bucket, store: Store, quick: None, monkeypatch: pytest.MonkeyPatch
+    cloud: Bucket, store: Store, quick: None, patience: Callable[..., None]
 ) -> None:
     """Of `jax.monitoring`: what was asked, and how the store refused."""
-    monkeypatch.setattr(_monitoring, "_DELIVER_SECS", 60.0)
+    patience(delivery_secs=60.0)
     store.create("a", b"1")
     heard: list[Any] = []
 
@@ -291,10 +292,10 @@ def test_a_name_that_is_no_path_is_said(name: str, cloud: Bucket, store: Store) 
 
 
 def test_a_store_that_is_away_is_said_and_given_up(
-    cloud: Bucket, store: Store, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cloud: Bucket, store: Store, quick: None, patience: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, then an error, each with the URL, the request and its answer."""
-    monkeypatch.setattr(object_client, "_QUIET_SECS", 0.0)
+    patience(request_quiet_secs=0.0)
     cloud.proxy.decide = lambda request: Fault(status=503)
     error = pytest.raises(StorageError, match=rf"{store.root}/record.*reading failed.*503")
     with caplog.at_level(logging.WARNING), cloud.proxy.counted() as counts, error as caught:
@@ -305,9 +306,9 @@ def test_a_store_that_is_away_is_said_and_given_up(
     assert [(store.root in text, "503" in text) for text in said] == [(True, True)], said
 
 
-def test_a_server_that_falls_silent_is_asked_again(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_falls_silent_is_asked_again(cloud: Bucket, patience: Callable[..., None]) -> None:
     """A request without an answer ends."""
-    monkeypatch.setattr(object_client, "_SILENT_SECS", 0.5)
+    patience(request_silent_secs=0.5)
     store, held = open_store(cloud.new_url()), threading.Event()
     try:
         for call in (lambda: store.create("a", b"1"), lambda: store.read("a", limit_bytes=1), lambda: store.list("")):
@@ -320,17 +321,13 @@ def test_a_server_that_falls_silent_is_asked_again(cloud: Bucket, monkeypatch: p
 
 
 @pytest.mark.parametrize("fault", ["silence", "reset", "lost"])
-def test_a_data_file_of_one_request_is_sent_again(
-    fault: str, cloud: Bucket, store: Store, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_file_of_one_request_is_sent_again(fault: str, cloud: Bucket, store: Store, quick: None) -> None:
     """A large one may take long, and is repeated though that took longer than all of a small request may."""
-    held, data = threading.Event(), os.urandom(2000)
+    held, data = threading.Event(), os.urandom((1 << 20) + 1)
     chosen = {"silence": Fault(held=held), "reset": Fault(reset=True), "lost": Fault(lost=True)}[fault]
     cloud.proxy.decide = first(1, chosen, "PUT")
     try:
-        with monkeypatch.context() as patch, cloud.proxy.counted() as counts:
-            for name, value in (("_SMALL_BYTES", 1000), ("_SILENT_SECS", 0.2), ("_LARGE_SECS", 0.6)):
-                patch.setattr(object_client, name, value)
+        with _patience.use(request_silent_secs=0.2, large_request_secs=0.6), cloud.proxy.counted() as counts:
             write_file(open_store(store.root), "data", data)
         assert counts["PUT"] == 2
         assert store.read("data", limit_bytes=len(data)) == data
@@ -339,9 +336,9 @@ def test_a_data_file_of_one_request_is_sent_again(
 
 
 @pytest.mark.timeout(80)
-def test_ctrl_c_does_not_wait_for_an_answer(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_wait_for_an_answer(cloud: Bucket, patience: Callable[..., None]) -> None:
     """A server that is silent for longer than this test may take does not hold the main thread."""
-    monkeypatch.setattr(object_client, "_SILENT_SECS", 85)
+    patience(request_silent_secs=85.0)
     store, held = open_store(cloud.new_url()), threading.Event()
 
     def decide(request: Request) -> Fault:
@@ -370,23 +367,23 @@ def test_a_url_that_names_no_store_is_refused(url: str) -> None:
         open_store(url)
 
 
-def pieces(writer_order: str) -> list[tuple[int, int]]:
+def pieces(writer_order: str, size: int = LARGE) -> list[tuple[int, int]]:
     step = 2 << 20
-    found = [(start, min(start + step, LARGE)) for start in range(0, LARGE, step)]
+    found = [(start, min(start + step, size)) for start in range(0, size, step)]
     return found[::-1] if writer_order == "backwards" else found
 
 
 @pytest.mark.parametrize("order", ["in order", "backwards", "in parallel"])
 def test_a_large_file_is_streamed_in_parts(
-    order: str, cloud: Bucket, store: Store, chunks: None, monkeypatch: pytest.MonkeyPatch
+    order: str, cloud: Bucket, in_chunks: Store, patience: Callable[..., None]
 ) -> None:
     """It appears only when it is finished, whatever the order of its pieces, even if too many are early."""
-    monkeypatch.setattr(object_store, "_EARLY_BYTES", 4 << 20)
-    monkeypatch.setattr(object_store, "_LATE_SECS", 0.02)
-    data = os.urandom(LARGE)
-    writer = store.open_writer("large", LARGE)
+    patience(upload_late_secs=0.02)
+    store, size = in_chunks, 6 * CHUNK + 12345
+    data = os.urandom(size)
+    writer = store.open_writer("large", size)
     view = memoryview(data)
-    calls = [lambda a=a, b=b: writer.write(a, view[a:b]) for a, b in pieces(order)]
+    calls = [lambda a=a, b=b: writer.write(a, view[a:b]) for a, b in pieces(order, size)]
     with cloud.proxy.counted() as counts:
         if order == "in parallel":
             assert in_parallel(calls) == [None] * len(calls)
@@ -395,8 +392,8 @@ def test_a_large_file_is_streamed_in_parts(
                 call()
         assert not store.exists("large")
         writer.finish()
-    assert counts["PUT"] >= 4
-    assert store.read("large", limit_bytes=LARGE) == data
+    assert counts["PUT"] >= 7
+    assert store.read("large", limit_bytes=size) == data
 
 
 def nth_write(number: int, fault: Fault, failed: list[Request]) -> Callable[[Request], Fault | None]:
@@ -415,9 +412,9 @@ def nth_write(number: int, fault: Fault, failed: list[Request]) -> Callable[[Req
 @pytest.mark.parametrize(
     "fault", ["lost", *(pytest.param(name, marks=pytest.mark.slow) for name in ("status", "reset"))]
 )
-def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket, store: Store, chunks: None) -> None:
+def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket, in_chunks: Store) -> None:
     """One request of an upload fails: its beginning, each of its parts, its end."""
-    data, number = os.urandom(LARGE), 0
+    store, data, number = in_chunks, os.urandom(LARGE), 0
     chosen = {"lost": Fault(lost=True), "status": Fault(status=503), "reset": Fault(reset=True)}[fault]
     while True:
         failed: list[Request] = []
@@ -431,48 +428,56 @@ def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket,
     assert number == 6
 
 
-def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, store: Store, chunks: None) -> None:
-    writer = store.open_writer("large", LARGE)
-    data = os.urandom(LARGE)
+def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, in_chunks: Store) -> None:
+    """The parts of the upload are removed."""
+    writer = in_chunks.open_writer("large", LARGE)
+    data, removed = os.urandom(LARGE), threading.Event()
     for a, b in pieces("")[:-1]:
         writer.write(a, data[a:b])
+    cloud.proxy.decide = lambda request: Fault(withheld=removed.set) if request.kind == "DELETE" else None
     with cloud.proxy.counted() as counts:
         writer.abort()
-        upload = writer._upload  # type: ignore[attr-defined]
-        assert upload.wait(30)
+        assert removed.wait(30)
         with pytest.raises(ValueError, match="closed"):
             writer.write(0, b"x")
-    assert counts.get("DELETE", 0) == 1, "the parts of the upload are removed"
-    assert not store.exists("large")
+    assert counts["DELETE"] == 1
+    assert not in_chunks.exists("large")
 
 
 def test_what_comes_early_waits_for_what_is_late(
-    cloud: Bucket, store: Store, chunks: None, monkeypatch: pytest.MonkeyPatch
+    cloud: Bucket, in_chunks: Store, patience: Callable[..., None]
 ) -> None:
     """Memory for early pieces is bounded, however many threads there are; nothing is lost when the late one comes."""
-    monkeypatch.setattr(object_store, "_EARLY_BYTES", CHUNK)
-    monkeypatch.setattr(object_store, "_LATE_SECS", 600.0)
-    data, piece = os.urandom(3 * CHUNK), 1 << 20
-    writer: Any = store.open_writer("large", len(data))
-    calls = [lambda a=a: writer.write(a, data[a : a + piece]) for a in range(piece, len(data), piece)]
-    rest = threading.Thread(target=in_parallel, args=(calls,))
-    rest.start()
-    waiting = writer._lock._waiters  # of the threads that write; the upload waits, too
-    while len(waiting) < len(calls) - CHUNK // piece + 1:
-        assert rest.is_alive()
-        threading.Event().wait(0.005)
-    assert sum(map(len, writer._early.values())) == CHUNK
+    patience(upload_late_secs=600.0)
+    data, piece, kept = os.urandom(6 * CHUNK), 1 << 20, threading.Event()
+    too_many = threading.Event()
+    writer = in_chunks.open_writer("large", len(data))
+    starts = range(piece, len(data), piece)
+    early, returned = 4 * CHUNK // piece, list[int]()
+
+    def write(start: int) -> None:
+        writer.write(start, data[start : start + piece])
+        returned.append(start)
+        if len(returned) >= early:
+            (too_many if len(returned) > early else kept).set()
+
+    rest = [threading.Thread(target=write, args=(start,)) for start in starts]
+    for thread in rest:
+        thread.start()
+    assert kept.wait(60)
+    assert not too_many.wait(MOMENT_SECS)
     writer.write(0, data[:piece])
-    rest.join()
+    for thread in rest:
+        thread.join(60)
+    assert sorted(returned) == list(starts)
     writer.finish()
-    assert store.read("large", limit_bytes=len(data)) == data
+    assert in_chunks.read("large", limit_bytes=len(data)) == data
 
 
-def test_an_upload_that_stands_still_is_said(
-    cloud: Bucket, store: Store, chunks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_upload_that_stands_still_is_said(cloud: Bucket, in_chunks: Store, patience: Callable[..., None]) -> None:
     """Once, while it still tries; then it goes on."""
-    monkeypatch.setattr(object_store, "_STILL_SECS", 0.05)
+    patience(upload_still_secs=0.05)
+    store = in_chunks
     held, data = threading.Event(), os.urandom(LARGE)
     cloud.proxy.decide = lambda request: Fault(held=held) if request.kind in ("PUT", "POST") else None
     writing_ = threading.Thread(target=write_file, args=(store, "large", data))
@@ -543,18 +548,19 @@ def test_a_forked_child_is_told_instead_of_waiting_for_ever(cloud: Bucket) -> No
     assert {entry.name for entry in open_store(url).list("")} == {"before", "before2", "parent", "parent2"}
 
 
-def test_pieces_that_overlap_are_refused(cloud: Bucket, store: Store, chunks: None) -> None:
+def test_pieces_that_overlap_are_refused(in_chunks: Store) -> None:
     """As many bytes as there should be, but not those."""
     for size in (1000, LARGE):
-        writer = store.open_writer("file", size)
+        writer = in_chunks.open_writer("file", size)
         writer.write(0, bytes(size // 2))
         writer.write(1, bytes(size - size // 2))
         with pytest.raises(ValueError, match="not finished"):
             writer.finish()
-        assert not store.exists("file")
+        assert not in_chunks.exists("file")
 
 
-def test_an_upload_that_fails_is_an_error(cloud: Bucket, store: Store, chunks: None) -> None:
+def test_an_upload_that_fails_is_an_error(cloud: Bucket, in_chunks: Store) -> None:
+    store = in_chunks
     cloud.proxy.decide = lambda request: Fault(status=400) if request.kind in ("PUT", "POST") else None
     with pytest.raises(StorageError, match=f"{store.root}/large.*400"):
         write_file(store, "large", os.urandom(LARGE))
