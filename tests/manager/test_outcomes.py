@@ -14,32 +14,24 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.errors import InvalidArgumentError, SaveError
-from epochckpt.manager import outcomes
-from epochckpt.storage import PosixStore, Store
-from epochckpt.testing import Faults, StoreCall
+from epochckpt.errors import InvalidArgumentError, SaveError, SaveErrorGroup
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, Rule, StoreCall
 from tests.support.processes import run_worker
-from tests.support.taps import eventually, is_record
+from tests.support.taps import NO_SPACE, eventually, hold_writes, is_record
 
 Save = ocp.args.StandardSave
 WAIT_SECS = 30.0
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def failing(faults: Faults, part: str) -> Rule:
     """Every file with this in its path meets a full disk."""
-    real = PosixStore.open_writer
-
-    def full(self: Any, path: str, size: int) -> Any:
-        if part in path:
-            raise OSError(28, "No space left on device", path)
-        return real(self, path, size)
-
-    monkeypatch.setattr(PosixStore, "open_writer", full)
+    return faults.fail(Store.open_writer, NO_SPACE, where=lambda call: part in call.path)
 
 
-def test_every_save_that_ended_is_told_once_in_order(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_save_that_ended_is_told_once_in_order(tmp_path: pathlib.Path, faults: Faults) -> None:
     """Committed and failed ones, with seconds per node; not those that `save` itself refused or skipped."""
-    failing(monkeypatch, "/2-")
+    failing(faults, "/2-")
     with ec.CheckpointManager(tmp_path, node=("a", "b")) as manager:
         assert manager.pop_save_results() == []
         for epoch in (1, 2, 3):
@@ -63,15 +55,16 @@ def test_every_save_that_ended_is_told_once_in_order(tmp_path: pathlib.Path, mon
             first.epoch = 5  # type: ignore[misc]
 
 
-def test_outcomes_that_nobody_takes_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest are kept."""
-    assert outcomes._KEPT == 1000
-    monkeypatch.setattr(outcomes, "_KEPT", 3)
-    with ec.CheckpointManager(tmp_path) as manager:
-        for epoch in range(5):
-            manager.save(epoch, args=Save({"x": 1}))
-        manager.wait_until_finished()
-        assert [o.epoch for o in manager.pop_save_results()] == [2, 3, 4]
+def test_outcomes_that_nobody_takes_are_bounded(tmp_path: pathlib.Path, faults: Faults) -> None:
+    """The newest are kept: here of saves that fail at once, because storage is behind."""
+    with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(max_blocked_secs=1e-6)) as manager:
+        with hold_writes(manager):
+            for epoch in range(1005):
+                manager.save(epoch, args=Save({"x": np.ones(3)}))
+            assert [o.epoch for o in manager.pop_save_results()] == list(range(5, 1005))
+        with pytest.raises(SaveErrorGroup):
+            manager.wait_until_finished()
+        assert [o.epoch for o in manager.pop_save_results()] == manager.all_steps() == [0, 1]
 
 
 class Handler:
@@ -128,14 +121,11 @@ def test_a_metadata_handler_hears_of_nodes_and_commits(directory: str, bad: str)
         assert manager.verify(1).ok
 
 
-def test_a_handler_hears_nothing_of_saves_that_failed_nor_of_reading(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_hears_nothing_of_saves_that_failed_nor_of_reading(tmp_path: pathlib.Path, faults: Faults) -> None:
     """Only commits are written down; a read-only manager tells nothing."""
     handler = Handler()
     with ec.CheckpointManager(tmp_path, metadata_handler=handler) as manager:
-        with monkeypatch.context() as patch:
-            failing(patch, "/0-")
+        with failing(faults, "/0-"):
             manager.save(0, args=Save({"x": np.ones(3)}))
             with pytest.raises(SaveError):
                 manager.wait_until_finished()

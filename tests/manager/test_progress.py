@@ -11,7 +11,8 @@ import struct
 import sys
 import termios
 import threading
-from typing import Any
+import traceback
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,10 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import _progress
-from tests.support.taps import hold_commits
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from tests.support.taps import eventually, is_record
 
-pytestmark = pytest.mark.usefixtures("faults")
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
 
 
@@ -53,19 +55,22 @@ class Terminal:
         return self.said.decode()
 
 
-def everything(folder: pathlib.Path) -> None:
-    """Whatever may last long: saves that are waited for, restores, exports, verifications and uploads."""
+def main_waits() -> bool:
+    """Whether the main thread waits for its saves."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return any(caller.f_code.co_name == "wait_until_finished" for caller, _ in traceback.walk_stack(frame))
+
+
+def everything(folder: pathlib.Path, faults: Faults, seen: Callable[[], bool] = main_waits) -> None:
+    """Whatever may last long: saves that are waited for, restores, exports, verifications and uploads.
+
+    The save is committed when it is `seen` that it is waited for: nobody sees one that has ended before.
+    """
     state = {"w": jnp.arange(50_000.0), "n": 3}
     with ec.CheckpointManager(folder / "run") as manager:
-        tap, wait = hold_commits(manager), manager.components.saves.queue.in_flight.wait
-
-        def wait_then_commit(*args: Any) -> bool:
-            tap.let_go()  # the save is waited for: nobody sees one that has ended before
-            return wait(*args)
-
-        manager.components.saves.queue.in_flight.wait = wait_then_commit
-        manager.save(1, args=Save(state))
-        manager.wait_until_finished()
+        with faults.before(Store.create, lambda call: eventually(seen), where=lambda call: is_record(call.path)):
+            manager.save(1, args=Save(state))
+            manager.wait_until_finished()
         manager.restore(1, args=Restore(state))
         manager.restore_newest(lambda epoch: None)
         assert manager.verify(1).ok
@@ -85,21 +90,26 @@ SHOWN = (
 
 @pytest.mark.parametrize("where", ["terminal", "dumb", "pipe"])
 def test_a_bar_is_shown_on_a_terminal_alone(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], where: str
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+    patience: Callable[..., None],
+    capfd: pytest.CaptureFixture[str],
+    where: str,
 ) -> None:
     """One for each piece of work, with its bytes, taken away at the end; elsewhere there is nothing, however long."""
-    monkeypatch.setattr(_progress, "DELAY_SECS", 0.0)
-    monkeypatch.setattr(_progress, "LAST_SECS", 100.0)
+    patience(bar_delay_secs=0.0, bar_removal_secs=100.0)
     monkeypatch.setenv("TERM", "dumb" if where == "dumb" else "xterm")
     if where == "pipe":
-        everything(tmp_path)
+        everything(tmp_path, faults)
         said = "".join(capfd.readouterr())
         assert not any(text in said for text in SHOWN)
         return
     terminal = Terminal()
     try:
         monkeypatch.setattr(sys, "stderr", terminal.file)
-        everything(tmp_path)
+        drawn = SHOWN[0].encode()
+        everything(tmp_path, faults, (lambda: drawn in terminal.said) if where == "terminal" else main_waits)
     finally:
         monkeypatch.undo()
         said = terminal.close()
@@ -110,13 +120,15 @@ def test_a_bar_is_shown_on_a_terminal_alone(
         assert said.endswith("\r")
 
 
-def test_what_ends_soon_shows_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_soon_shows_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, patience: Callable[..., None]
+) -> None:
     """Not even on a terminal: what is faster than anybody looks."""
-    monkeypatch.setattr(_progress, "DELAY_SECS", 1e6)
+    patience(bar_delay_secs=1e6)
     terminal = Terminal()
     try:
         monkeypatch.setattr(sys, "stderr", terminal.file)
-        everything(tmp_path)
+        everything(tmp_path, faults)
     finally:
         monkeypatch.undo()
         assert terminal.close() == ""

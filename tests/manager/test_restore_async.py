@@ -19,7 +19,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import _threads
 from epochckpt.storage import Store
-from epochckpt.testing import Faults
+from epochckpt.testing import Faults, StoreCall
 from tests.support.taps import WAIT_SECS
 
 STATE = {"w": np.arange(64, dtype=np.float32)}
@@ -82,20 +82,19 @@ def test_errors_come_from_the_result(saved: pathlib.Path) -> None:
         assert manager.all_steps() == [0]
 
 
-def test_what_is_committed_during_a_look_is_listed(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_committed_during_a_look_is_listed(saved: pathlib.Path, faults: Faults) -> None:
     """No epoch can be read, so that storage is looked at again; a save ends between that look and its use."""
     for epoch in range(2):
         damage(saved, epoch)
     with ec.CheckpointManager(saved) as manager:
-        look, looked, go = manager.components.directory.job_directory.look, threading.Event(), threading.Event()
+        looked, go = threading.Event(), threading.Event()
 
-        def held(*args: Any) -> Any:
-            found = look(*args)
-            looked.set()
-            assert go.wait(WAIT_SECS)
-            return found
+        def wait(call: StoreCall) -> None:
+            if not looked.is_set():  # else it is the claim of the save
+                looked.set()
+                assert go.wait(WAIT_SECS)
 
-        monkeypatch.setattr(manager.components.directory.job_directory, "look", held)
+        faults.after(Store.list, wait, where=lambda call: call.path == "")
         response = manager.restore_async(None, args=ARGS)
         assert looked.wait(WAIT_SECS)
         manager.save(2, args=ocp.args.StandardSave({"w": STATE["w"] + 2}))
@@ -145,7 +144,7 @@ import atexit, sys
 import orbax.checkpoint as ocp
 import epochckpt as ec
 from epochckpt.storage import Store
-from epochckpt.testing import Faults
+from epochckpt.testing import Faults, StoreCall
 from tests.support.taps import WAIT_SECS, is_data
 atexit.register(lambda: print(response.result(0)["w"].tolist()))  # the last handler of all
 faults = Faults()
