@@ -16,6 +16,7 @@ class Patience:
     Attributes:
         read_pauses_secs: before storage that does not answer is asked again.
         change_pauses_secs: before each try to change a file that others change as well.
+        attachment_pauses_secs: before each try to attach metrics to an epoch of a bucket, which gives way to saves.
         request_pauses_secs: before a request to a bucket is repeated, if no setting says otherwise.
         request_silent_secs: of a server, before a small request counts as failed.
         large_request_secs: one large request may take so long, with its answer.
@@ -36,6 +37,7 @@ class Patience:
 
     read_pauses_secs: tuple[float, ...] = (0.05, 0.2, 0.75)
     change_pauses_secs: tuple[float, ...] = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *(5.0,) * 8)
+    attachment_pauses_secs: tuple[float, ...] = (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, *(16.0,) * 50)
     request_pauses_secs: tuple[float, ...] = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)
     request_silent_secs: float = 15.0
     large_request_secs: float = 90.0

@@ -15,6 +15,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from epochckpt import _patience
+
 if TYPE_CHECKING:
     from epochckpt.directory.head_changes import Attachment
     from epochckpt.storage import Store
@@ -25,18 +27,22 @@ class Pace:
     """How the tries of a change follow one another.
 
     Attributes:
-        pauses_secs: pauses before each try, see `storage.rounds`; empty for the usual ones.
-        limit_secs: after which no further try begins; 0 as above.
+        limit_secs: after which no further try begins; 0 for the usual time, see `storage.rounds`.
         yields: whether it lets others go first, in the store, too: a request that is refused is not repeated there.
     """
 
-    pauses_secs: tuple[float, ...] = ()
     limit_secs: float = 0.0
     yields: bool = False
 
+    @property
+    def pauses_secs(self) -> tuple[float, ...]:
+        """The pauses before each try."""
+        now = _patience.now()
+        return now.attachment_pauses_secs if self.yields else now.change_pauses_secs
+
 
 SAVES = Pace()
-ATTACHMENTS = Pace((0.0, 0.0, 1.0, 2.0, 4.0, 8.0, *(16.0,) * 50), 600.0, yields=True)
+ATTACHMENTS = Pace(600.0, yields=True)
 
 
 class Turns:
@@ -44,12 +50,14 @@ class Turns:
 
     Attributes:
         waiting: attachments that are not in the head yet. The next change that attaches takes them all along.
+        urgent: how many writers wait that do not yield.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Attachment] = []
         self._changed = threading.Condition()
-        self._taken, self._urgent = False, 0  # whether somebody's turn it is; who waits that does not yield
+        self.urgent = 0
+        self._taken = False  # whether it is somebody's turn
 
     @contextmanager
     def waits(self, attachment: Attachment) -> Generator[None]:
@@ -64,12 +72,12 @@ class Turns:
     def taken(self, pace: Pace) -> Generator[None]:
         """Nobody else's turn is it during the block."""
         with self._changed:
-            self._urgent += not pace.yields
+            self.urgent += not pace.yields
             try:
-                self._changed.wait_for(lambda: not self._taken and not (pace.yields and self._urgent))
+                self._changed.wait_for(lambda: not self._taken and not (pace.yields and self.urgent))
                 self._taken = True
             finally:
-                self._urgent -= not pace.yields
+                self.urgent -= not pace.yields
         try:
             yield
         finally:

@@ -6,39 +6,36 @@ import socket
 import ssl
 import subprocess
 import threading
-import types
 from collections.abc import Callable, Iterator
 
 import obstore
 import pytest
 
 from epochckpt.errors import AccessError, StorageError
-from epochckpt.storage import Store, object_client, open_store
+from epochckpt.storage import Store
+from epochckpt.storage.object_client import Client
+from epochckpt.storage.object_store import ObjectStore
 from epochckpt.testing import write_file
 from tests.support.gcs_server import Handler, Server
 from tests.support.object_servers import EMULATORS, Bucket
 
 
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses before requests are repeated; none is made."""
-    waited: list[float] = []
-    here = types.SimpleNamespace(wait=waited.append)
-    monkeypatch.setattr(object_client, "threading", types.SimpleNamespace(**{**vars(threading), "Event": lambda: here}))
-    return waited
+def at(scheme: str, server: str, pauses: list[float]) -> Store:
+    """A bucket of a server for which no credentials are needed.
 
-
-def at(scheme: str, server: str) -> Store:
-    """A bucket of a server for which no credentials are needed."""
-    return open_store(f"{scheme}://bucket/run?endpoint={server}&anonymous=true", settings=EMULATORS[scheme].settings)
+    The pauses before requests are repeated are added to the list; none is made.
+    """
+    url = f"{scheme}://bucket/run?endpoint={server}&anonymous=true"
+    return ObjectStore(url, EMULATORS[scheme].settings, pause=pauses.append)
 
 
 @pytest.mark.parametrize("scheme", EMULATORS)
-def test_nobody_listens(scheme: str, pauses: list[float]) -> None:
+def test_nobody_listens(scheme: str) -> None:
     """A server may be starting: the request is repeated, and the error says that the connection is refused."""
+    pauses = list[float]()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        store = at(scheme, f"http://127.0.0.1:{unused.getsockname()[1]}")
+        store = at(scheme, f"http://127.0.0.1:{unused.getsockname()[1]}", pauses)
         said = rf"{scheme}://bucket/run: storage did not answer.*listing failed.*Connection refused"
         with pytest.raises(StorageError, match=said):
             store.list("")
@@ -46,10 +43,11 @@ def test_nobody_listens(scheme: str, pauses: list[float]) -> None:
 
 
 @pytest.mark.parametrize("scheme", EMULATORS)
-def test_a_server_whose_name_is_unknown_is_asked_a_few_times(scheme: str, pauses: list[float]) -> None:
+def test_a_server_whose_name_is_unknown_is_asked_a_few_times(scheme: str) -> None:
     """Few, unless the resolver says itself that the failure is temporary (as it does where there is no network)."""
+    pauses = list[float]()
     with pytest.raises(StorageError, match="name cannot be looked up") as caught:
-        at(scheme, "http://nowhere.invalid").read("a", limit_bytes=1)
+        at(scheme, "http://nowhere.invalid", pauses).read("a", limit_bytes=1)
     assert len(pauses) == (8 if "emporary" in str(caught.value) else 3)
 
 
@@ -89,24 +87,26 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
 
 
 @pytest.mark.parametrize("scheme", EMULATORS)
-def test_a_certificate_that_is_not_trusted_is_said_at_once(scheme: str, tls: TlsServer, pauses: list[float]) -> None:
+def test_a_certificate_that_is_not_trusted_is_said_at_once(scheme: str, tls: TlsServer) -> None:
     """No repetition mends it. The error says what does."""
+    pauses = list[float]()
     for call in (
         lambda store: store.read("a", limit_bytes=1),
         lambda store: store.create("a", b"1"),
         lambda store: write_file(store, "large", bytes(9 << 20)),
     ):
         with pytest.raises(StorageError, match=r"certificate is not trusted.*SSL_CERT_FILE") as caught:
-            call(at(scheme, f"https://localhost:{tls.port}"))
+            call(at(scheme, f"https://localhost:{tls.port}", pauses))
         assert len(str(caught.value)) < 1000
     assert not pauses
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 @pytest.mark.parametrize("scheme", EMULATORS)
-def test_a_server_without_tls_is_said_at_once(scheme: str, cloud: Bucket, pauses: list[float]) -> None:
+def test_a_server_without_tls_is_said_at_once(scheme: str, cloud: Bucket) -> None:
+    pauses = list[float]()
     with pytest.raises(StorageError, match=r"TLS cannot be agreed on.*https://"):
-        at(scheme, cloud.proxy.url.replace("http:", "https:")).read("a", limit_bytes=1)
+        at(scheme, cloud.proxy.url.replace("http:", "https:"), pauses).read("a", limit_bytes=1)
     assert not pauses
 
 
@@ -133,11 +133,11 @@ PARTS = {
         ("az", "This operation is not permitted as the blob is immutable due to a policy.", "a policy .* forbids"),
     ],
 )
-def test_a_key_that_may_not_be_deleted_among_many_is_an_answer(
-    scheme: str, text: str, said: str, pauses: list[float]
-) -> None:
+def test_a_key_that_may_not_be_deleted_among_many_is_an_answer(scheme: str, text: str, said: str) -> None:
     """The request itself has succeeded: what became of a key stands in the answer, and no repetition changes it."""
-    client = object_client.Client(f"{scheme}://bucket/run?anonymous=true", EMULATORS[scheme].settings)
+    pauses = list[float]()
+    settings = EMULATORS[scheme].settings
+    client = Client(f"{scheme}://bucket/run?anonymous=true", settings, pause=pauses.append)
     with pytest.raises(AccessError, match=said):
         client.ask("a", "deleting", refusing(PARTS[scheme].format(text)))
     assert not pauses

@@ -8,22 +8,23 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt import errors
+from epochckpt import _patience, errors
 from epochckpt.cli import main
 from epochckpt.directory import directory_of, head_turns, rebuild
 from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.head_changes import Refresh
 from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
-from epochckpt.storage import object_client, object_store, open_store, store
-from tests.support.object_servers import Answer, Bucket, Fault, Request
+from epochckpt.storage import open_store
+from tests.support.object_servers import Answer, Bucket, Fault, Proxy, Request
 
 Save = ocp.args.StandardSave
 Options = ocp.CheckpointManagerOptions
@@ -57,10 +58,20 @@ def url() -> str:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(patience: Callable[..., None]) -> None:
     """The same numbers of tries, without pauses that a test need not wait for."""
-    monkeypatch.setattr(store, "_ROUNDS_SECS", (0.0,) * len(store._ROUNDS_SECS))
-    monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
+    patience(change_pauses_secs=(0.0,) * len(_patience.now().change_pauses_secs), request_pauses_secs=(0.0,) * 8)
+
+
+@contextmanager
+def another_way(cloud: Bucket, url: str, decide: Callable[[Request], Fault | None]) -> Iterator[str]:
+    """A URL of the same directory by another endpoint: whoever uses it is as in a process of its own."""
+    proxy = Proxy(cloud.proxy.upstream)
+    proxy.decide = decide
+    try:
+        yield f"{url}?endpoint={proxy.url}{'&anonymous=true' if cloud.scheme == 'gs' else ''}"
+    finally:
+        proxy.close()
 
 
 # -- repair ----------------------------------------------------------------------------------------------------------
@@ -190,16 +201,10 @@ def test_reads_that_are_out_of_date_end_in_an_error_that_says_so(cloud: Bucket, 
     call = writers(url)[what]
     epoch_directory(url).head.read()  # fills the cache
     head = open_store(url).read(paths.HEAD, limit_bytes=2**20)
-    elsewhere = object_store.ObjectStore(url)
-    elsewhere._client.put(paths.HEAD, head + b" ", dict(_version(elsewhere)))
+    open_store(url).replace(paths.HEAD, head, head + b" ")
     with cloud.proxy.counted() as requests, pytest.raises(errors.StorageError, match="Reads are out of date"):
         call()
     assert sum(requests.values()) < 150, requests
-
-
-def _version(bucket: object_store.ObjectStore) -> dict[str, str]:
-    found = bucket._client.head(paths.HEAD)
-    return {name: found[name] for name in ("e_tag", "version") if found[name] is not None}
 
 
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
@@ -231,21 +236,21 @@ def test_no_cache_may_keep_the_head(cloud: Bucket) -> None:
     assert {request.headers.get("cache-control") for request in written} == {"no-store"}
 
 
-def test_a_store_that_ignores_conditions_is_found_out_before_its_head_is_replaced(
-    cloud: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_ignores_conditions_is_found_out_before_its_head_is_replaced(cloud: Bucket) -> None:
     """The head that is there stays as it is: other runs may rely on it."""
     url = cloud.new_url()
     with ec.CheckpointManager(url) as manager:
         save(manager, 1)
     head = open_store(url).read(paths.HEAD, limit_bytes=2**20)
-    monkeypatch.setattr(object_store, "_enforcing", set())  # as in another process
-    cloud.proxy.decide = lambda request: Fault(heedless=True)
-    manager = ec.CheckpointManager(url)
-    calls: list[Callable[[], object]] = [manager.claim, lambda: ec.attach_metrics(url, 1, {"a": 1.0}, "evaluator")]
-    for call in calls:
-        with pytest.raises(errors.AccessError, match="took a conditional write whose condition does not hold"):
-            call()
+    with another_way(cloud, url, lambda request: Fault(heedless=True)) as heedless:
+        manager = ec.CheckpointManager(heedless)
+        calls: list[Callable[[], object]] = [
+            manager.claim,
+            lambda: ec.attach_metrics(heedless, 1, {"a": 1.0}, "evaluator"),
+        ]
+        for call in calls:
+            with pytest.raises(errors.AccessError, match="took a conditional write whose condition does not hold"):
+                call()
     assert open_store(url).read(paths.HEAD, limit_bytes=2**20) == head
 
 
@@ -282,14 +287,14 @@ class Quota:
 
 
 @pytest.fixture
-def shrunk(monkeypatch: pytest.MonkeyPatch) -> float:
+def shrunk(patience: Callable[..., None]) -> float:
     """All pauses, and the interval of the quota, are this part of what they really are."""
     part = 0.02
-    monkeypatch.setattr(object_client, "_PAUSES_SECS", tuple(part * secs for secs in object_client._PAUSES_SECS))
-    pace = head_turns.ATTACHMENTS
-    quicker = head_turns.Pace(tuple(part * secs for secs in pace.pauses_secs), pace.limit_secs, yields=True)
-    monkeypatch.setattr(head_turns, "ATTACHMENTS", quicker)
-    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # each writer as in a process of its own
+    usual = _patience.now()
+    patience(
+        request_pauses_secs=tuple(part * secs for secs in usual.request_pauses_secs),
+        attachment_pauses_secs=tuple(part * secs for secs in usual.attachment_pauses_secs),
+    )
     return part
 
 
@@ -304,9 +309,10 @@ def test_ten_evaluators_beside_a_run_fail_neither_saves_nor_attachments(cloud: B
 
     def evaluate(number: int) -> None:
         try:
-            for epoch in range(epochs):
-                assert saved[epoch].wait(60)
-                ec.attach_metrics(url, epoch, {f"accuracy_{number}": 0.5}, f"evaluator-{number}")
+            with another_way(cloud, url, quota.decide) as own:
+                for epoch in range(epochs):
+                    assert saved[epoch].wait(60)
+                    ec.attach_metrics(own, epoch, {f"accuracy_{number}": 0.5}, f"evaluator-{number}")
         except BaseException as error:  # shown by the test
             failed.append(error)
 
@@ -332,17 +338,16 @@ def test_ten_evaluators_beside_a_run_fail_neither_saves_nor_attachments(cloud: B
 
 def test_a_save_goes_on_while_others_keep_the_head_busy(cloud: Bucket, shrunk: float) -> None:
     """It is refused more often than a request is repeated. But others change the head meanwhile: the store works."""
-    url, attaching, refused = cloud.new_url(), threading.Event(), list[Request]()
-    most = len(object_client._PAUSES_SECS) + 1
+    url, refused = cloud.new_url(), list[Request]()
+    most = len(_patience.now().request_pauses_secs) + 1
 
     def decide(request: Request) -> Fault | None:
-        if not is_head(request) or not request.writes or attaching.is_set() or len(refused) > most:
+        if not is_head(request) or not request.writes or len(refused) > most:
             return None
         refused.append(request)
         if len(refused) == 3:
-            attaching.set()
-            ec.attach_metrics(url, 1, {"accuracy": 0.5}, "evaluator")
-            attaching.clear()
+            with another_way(cloud, url, lambda request: None) as other:
+                ec.attach_metrics(other, 1, {"accuracy": 0.5}, "evaluator")
         return Fault(status=429)
 
     with ec.CheckpointManager(url) as manager:
@@ -413,7 +418,7 @@ def test_a_save_has_its_turn_before_attachments(url: str) -> None:
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + 60
-        while not turns._urgent:
+        while not turns.urgent:
             assert time.monotonic() < deadline
             taken.wait(0.001)
     for thread in threads:

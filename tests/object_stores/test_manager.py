@@ -26,7 +26,7 @@ from epochckpt.errors import (
     StorageError,
     UnsupportedError,
 )
-from epochckpt.storage import Store, object_client, open_store
+from epochckpt.storage import Store, open_store
 from tests.support.bucket_jobs import VALUES
 from tests.support.job_runs import reading_job
 from tests.support.object_servers import BUCKET, EMULATORS, Bucket, Fault, Request
@@ -36,9 +36,9 @@ Save, Restore, Options = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.Ch
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(patience: Callable[..., None]) -> None:
     """Pauses that a test need not wait for."""
-    monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
+    patience(request_pauses_secs=(0.0,) * 8)
 
 
 def state(epoch: int) -> dict[str, Any]:
@@ -378,9 +378,8 @@ def test_values_of_nodes_are_restored_several_at_a_time(limit: int | None, cloud
     jax.tree.map(np.testing.assert_array_equal, found, [*values.values()])
 
 
-def test_a_client_that_breaks_down_fails_the_save_at_once(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_breaks_down_fails_the_save_at_once(cloud: Bucket, quick: None) -> None:
     """It panics when it is to wait for no time at all before it repeats the beginning of an upload."""
-    monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
     large = jnp.zeros(3 << 20)
     with ec.CheckpointManager(cloud.new_url()) as manager:
         cloud.proxy.decide = lambda request: Fault(status=503) if request.kind == "POST" else None

@@ -21,8 +21,7 @@ from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.errors import InvalidArgumentError, StorageError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
-from epochckpt.storage import Store, object_client, open_store
-from epochckpt.tiers import copying
+from epochckpt.storage import Store, open_store
 from tests.support import mirror_jobs
 from tests.support.object_servers import Bucket, Fault, Request
 from tests.support.processes import run_worker, start_processes
@@ -32,10 +31,9 @@ Save, Restore, Options = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.Ch
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(patience: Callable[..., None]) -> None:
     """Pauses that a test need not wait for."""
-    monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 3)
-    monkeypatch.setattr(copying, "_PAUSES_SECS", (0.01, 0.05))
+    patience(request_pauses_secs=(0.0,) * 3, mirror_pauses_secs=(0.01, 0.05))
 
 
 def opened(directory: pathlib.Path, mirror: str, keep: int | None = None, **options: Any) -> ec.CheckpointManager:

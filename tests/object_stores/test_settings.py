@@ -7,7 +7,6 @@ import pathlib
 import pickle
 import sys
 import threading
-import types
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +25,9 @@ from epochckpt.errors import AccessError, EpochCheckpointError, InvalidArgumentE
 from epochckpt.jobs import stop
 from epochckpt.options import BucketSettings
 from epochckpt.orbax import item_files
-from epochckpt.storage import object_client, open_file, open_store, path_text, plain, with_settings
+from epochckpt.storage import File, Store, open_file, open_store, path_text, plain, with_settings
+from epochckpt.storage.object_store import ObjectStore
+from epochckpt.testing import FaultyStore, StoreCall
 from tests.support.gcs_server import Handler, Server
 from tests.support.job_runs import reading_job
 from tests.support.object_servers import BUCKET, Bucket, Fault
@@ -126,8 +127,14 @@ def test_tensorstore_has_the_settings_of_the_bucket_and_asks_no_other_server(
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://localhost:9000/")
     asked = {"endpoint": endpoint or None, "anonymous": True, "retries": 3, "first_retry_secs": 0.5, "concurrency": 7}
-    store, copied = open_store("gs://bucket/run", settings=asked), list[str]()
-    monkeypatch.setattr(item_files, "_fetch", lambda store, at, folder: copied.append(at))
+    store = FaultyStore(open_store("gs://bucket/run", settings=asked))
+    copied = list[str]()
+
+    def hold_nothing(call: StoreCall) -> list[File]:
+        copied.append(call.path)
+        return []
+
+    store.faults.instead(Store.files, hold_nothing)
     found = item_files.TensorFiles(store, "1/state")
     ts.Context(found.resources(128))
     assert found.resources(128)["gcs_request_concurrency"] == {"limit": 7}
@@ -234,12 +241,9 @@ def test_two_endpoints_are_two_directories(cloud: Bucket, query: str) -> None:
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_retries_are_as_many_and_as_long_as_asked(cloud: Bucket, query: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_are_as_many_and_as_long_as_asked(cloud: Bucket, query: str) -> None:
     """The pauses are those that were asked for, and no request too many is made."""
     waited: list[float] = []
-    here = types.SimpleNamespace(wait=waited.append)
-    clock = types.SimpleNamespace(**{**vars(threading), "Event": lambda: here})
-
     url = cloud.new_url()
     for asked, pauses in (
         ("retries=0", []),
@@ -247,12 +251,10 @@ def test_retries_are_as_many_and_as_long_as_asked(cloud: Bucket, query: str, mon
         ("retries=3&first_retry_secs=20s", [20.0, 20.0, 20.0]),
         ("longest_retry_secs=0.1", [0.1] * 8),
     ):
-        store = open_store(f"{url}?{query}&{asked}")
+        store = ObjectStore(f"{url}?{query}&{asked}", pause=waited.append)
         cloud.proxy.decide = lambda request: Fault(status=503)
-        with monkeypatch.context() as patch, cloud.proxy.counted() as counts:
-            patch.setattr(object_client, "threading", clock)
-            with pytest.raises(StorageError, match="503"):
-                store.read("a", limit_bytes=1)
+        with cloud.proxy.counted() as counts, pytest.raises(StorageError, match="503"):
+            store.read("a", limit_bytes=1)
         assert counts == {"GET": len(pauses) + 1}
         assert len(waited) == len(pauses)
         # By chance shorter, so that thousands of nodes do not come back together.
