@@ -65,7 +65,9 @@ def slow(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """The tests of the long level: hours."""
     session.install("-e", ".[test,examples]")
-    session.run(*PYTEST, "-n", "2", "--dist=worksteal", "-m", "long", *session.posargs, env=ENVIRONMENT)
+    parallel = ("-n", "2", "--dist=worksteal")
+    # Some of these tests may take longer than faulthandler allows any other.
+    session.run(*PYTEST, *parallel, "-m", "long", "-o", "faulthandler_timeout=4000", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
