@@ -1,5 +1,6 @@
 """Metrics of another job, attached to committed epochs: durable, about one attempt, and known to whoever decides."""
 
+import errno
 import os
 import pathlib
 import threading
@@ -20,6 +21,7 @@ from epochckpt.format import checksums, codec, paths
 from epochckpt.inspection import gc, scan
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.processes import run_worker
 
 
@@ -137,20 +139,18 @@ def test_metrics_about_another_attempt_are_refused(directory: str) -> None:
             manager.save_id(7)
 
 
-def test_an_epoch_that_is_deleted_meanwhile_is_said_to_be(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_that_is_deleted_meanwhile_is_said_to_be(directory: str, faults: Faults) -> None:
     """Between the look at its record and the write: EpochDeletedError, and nothing is left of it."""
     with ec.CheckpointManager(directory) as manager:
         for epoch in (1, 2):
             save(manager, epoch)
-        put = Store.put
 
-        def late(*args: Any, **kwargs: Any) -> None:
+        def delete(call: StoreCall) -> None:
             manager.delete(1)
             manager.wait_until_finished()
-            put(*args, **kwargs)
 
-        monkeypatch.setattr(Store, "put", late)
-        with pytest.raises(errors.EpochDeletedError, match="checkpoint 1 was deleted or replaced"):
+        late = faults.before(Store.put, delete, where=lambda call: call.path == "1/_metrics-evaluator.json")
+        with late, pytest.raises(errors.EpochDeletedError, match="checkpoint 1 was deleted or replaced"):
             ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
         assert not open_store(directory).find(paths.METRICS_PREFIX)
         assert list(manager.all_steps()) == [2]
@@ -252,44 +252,31 @@ def run_all(calls: Sequence[Any]) -> None:
     assert not failed, failed
 
 
-def test_storage_that_cannot_be_listed_harms_no_commit(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_cannot_be_listed_harms_no_commit(tmp_path: pathlib.Path, faults: Faults) -> None:
     """What was known stays known, and nothing is deleted for want of it."""
     with ec.CheckpointManager(tmp_path, options=best_by_accuracy(max_to_keep=1)) as manager:
         save(manager, 0)
         ec.attach_metrics(tmp_path, 0, {"accuracy": 1.0}, "evaluator")
         save(manager, 1)
         assert manager.best_step() == 0
-
-        def fail(*args: Any) -> Any:
-            raise OSError(5, "Input/output error")
-
-        monkeypatch.setattr(type(manager.components.directory.store), "find", fail)
+        broken = faults.fail(Store.find, OSError(errno.EIO, "Input/output error"))
         save(manager, 2)
+        assert broken.hits
         assert list(manager.all_steps()) == [0, 1, 2]
         assert manager.best_step() == 0
 
 
-def test_an_attachment_during_a_commit_waits_for_nobody(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attachment_during_a_commit_waits_for_nobody(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The evaluator's metrics are there while the commit of the next epoch is held up."""
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1)
-        reached, go = threading.Event(), threading.Event()
-        publish = manager.components.directory.job_directory.writer.publish
-
-        def held(*args: Any) -> Any:
-            reached.set()
-            assert go.wait(60)
-            return publish(*args)
-
-        monkeypatch.setattr(manager.components.directory.job_directory.writer, "publish", held)
+        hold = faults.hold(Store.rename, where=lambda call: call.target == "2")
         assert manager.save(2, args=ocp.args.StandardSave({"w": np.zeros(3)}))
-        assert reached.wait(60)
+        assert hold.reached.wait(60)
         ec.attach_metrics(tmp_path, 1, {"accuracy": 0.5}, "evaluator")
         assert manager.metrics(1) == {"accuracy": 0.5}
         assert list(manager.all_steps()) == [1]
-        go.set()
+        hold.let_go()
         manager.wait_until_finished()
         assert list(manager.all_steps()) == [1, 2]
 
@@ -355,25 +342,15 @@ def test_a_reader_that_looks_again_has_the_metrics_of_what_replaced_an_epoch(dir
             assert reader.best_step() == 2
 
 
-def test_an_attachment_stays_where_nobody_can_say_whether_its_epoch_does(
-    directory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attachment_stays_where_nobody_can_say_whether_its_epoch_does(directory: str, faults: Faults) -> None:
     """Storage that fails for a moment after the write: that is the error, not that the epoch was deleted."""
     with ec.CheckpointManager(directory) as manager:
         save(manager, 1)
-        put = Store.put
-
-        def then_fail(store: Store, *args: Any, **kwargs: Any) -> None:
-            put(store, *args, **kwargs)
-            patch.setattr(type(store), "read", fail)
-
-        def fail(*args: Any, **kwargs: Any) -> Any:
-            raise OSError(110, "Connection timed out")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Store, "put", then_fail)
-            with pytest.raises(OSError, match="Connection timed out") as raised:
-                ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
+        error = OSError(errno.ETIMEDOUT, "Connection timed out")
+        faults.after(Store.put, lambda call: faults.fail(Store.read, error))
+        with pytest.raises(OSError, match="Connection timed out") as raised:
+            ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
+        faults.clear()
         assert isinstance(raised.value, errors.StorageError)
         assert manager.metrics(1) == {"accuracy": 0.5}
 

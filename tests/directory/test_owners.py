@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from epochckpt import errors
 from epochckpt.cli.main import main
 from epochckpt.directory.owners import Process, current
 from epochckpt.format import paths
-from epochckpt.storage import PosixStore
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.claim_jobs import args
 from tests.support.files import unchanged
 
@@ -178,43 +179,36 @@ class Killed(BaseException):
     """Ends a call where a kill would."""
 
 
-@pytest.mark.parametrize("call", ["make_folder", "create", "sync_folder", "rename"])
+@pytest.mark.parametrize("method", [Store.make_folder, Store.create, Store.sync_folder, Store.rename])
 def test_a_run_that_is_killed_while_it_claims_is_not_taken_for_alive(
-    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, call: str
+    run: pathlib.Path, faults: Faults, method: Callable[..., Any]
 ) -> None:
     """After each step until its folder has the name by which it counts; the next run that writes clears it away."""
-    made = getattr(PosixStore, call)
 
-    def killed(store: Any, *rest: Any, **more: Any) -> None:
-        if call != "rename":
-            made(store, *rest, **more)
+    def killed(call: StoreCall) -> None:
         raise Killed
 
-    with ec.CheckpointManager(run) as manager, monkeypatch.context() as patch:
-        patch.setattr(PosixStore, call, killed)
-        with pytest.raises(Killed):
+    with ec.CheckpointManager(run) as manager:
+        rule = faults.before if method is Store.rename else faults.after
+        with rule(method, killed), pytest.raises(Killed):
             manager.components.directory.epoch_directory.claim()
     assert [path.name[:10] for path in run.glob("*tmp")] == ["unclaimed-"]
     assert may_be_claimed(run)
     assert not list(run.glob("*tmp"))
 
 
-def test_a_run_that_is_killed_while_it_closes_is_not_taken_for_alive(
-    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_killed_while_it_closes_is_not_taken_for_alive(run: pathlib.Path, faults: Faults) -> None:
     """The files of its staging folder go one by one, the record of its owner perhaps before others."""
 
-    def killed(store: Any, path: str) -> None:
-        (run / path / paths.OWNER_FILE).unlink()
+    def killed(call: StoreCall) -> None:
+        (run / call.path / paths.OWNER_FILE).unlink()
         raise Killed
 
     manager = ec.CheckpointManager(run)
     manager.claim()
     (run / paths.incarnation_folder(manager.components.directory.job_directory.incarnation) / "3-0").mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(PosixStore, "remove_tree", killed)
-        with pytest.raises(Killed):
-            manager.components.directory.job_directory.writer.release()
+    with faults.before(Store.remove_tree, killed), pytest.raises(Killed):
+        manager.components.directory.job_directory.writer.release()
     assert may_be_claimed(run)
 
 

@@ -1,7 +1,11 @@
 """What is put in its place, or on its way to where it is kept, is there or comes there, whenever its run is killed."""
 
 import contextlib
+import errno
+import functools
+import io
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -13,14 +17,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt.caffe2 import epochs as caffe2_epochs
 from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.directory import staging_folder
 from epochckpt.directory.posix import PosixDirectory
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
-from epochckpt.storage import PosixStore
-from tests.support.replace_jobs import no_exchange
+from epochckpt.storage import Store, open_store, opening_through
+from epochckpt.testing import Faults, FaultyStore, StoreCall
 
 READ_ONLY = ocp.CheckpointManagerOptions(read_only=True)
 NAMES = StepNames(ocp.path.step.standard_name_format())
@@ -30,27 +33,44 @@ class Killed(BaseException):
     """Nothing of a run that is killed does anything any more."""
 
 
-CHANGES = ("create", "open_writer", "rename", "exchange", "make_folder", "remove", "remove_tree", "sync_folder", "link")
+CHANGES = (
+    Store.create,
+    Store.open_writer,
+    Store.rename,
+    Store.exchange,
+    Store.make_folder,
+    Store.remove,
+    Store.remove_tree,
+    Store.sync_folder,
+    Store.link,
+)
 
 
 @contextlib.contextmanager
-def killed_at(moment: int) -> Iterator[list[str]]:
-    """Ends what runs here before its n-th change of a store; gives the changes that were made."""
+def killed_at(moment: float, faults: Faults | None = None, exchange: bool = True) -> Iterator[list[str]]:
+    """Ends what runs here before its n-th change of a store; gives the changes that were made.
+
+    It is what opens its stores in the block, or has these `faults`. Nothing of it can change a store later, either.
+    Without `exchange`, the file system cannot exchange folders.
+    """
+    rules = faults or Faults()
     made: list[str] = []
+    ended = False
 
-    def dying(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def change(self: PosixStore, *args: Any, **kwargs: Any) -> Any:
-            if len(made) >= moment:
-                raise Killed
-            made.append(" ".join([name, *map(str, args[: 2 if name in ("rename", "exchange") else 1])]))
-            return real(self, *args, **kwargs)
+    def change(call: StoreCall) -> None:
+        if ended:  # at the end of an object, which nothing of a killed run sees
+            raise OSError(errno.EIO, "it was killed")
+        if len(made) >= moment:
+            raise Killed
+        made.append(" ".join([call.method.removeprefix("Store."), *call.paths]))
 
-        return change
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
-        for name in CHANGES:
-            patch.setattr(PosixStore, name, dying(name, getattr(PosixStore, name)))
+    if not exchange:
+        rules.fail(Store.exchange, io.UnsupportedOperation("no exchange here"))
+    for method in CHANGES:
+        rules.before(method, change)
+    with contextlib.suppress(Killed), opening_through(functools.partial(FaultyStore, faults=rules)):
         yield made
+    ended = True
 
 
 def save(directory: pathlib.Path, values: dict[int, int]) -> None:
@@ -85,16 +105,17 @@ def test_an_epoch_that_is_to_be_kept_survives_every_kill(
         run = pathlib.Path(shutil.copytree(three, tmp_path / str(moment), symlinks=True))
         if there:
             (run / "trash").mkdir()
-        writer = PosixDirectory(PosixStore(run), NAMES).claim()
+        store = FaultyStore(open_store(run))
+        writer = PosixDirectory(store, NAMES).claim()
         done = False
-        with killed_at(moment) as made:
+        with killed_at(moment, store.faults) as made:
             writer.unlist(3, "trash")
             done = True
         assert values(run) in ({1: 1, 2: 2, 3: 3}, {1: 1, 2: 2})
         if not done:
             with killed_at(moment % 5):
-                PosixDirectory(PosixStore(run), NAMES).claim()
-            PosixDirectory(PosixStore(run), NAMES).claim()
+                PosixDirectory(open_store(run), NAMES).claim()
+            PosixDirectory(open_store(run), NAMES).claim()
         seen = values(run)
         if 3 not in seen:
             assert values(run / "trash") == {3: 3}, made
@@ -114,7 +135,7 @@ def test_an_epoch_that_is_to_be_kept_survives_every_kill(
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("whose", ["job", "nodes"])
 def test_an_upload_that_replaces_is_never_half_done(
-    three: pathlib.Path, tmp_path: pathlib.Path, exchange: bool, whose: str, monkeypatch: pytest.MonkeyPatch
+    three: pathlib.Path, tmp_path: pathlib.Path, exchange: bool, whose: str
 ) -> None:
     """Whenever it is killed, the destination has the old epoch or the new one; without an exchange of folders the next
     upload puts the old one back first."""
@@ -142,24 +163,22 @@ def test_an_upload_that_replaces_is_never_half_done(
             epochs = NodeEpochs(directory, "n")
             return {e: int(epochs.reader(e).restore(None)["x"][0]) for e in epochs.epoch_directory.list_epochs()}
 
-    if not exchange:
-        monkeypatch.setattr(PosixStore, "exchange", no_exchange)
     found = []
     for moment in range(0, 100):
         to = pathlib.Path(shutil.copytree(old, tmp_path / str(moment), symlinks=True))
         done = False
-        with killed_at(moment), monkeypatch.context() as patch:
-            patch.setattr(caffe2_epochs, "_leave", lambda *_: None)  # nobody runs at the end of what is killed
+        with killed_at(moment, exchange=exchange):
             ec.LocalSession().run(build(to))
             done = True
         seen = look(to)
         assert seen in ({1: 1}, {1: 100}) or (not exchange and seen == {}), moment
         found.append(seen)
         if seen == {}:
-            (home,) = [entry.name for entry in PosixStore(to).list("") if entry.name.endswith(paths.TMP_SUFFIX)]
-            staging_folder.leave(PosixStore(to), home)
+            (home,) = [entry.name for entry in open_store(to).list("") if entry.name.endswith(paths.TMP_SUFFIX)]
+            staging_folder.leave(open_store(to), home)
             assert look(to) == {1: 1}
-        ec.LocalSession().run(build(to))
+        with killed_at(math.inf, exchange=exchange):  # never
+            ec.LocalSession().run(build(to))
         assert look(to) == {1: 100}
         # A copy that is there is only looked at: what the killed upload left waits for the next claim.
         assert os.listdir(to) == ["1"] or seen == {1: 100}
@@ -188,8 +207,9 @@ def test_a_torn_root_metadata_is_written_anew(tmp_path: pathlib.Path) -> None:
     assert os.listdir(path.parent) == [path.name]
     for moment in range(10):
         run = tmp_path / str(moment)
-        writer = PosixDirectory(PosixStore(run), NAMES).claim()
-        with killed_at(moment) as made:
+        store = FaultyStore(open_store(run))
+        writer = PosixDirectory(store, NAMES).claim()
+        with killed_at(moment, store.faults) as made:
             writer.write_once(("metadata", "_ROOT_METADATA"), b'{"whole": 1}')
         left = run / "metadata" / "_ROOT_METADATA"
         assert not left.exists() or json.loads(left.read_bytes()) == {"whole": 1}
