@@ -476,15 +476,15 @@ def kill_at(server: Bucket, directory: pathlib.Path, number: int) -> bool:
 
 @GOOGLE
 @pytest.mark.slow
-def test_a_kill_in_the_middle_loses_nothing(server: Bucket, tmp_path: pathlib.Path) -> None:
-    assert kill_at(server, tmp_path / "run", 12)
+def test_a_kill_in_the_middle_loses_nothing(cloud: Bucket, tmp_path: pathlib.Path) -> None:
+    assert kill_at(cloud, tmp_path / "run", 12)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_kill_at_any_request_loses_nothing(server: Bucket, tmp_path: pathlib.Path) -> None:
+def test_a_kill_at_any_request_loses_nothing(cloud: Bucket, tmp_path: pathlib.Path) -> None:
     number = 0
-    while kill_at(server, tmp_path / str(number), number):
+    while kill_at(cloud, tmp_path / str(number), number):
         number += 1
     assert number > 20
 
