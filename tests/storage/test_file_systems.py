@@ -21,7 +21,7 @@ from epochckpt.directory.epoch_directory import Rollback
 from epochckpt.directory.posix import PosixDirectory
 from epochckpt.errors import SaveError, UnfinishedError
 from epochckpt.orbax import StepNames, linked_view
-from epochckpt.storage import PosixStore, posix
+from epochckpt.storage import PosixStore, open_store, posix
 from tests.support.file_systems import immovable
 
 READ_ONLY = ocp.CheckpointManagerOptions(read_only=True)
@@ -233,7 +233,7 @@ def test_a_kill_anywhere_in_it_loses_nothing(
             run = tmp_path / f"{kind}-{moment}"
             shutil.copytree(tmp_path / "epochs", run, symlinks=True)
             with immovable(run):
-                epoch_directory = PosixDirectory(PosixStore(run), names)
+                epoch_directory = PosixDirectory(open_store(run), names)
                 writer = epoch_directory.claim()
                 calls = 0
 

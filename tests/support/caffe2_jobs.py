@@ -17,8 +17,9 @@ import numpy as np
 import epochckpt as ec
 from epochckpt import caffe2, errors
 from epochckpt.jobs.session import Session
-from epochckpt.storage import PosixStore
-from tests.support.replace_jobs import no_exchange
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from tests.support.replace_jobs import NO_EXCHANGE
 from tests.support.watching import Op, Watcher, watch
 
 WEIGHTS, BIAS, TOTAL, READER = "gpu_0/fc_w", "gpu_0/fc:b", "total", "reader"
@@ -187,8 +188,9 @@ def job(
         at: (epoch, call, pattern of its path, count, signal): where it is interrupted.
         exchange: whether the file system can exchange two folders.
     """
+    faults = Faults()
     if not exchange:
-        PosixStore.exchange = no_exchange
+        faults.fail(Store.exchange, NO_EXCHANGE)
     interrupted = None
     if at is not None:
         _, name, path, count, signum = at
@@ -199,8 +201,9 @@ def job(
         if interrupted is not None and at is not None:
             interrupted.armed = epoch == at[0]
 
-    manager = caffe2.MultiNodeCheckpointManager(directory, "epochckpt")
-    return train(manager, ec.LocalSession(), [node], epochs, user_epoch, branch, soft=True, during=during)
+    with faults.everywhere():
+        manager = caffe2.MultiNodeCheckpointManager(directory, "epochckpt")
+        return train(manager, ec.LocalSession(), [node], epochs, user_epoch, branch, soft=True, during=during)
 
 
 def single_job(directory: str, node: str, epochs: int, user_epoch: int | None = None) -> dict[str, Any]:

@@ -12,7 +12,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import epochckpt as ec
-from epochckpt.storage import PosixStore
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
+
+NO_EXCHANGE = io.UnsupportedOperation("no exchange here")  # as on a file system that has none
 
 
 def args(value: int) -> Any:
@@ -23,51 +26,46 @@ def args(value: int) -> Any:
 
 
 def no_exchange(self: Any, one: str, other: str) -> None:
-    """As on a file system that has none."""
-    raise io.UnsupportedOperation("no exchange here")
+    """In place of `PosixStore.exchange`: as on a file system that has none."""
+    raise NO_EXCHANGE
 
 
-def kill_at(place: str) -> None:
-    """Kills this process before or after the exchange, or, without one, after the n-th rename of `replacing`."""
-    exchange, rename = PosixStore.exchange, PosixStore.rename
-    renames = 0
+def kill_at(faults: Faults, place: str) -> None:
+    """Kills this process before or after the exchange, or, on a file system without one, after the n-th rename."""
 
-    def dying_exchange(self: Any, one: str, other: str) -> None:
-        if place == "before the exchange":
-            os.kill(os.getpid(), signal.SIGKILL)
-        exchange(self, one, other)
+    def die(call: StoreCall) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def dying_rename(self: Any, src: str, dst: str, *, replace: bool = False) -> None:
-        nonlocal renames
-        rename(self, src, dst, replace=replace)
-        renames += 1
-        if place == f"after rename {renames}":
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die_after_renames(call: StoreCall) -> None:
+        if place == f"after rename {renames.hits}":
+            die(call)
 
     if "rename" in place:
-        PosixStore.exchange = no_exchange  # type: ignore[method-assign]
-        PosixStore.rename = dying_rename  # type: ignore[method-assign]
+        faults.fail(Store.exchange, NO_EXCHANGE)
+        renames = faults.after(Store.rename, die_after_renames)
+    elif place == "before the exchange":
+        faults.before(Store.exchange, die)
     else:
-        PosixStore.exchange = dying_exchange  # type: ignore[method-assign]
+        faults.after(Store.exchange, die)
 
 
 def replace_and_die(directory: str, place: str) -> None:
     """Saves epochs 1 and 2, then replaces 1, and is killed."""
-    with ec.CheckpointManager(directory) as manager:
+    with Faults().everywhere() as faults, ec.CheckpointManager(directory) as manager:
         for epoch in (1, 2):
             manager.save(epoch, args=args(epoch))
         manager.wait_until_finished()
         manager.allow_overwrite(1)
-        kill_at(place)
+        kill_at(faults, place)
         manager.save(1, args=args(100))
         manager.wait_until_finished()
 
 
 def open_and_die(directory: str) -> None:
     """A run that is killed as soon as it has moved the staging of the one before it."""
-    kill_at("after rename 1")
-    ec.CheckpointManager(directory).claim()
+    with Faults().everywhere() as faults:
+        kill_at(faults, "after rename 1")
+        ec.CheckpointManager(directory).claim()
 
 
 def replace_in_a_job(directory: str) -> list[Any]:
