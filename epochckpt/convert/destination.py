@@ -7,24 +7,12 @@ import contextlib
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 from epochckpt import _threads
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
-from epochckpt.storage import PosixStore, Store, Tally, expanded, path_text, plain
-
-
-class ToldProgress(Tally):
-    """Tells of each piece that was written, from the thread that wrote it."""
-
-    def __init__(self, tell: Callable[[int], None]):
-        super().__init__()
-        self._tell = tell
-
-    def add(self, nbytes: int) -> None:
-        super().add(nbytes)
-        self._tell(nbytes)
+from epochckpt.storage import Store, expanded, open_store, path_text, plain
 
 
 def checked(destination: str | os.PathLike[str], store: Store) -> str:
@@ -60,7 +48,7 @@ def staged(place: str) -> Generator[str]:
     After an error nothing is left, neither this folder nor the parents that were made for it.
     """
     parent, name = os.path.split(place)
-    above = PosixStore(parent)
+    above = open_store(parent)
     staging = f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
     folder = os.path.join(parent, staging)
     missing = [str(p) for p in pathlib.Path(place).parents if not os.path.lexists(p)]  # innermost first

@@ -15,7 +15,7 @@ from epochckpt import _progress, _threads, _units
 from epochckpt.agreement import Coordinator, restore_vote
 from epochckpt.arrays import item_names
 from epochckpt.arrays.reader import ArraySource
-from epochckpt.convert.destination import ToldProgress, checked, staged
+from epochckpt.convert.destination import checked, staged
 from epochckpt.convert.formats import EXPORTED
 from epochckpt.convert.leaf_files import FormOptions, LeftOut
 from epochckpt.convert.orbax_form import CopiedFiles, NewFiles, write_orbax
@@ -28,7 +28,7 @@ from epochckpt.manager import CheckpointReader, Readers
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
-from epochckpt.storage import PosixStore, Store, open_store
+from epochckpt.storage import Store, open_store
 from epochckpt.tiers import viewed
 
 
@@ -242,9 +242,9 @@ class _Export:
                 f"checkpoint {epoch} was written by stock Orbax: copy its folder, or save it with a manager of ours"
             )
         with staged(self._place) as folder:
-            target = PosixStore(folder)
+            target = open_store(folder)
             if request.progress is not None:
-                target.written = ToldProgress(request.progress)
+                target.written.follow(request.progress)
             left_out = self._write_files(reader, arrays, target)
             nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
             if reader.native is not None:
@@ -257,7 +257,7 @@ class _Export:
             cast=arrays.cast if arrays is not None else {},
         )
 
-    def _write_files(self, reader: CheckpointReader, arrays: SelectedArrays | None, target: PosixStore) -> LeftOut:
+    def _write_files(self, reader: CheckpointReader, arrays: SelectedArrays | None, target: Store) -> LeftOut:
         request = self._request
         options = request.options
         if request.format == "orbax":

@@ -73,12 +73,17 @@ class NewFiles:
                 file.write(self._arrays, target, paths.join(base, path, entry.path), self._max_buffer_bytes)
 
 
-def write_orbax(files: ItemFiles, source: Store, target: Store, options: FormOptions) -> LeftOut:
-    """Writes items and the `source` directory's metadata, durably and verified; returns what was left out."""
+def write_orbax(
+    files: ItemFiles, source: Store, target: Store, options: FormOptions, max_entries: int = ocdbt.MAX_ENTRIES
+) -> LeftOut:
+    """Writes items and the `source` directory's metadata, durably and verified; returns what was left out.
+
+    That is also an item whose index would have more than `max_entries` entries.
+    """
     record = files.record
     # nothing of ours is needed to read it: no attempts in paths, as object stores have them
     plain = dataclasses.replace(record, objects=False)
-    view = Views(ocdbt.MAX_ENTRIES).build(plain, Standalone())
+    view = Views(max_entries).build(plain, Standalone())
     check_expressible(record.epoch, "orbax", view.unsupported, options)
     base = str(record.epoch)
     links = [path for path in view.links if record.items[path.split("/")[0]].arrays is not None]

@@ -30,14 +30,14 @@ _SCALAR = 3
 _TIMES = re.compile(f"(datetime|timedelta)64{tree_lib.TIME_UNIT}")
 
 
-def load(path: str) -> Any:
-    """The tree of a file: dicts, lists, Python values, NumPy scalars and arrays.
+def load(path: str, max_values: int = MAX_VALUES) -> Any:
+    """The tree of a file of at most so many values: dicts, lists, Python values, NumPy scalars and arrays.
 
     A file that flax did not write raises FormatError, an unknown extension or dtype UnsupportedError.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise FormatError(path, "is no file")
-    reader = _Unpacker(path)
+    reader = _Unpacker(path, max_values)
     with open(path, "rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -47,8 +47,8 @@ def load(path: str) -> Any:
                     ext_hook=reader.extension,
                     object_pairs_hook=reader.mapping,
                     list_hook=reader.counted,
-                    max_array_len=MAX_VALUES,
-                    max_map_len=MAX_VALUES,
+                    max_array_len=max_values,
+                    max_map_len=max_values,
                 )
         except (FormatError, UnsupportedError):
             raise
@@ -65,17 +65,18 @@ def _is_deeper(tree: Any, depth: int) -> bool:
 
 
 class _Unpacker:
-    def __init__(self, path: str):
+    def __init__(self, path: str, max_values: int):
         self.path = path
         self.values = 0
+        self.max_values = max_values
 
     def problem(self, what: str) -> FormatError:
         return FormatError(self.path, what)
 
     def counted(self, values: list[Any]) -> list[Any]:
         self.values += len(values)
-        if self.values > MAX_VALUES:
-            raise self.problem(f"holds more than {MAX_VALUES} values")
+        if self.values > self.max_values:
+            raise self.problem(f"holds more than {self.max_values} values")
         return values
 
     def mapping(self, pairs: list[tuple[Any, Any]]) -> Any:

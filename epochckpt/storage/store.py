@@ -109,11 +109,18 @@ class Tally:
     def __init__(self) -> None:
         self.nbytes = 0
         self._lock = threading.Lock()
+        self._followers: list[Callable[[int], None]] = []
 
     def add(self, nbytes: int) -> None:
         """So many more."""
         with self._lock:
             self.nbytes += nbytes
+        for tell in self._followers:
+            tell(nbytes)
+
+    def follow(self, tell: Callable[[int], None]) -> None:
+        """From now on, tells of each piece, from the thread that adds it."""
+        self._followers.append(tell)
 
 
 class Writer(ABC):

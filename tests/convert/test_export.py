@@ -1,6 +1,7 @@
 """`export`: stock Orbax and safetensors read what it writes, without anything of ours; whole or not at all."""
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +20,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors
+import tensorstore as ts
 from safetensors.numpy import load_file, save_file
 
 import epochckpt as ec
+from epochckpt.convert.leaf_files import FormOptions
+from epochckpt.convert.orbax_form import CopiedFiles, write_orbax
 from epochckpt.errors import (
     DamagedError,
     EpochNotFoundError,
@@ -29,9 +34,9 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.format.tree import DTYPES
-from epochckpt.orbax import ocdbt, parameters
-from epochckpt.storage import PosixStore
-from epochckpt.storage.posix import PosixWriter
+from epochckpt.orbax import parameters
+from epochckpt.storage import Store, Writer, open_store
+from epochckpt.testing import Faults, StoreCall
 from tests.support import handler_jobs, stock_states
 from tests.support.processes import run_worker, start_processes
 
@@ -248,19 +253,44 @@ def test_what_a_format_cannot_express_is_refused_by_name(tmp_path: pathlib.Path,
     )
 
 
-def test_items_with_too_many_chunks_for_an_epochs_view_can_be_exported(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_items_with_too_many_chunks_for_an_epochs_view_can_be_exported(tmp_path: pathlib.Path) -> None:
     """As the note in the epoch says."""
-    monkeypatch.setattr(parameters, "MAX_ENTRIES", 17)
-    tree = {str(i): np.full(2, i) for i in range(9)}
+    count = parameters.MAX_ENTRIES // 2 + 1  # each leaf has two entries
+    tree = {str(i): i for i in range(count)}
     save(tmp_path / "run", tree)
     assert not (tmp_path / "run" / "5" / "default").exists()
+    note = json.loads((tmp_path / "run" / "5" / "epoch.json").read_bytes())["orbax_unsupported"]["default"]["*"]
+    assert note.startswith("its index would have 250,002 entries, more than 250,000; an export takes 1,048,576")
     ec.export(tmp_path / "run", 5, tmp_path / "out")
-    assert stock_states.differences(ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "5" / "default"), tree) == []
-    monkeypatch.setattr(ocdbt, "MAX_ENTRIES", 17)
-    with pytest.raises(UnsupportedError, match="default: its index would have 18 entries, more than 17; "):
-        ec.export(tmp_path / "run", 5, tmp_path / "other")
+    driver = {"driver": "ocdbt", "base": f"file://{tmp_path / 'out' / '5' / 'default'}/"}
+    store = ts.KvStore.open(driver).result()
+    for i in (0, 77_777, count - 1):  # a listing of all takes long
+        assert int.from_bytes(store.read(f"{i}/0").result().value, "little") == i
+
+
+def test_an_export_has_bounds_of_its_own(tmp_path: pathlib.Path) -> None:
+    """What has more entries than the index of an export takes is refused."""
+    save(tmp_path / "run", {str(i): np.full(2, i) for i in range(9)})
+    options = FormOptions(separator=".", framework="np", max_file_bytes=1, max_buffer_bytes=1, skip_unsupported=False)
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        native, _ = manager.source(5)
+        assert native is not None
+        for most in (17, 18):
+            (tmp_path / str(most)).mkdir()
+            copy = functools.partial(
+                write_orbax,
+                CopiedFiles(native, native.record),
+                native.store,
+                open_store(tmp_path / str(most)),
+                options,
+                max_entries=most,
+            )
+            if most == 17:
+                with pytest.raises(UnsupportedError, match="default: its index would have 18 entries, more than 17; "):
+                    copy()
+            else:
+                assert copy() == {}
 
 
 def test_names_that_would_collide_are_refused(tmp_path: pathlib.Path) -> None:
@@ -305,22 +335,17 @@ def test_a_flipped_bit_in_a_json_item_is_refused(tmp_path: pathlib.Path) -> None
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    ("where", "what"), [(PosixWriter, "finish"), (PosixStore, "rename"), (PosixStore, "sync_folder")]
+    "method", [Writer.finish, Store.rename, Store.sync_folder], ids=lambda method: method.__qualname__
 )
 def test_a_failed_export_leaves_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, format: str, where: type, what: str
+    tmp_path: pathlib.Path, faults: Faults, format: str, method: Callable[..., Any]
 ) -> None:
     """A full disk, a failed rename, a failed flush: the error is raised, and the folder is as it was before."""
     save(tmp_path / "run", stock_states.plain())
     (tmp_path / "out").mkdir()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(where, what, fail)
-        with pytest.raises(OSError, match="No space left"):
-            ec.export(tmp_path / "run", 5, tmp_path / "out", format)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with faults.fail(method, full), pytest.raises(OSError, match="No space left"):
+        ec.export(tmp_path / "run", 5, tmp_path / "out", format)
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
     assert os.listdir(tmp_path / "out") == []
     ec.export(tmp_path / "run", 5, tmp_path / "out", format)
@@ -329,12 +354,13 @@ def test_a_failed_export_leaves_nothing(
 def export_until_killed(directory: str, destination: str) -> None:
     """Stops for good just before the rename."""
 
-    def stop(*_: Any, **__: Any) -> None:
+    def stop(_: StoreCall) -> None:
         print("before the rename", flush=True)
         threading.Event().wait()
 
-    PosixStore.rename = stop  # type: ignore[method-assign]
-    ec.export(directory, 5, destination)
+    with Faults().everywhere() as faults:
+        faults.before(Store.rename, stop)
+        ec.export(directory, 5, destination)
 
 
 def test_a_killed_export_leaves_nothing_under_the_name(tmp_path: pathlib.Path) -> None:

@@ -22,7 +22,7 @@ import safetensors.numpy
 from flax import nnx
 
 import epochckpt as ec
-from epochckpt.arrays import snapshot, writer
+from epochckpt.arrays.save_items import SaveItem
 from epochckpt.convert import import_sources
 from epochckpt.errors import (
     BufferChangedError,
@@ -37,7 +37,8 @@ from epochckpt.format import flax_msgpack
 from epochckpt.format import safetensors as headers
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import DTYPES
-from epochckpt.storage import mmap
+from epochckpt.storage import Store, mmap
+from epochckpt.testing import Faults, StoreCall
 from tests.support import stock_states
 from tests.support.processes import run_worker
 
@@ -590,14 +591,16 @@ def test_datetimes_that_numpy_divides_by_zero_for_are_not_built() -> None:
         tree_lib.dtype_name(np.dtype("<M8[2000000000s]"), "x")
 
 
-def test_the_number_of_values_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_values_is_bounded(tmp_path: pathlib.Path) -> None:
     """Those of all containers together; an array is one."""
     path = tmp_path / "x.msgpack"
     path.write_bytes(flax.serialization.msgpack_serialize({"a": np.zeros(5000), "b": [b"x" * 600, "y" * 600]}))
-    monkeypatch.setattr(flax_msgpack, "MAX_VALUES", 4)
-    ec.import_(path, tmp_path / "run", 3)
-    monkeypatch.setattr(flax_msgpack, "MAX_VALUES", 3)
+    assert flax_msgpack.load(str(path), max_values=4)["b"] == [b"x" * 600, "y" * 600]
     with pytest.raises(FormatError, match="more than 3 values"):
+        flax_msgpack.load(str(path), max_values=3)
+    half = [0] * (flax_msgpack.MAX_VALUES // 2)
+    path.write_bytes(msgpack.packb({"a": half, "b": half}))
+    with pytest.raises(FormatError, match="more than 200000 values"):
         ec.import_(path, tmp_path / "run", 4)
 
 
@@ -655,22 +658,21 @@ def test_our_headers_are_parsed_like_everybody_elses() -> None:
 
 @pytest.mark.parametrize(("count", "dtype"), [(10_000, None), (200_000, None), (200_000, "float32")])
 def test_a_source_that_changes_meanwhile_is_noticed(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, count: int, dtype: str | None
+    tmp_path: pathlib.Path, faults: Faults, count: int, dtype: str | None
 ) -> None:
     """Between the look at the file and its writing: the epoch does not come to be. Small tensors are copied at once."""
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({"a": np.arange(count, dtype=np.float64)}, path)
-    write = writer.write_arrays
 
-    def late(*args: Any) -> Any:
+    def change(_: StoreCall) -> None:
         with open(path, "r+b") as file:
             file.seek(-8, os.SEEK_END)
             file.write(b"\7" * 8)
-        return write(*args)
 
-    monkeypatch.setattr(writer, "write_arrays", late)
+    written = faults.before(Store.open_writer, change)
     with pytest.raises(SaveError, match="leaf 'a' changed") as caught:
         ec.import_(path, tmp_path / "run", 3, dtype=dtype)
+    assert written.hits == 1
     assert isinstance(caught.value, BufferChangedError)
     with ec.CheckpointManager(tmp_path / "run") as manager:
         assert manager.all_steps() == []
@@ -689,9 +691,13 @@ def test_maps_of_an_import_are_not_copied_and_those_of_a_caller_are(tmp_path: pa
     assert all(isinstance(piece, mmap.Mapped) for piece in pieces.values())
     assert not any(isinstance(value, mmap.Mapped) for value in theirs.values())
     expected = {name: np.array(x, x.dtype.newbyteorder("=")) for name, x in tree.items()}
-    copied = {name: snapshot._host(x, np.dtype(np.float32), None).sample is None for name, x in tree.items()}
-    assert {name for name, done in copied.items() if done} == {"strided", "none", "swapped", *theirs}
     with ec.CheckpointManager(tmp_path / "run") as manager:
+        planner = manager.components.saves.planner
+        copied = set()
+        for name, x in tree.items():
+            (taken,) = planner.plan([SaveItem("default", "arrays", tree={"x": x})]).snapshot().trees
+            copied |= {name for buffer in taken.data if buffer.sample is None}
+        assert copied == {"strided", "none", "swapped", *theirs}
         manager.save(3, args=ocp.args.StandardSave(tree))
         theirs["c"][:] = 0
         theirs["r+"][:] = 0

@@ -18,12 +18,18 @@ CRC32 = checksums.BlockChecksum(name="crc32", about="CRC-32", digits=8, compute=
 
 @pytest.fixture
 def crc32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second kind, which new files get."""
+    """A second kind of the table."""
     monkeypatch.setitem(checksums.BLOCK_CHECKSUMS, CRC32.name, CRC32)
-    monkeypatch.setattr(checksums, "WRITTEN", CRC32)
 
 
-def save(directory: pathlib.Path, epoch: int) -> None:
+def save(directory: pathlib.Path, epoch: int, written: checksums.BlockChecksum) -> None:
+    """Saves an epoch whose files get checksums of a kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "WRITTEN", written)
+        _save(directory, epoch)
+
+
+def _save(directory: pathlib.Path, epoch: int) -> None:
     with ec.CheckpointManager(directory, storage=ec.StorageOptions(block_bytes=4096)) as manager:
         state = {"small": jnp.arange(3), "large": jnp.arange(5000.0)}
         manager.save(epoch, args=ocp.args.StandardSave(state))
@@ -36,10 +42,8 @@ def files(directory: pathlib.Path, epoch: int) -> list[dict[str, object]]:
 @pytest.mark.usefixtures("crc32")
 def test_a_new_kind_is_a_row_of_the_table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are written with it and read with whatever their record names; an unknown kind is an error, no silence."""
-    monkeypatch.setattr(checksums, "WRITTEN", checksums.BLOCK_CHECKSUMS["xxh3"])
-    save(tmp_path, 0)
-    monkeypatch.setattr(checksums, "WRITTEN", CRC32)
-    save(tmp_path, 1)
+    save(tmp_path, 0, checksums.BLOCK_CHECKSUMS["xxh3"])
+    save(tmp_path, 1, CRC32)
     (old,), (new,) = files(tmp_path, 0), files(tmp_path, 1)
     assert old.keys() ^ new.keys() == {"xxh3", "crc32"}
     data = (tmp_path / "1" / "process_0" / "default.safetensors").read_bytes()
@@ -60,7 +64,7 @@ def test_a_new_kind_is_a_row_of_the_table(tmp_path: pathlib.Path, monkeypatch: p
 
 @pytest.mark.usefixtures("crc32")
 def test_damage_is_told_by_the_kind_that_was_written(tmp_path: pathlib.Path) -> None:
-    save(tmp_path, 0)
+    save(tmp_path, 0, CRC32)
     (path,) = tmp_path.glob("0/process_0/*.safetensors")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
