@@ -12,14 +12,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt import _threads, errors
+from epochckpt import errors
 from epochckpt.cli import main
 from epochckpt.directory import directory_of
-from epochckpt.directory.bucket import BucketDirectory, BucketWriter
+from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.format import paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
 from epochckpt.storage.object_store import ObjectStore
+from epochckpt.testing import Faults
 from tests.support.object_servers import Bucket, Fault
 
 Save = ocp.args.StandardSave
@@ -190,16 +191,14 @@ def test_requests_of_a_head(cloud: Bucket) -> None:
     assert "LIST" not in requests
 
 
-def test_keeping_the_metrics_of_deleted_epochs_costs_no_request(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_the_metrics_of_deleted_epochs_costs_no_request(cloud: Bucket) -> None:
     """They go with the change that deletes the epoch."""
-    start, started = _threads.start, list[_threads.Future]()
-    monkeypatch.setattr(_threads, "start", lambda call: started.append(start(call)) or started[-1])
     counts = []
     for metrics in ({"note": "no number"}, {"loss": 1.0}):
         url = cloud.new_url()
         with ec.CheckpointManager(url, options=Options(max_to_keep=1)) as manager:
             for epoch in range(3):
-                assert all(each.wait(60) for each in started)  # what a claim does in the background
+                assert cloud.proxy.settle(60)
                 with cloud.proxy.counted() as requests:
                     assert manager.save(epoch, args=Save({"w": jnp.ones(3)}), metrics=metrics)
                     manager.wait_until_finished()
@@ -276,29 +275,26 @@ def test_a_deleted_epoch_that_is_put_back_is_taken_in(url: str) -> None:
     assert values(url) == {1: 1, 2: 2, 3: 3}
 
 
-def test_a_late_copy_of_a_record_never_hides_a_newer_one(url: str) -> None:
+def test_a_late_copy_of_a_record_never_hides_a_newer_one(url: str, faults: Faults) -> None:
     """The older run stands still before it copies the record of its epoch, which is then saved anew."""
-    with ec.CheckpointManager(url) as manager:
-        save(manager, 1)
-        writer, record = (
-            manager.components.directory.job_directory.writer,
-            open_store(url).read("1/epoch.json", limit_bytes=2**20),
-        )
-        older = manager.save_id(1)
-        manager.allow_overwrite(1)
-        save(manager, 1)
-        writer._copy_record("1", older, record)  # type: ignore[attr-defined]
-        assert json.loads(open_store(url).read("1/epoch.json", limit_bytes=2**20))["attempt"] == manager.save_id(1)
+    with ec.CheckpointManager(url) as older, ec.CheckpointManager(url) as newer:
+        with faults.hold(Store.create, where=lambda call: call.path == "1/epoch.json" and not copy.hits) as copy:
+            assert older.save(1, args=Save({"w": jnp.zeros(3)}))
+            assert copy.reached.wait(60)
+            newer.reload()
+            replaced = newer.save_id(1)
+            newer.allow_overwrite(1)
+            save(newer, 1)
+        older.wait_until_finished()
+        assert newer.save_id(1) != replaced
+        assert json.loads(open_store(url).read("1/epoch.json", limit_bytes=2**20))["attempt"] == newer.save_id(1)
 
 
-def test_a_rollback_that_was_killed_on_the_way_is_completed_by_the_next_claim(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_that_was_killed_on_the_way_is_completed_by_the_next_claim(url: str, faults: Faults) -> None:
     """It is decided in the head; the copies for people follow."""
     with ec.CheckpointManager(url) as manager:
         save(manager, 1, 2)
-        with monkeypatch.context() as patch:
-            patch.setattr(BucketWriter, "_copy_aside", lambda self, entries: None)
+        with faults.fail(Store.put, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
             manager.rollback_to(1)
     store = open_store(url)
     assert store.exists("2/epoch.json")
