@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 _CALL_SECS = 30.0  # bound on calls that take a fraction of a millisecond
 _LOOK_SECS = 15.0  # a gather looks for errors this often, also while the process that it waits for is silent
+_openings_under = collections.Counter[str]()  # managers by group of processes, which count alike
 
 
 class Coordinator:
@@ -55,6 +56,11 @@ class Coordinator:
 
     def forget(self, prefix: str) -> None:
         """Deletes a key and everything under `prefix/`; failures are ignored, the keys only cost memory."""
+
+    def next_opening(self, prefix: str) -> int:
+        """The number of what is opened now under a prefix of keys: every process that takes part counts alike."""
+        del prefix
+        return 0  # a single process agrees by no keys
 
     @property
     def processes(self) -> int:
@@ -119,6 +125,10 @@ class JaxCoordinator(Coordinator):
     def forget(self, prefix: str) -> None:
         with contextlib.suppress(errors.CoordinationError):
             self._call(f"delete {prefix}", lambda: self._client.key_value_delete(prefix + "/"))
+
+    def next_opening(self, prefix: str) -> int:
+        _openings_under[prefix] += 1
+        return _openings_under[prefix]
 
     def _call(self, what: str, fn: Callable[[], T], wait_secs: float | None = None) -> T:
         """Bounds a call that may wait, for a service that does not honour even its own deadline."""

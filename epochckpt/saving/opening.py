@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +24,6 @@ from epochckpt.saving.survey import Completing, Survey
 from epochckpt.storage import Store
 
 T = TypeVar("T")
-
-_opens: collections.Counter[str] = collections.Counter()  # managers by group of processes, which count alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +129,7 @@ def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> st
     if requested.primary_host != 0 or requested.active_processes is not None:
         group += map(str, coordinator.ids)
     base = paths.join("epochckpt/open", quote(".".join(group), safe=""))
-    _opens[base] += coordinator.processes > 1
-    return f"{base}/{_opens[base]}"
+    return f"{base}/{coordinator.next_opening(base)}"
 
 
 def _checked_nodes(coordinator: Coordinator, hellos: Sequence[Mapping[str, Any]]) -> list[str]:

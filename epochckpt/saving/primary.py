@@ -20,7 +20,7 @@ from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
 
-_MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
+MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
 _KEPT_REPORTS = 2  # saves whose reports the coordination service keeps
 _KEPT_KEYS = 192  # its other keys, which are small, are kept longer, for a process that was away
 
@@ -73,7 +73,7 @@ class Primary(ProcessSide):
 
     def _let_older_saves_end(self, save: Save) -> None:
         """Waits while too many saves are undecided because nodes are slow or behind."""
-        while len(waiting := [each for each in self._in_flight.all() if each.written.done()]) > _MAX_UNDECIDED:
+        while len(waiting := [each for each in self._in_flight.all() if each.written.done()]) > MAX_UNDECIDED:
             oldest = waiting[0]
             collecting = self._collecting
             since = collecting.since if collecting is not None and collecting.save == oldest.name else None

@@ -19,7 +19,6 @@ import epochckpt as ec
 from epochckpt._threads import Deadline
 from epochckpt.agreement import coordination
 from epochckpt.agreement.coordination import Preemption
-from epochckpt.directory.posix import PosixDirectory
 from epochckpt.errors import (
     CoordinationTimeoutError,
     EpochNotFoundError,
@@ -30,28 +29,49 @@ from epochckpt.errors import (
     StorageBehindError,
     UncertainError,
 )
-from epochckpt.saving import in_flight, opening, primary
-from epochckpt.storage import PosixStore
-from epochckpt.storage.posix import PosixWriter
+from epochckpt.format import paths
+from epochckpt.saving.primary import MAX_UNDECIDED
+from epochckpt.storage import Store, Writer
+from epochckpt.testing import Faults, StoreCall
 from tests.support.in_memory import InMemory, Service
 
 WAIT_SECS = 30.0
 
 
+class Process(InMemory):
+    """A process of the job.
+
+    Attributes:
+        before_get: called with a key before its value is got.
+        before_put: called with a key before a value is put.
+    """
+
+    before_get: Callable[[str], object] = str
+    before_put: Callable[[str], object] = str
+
+    def get(self, key: str, timeout_secs: float) -> Any:
+        self.before_get(key)
+        return super().get(key, timeout_secs)
+
+    def put(self, key: str, value: Any, again: bool = False) -> None:
+        self.before_put(key)
+        super().put(key, value, again)
+
+
 class Job:
     """The processes of a job, one thread each."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: pathlib.Path):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, faults: Faults, directory: pathlib.Path):
         self._local, self.directory = threading.local(), directory
+        self.faults = faults
         self.processes = 2
         self.together = threading.Barrier(self.processes)
-        monkeypatch.setattr(coordination, "connect", lambda *args: self._local.coordinator)
-        monkeypatch.setattr(opening, "_base", self._base)
+        monkeypatch.setattr(coordination, "connect", lambda *args: self.coordinator)
 
-    def _base(self, coordinator: Any, options: Any) -> str:
-        """Every process counts its own managers."""
-        coordinator.opened += 1
-        return f"epochckpt/open/{coordinator.opened}"
+    @property
+    def coordinator(self) -> Process:
+        """That of the calling process."""
+        return self._local.coordinator
 
     def open(
         self, save_timeout_secs: float = WAIT_SECS, max_blocked_secs: float | None = WAIT_SECS
@@ -76,7 +96,7 @@ class Job:
         errors: list[BaseException] = []
 
         def thread(number: int) -> None:
-            self._local.coordinator = InMemory(service, number, self.processes)
+            self._local.coordinator = Process(service, number, self.processes)
             try:
                 results[number] = process(number)
             except BaseException as error:  # raised below
@@ -95,9 +115,9 @@ class Job:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Job:
+def job(monkeypatch: pytest.MonkeyPatch, faults: Faults, tmp_path: pathlib.Path) -> Job:
     """A job of two processes on one directory."""
-    return Job(monkeypatch, tmp_path / "run")
+    return Job(monkeypatch, faults, tmp_path / "run")
 
 
 def save(manager: ec.CheckpointManager, epoch: int, **kwargs: Any) -> bool:
@@ -111,18 +131,16 @@ def commit(manager: ec.CheckpointManager, epoch: int) -> None:
 
 def commit_unheard(job: Job, manager: ec.CheckpointManager, epoch: int, node_1_gave_up: threading.Event) -> None:
     """The primary commits an epoch only after the other node has given up waiting for the verdict."""
-    if manager._coordinator.process == 0:
-        publish = manager.components.directory.job_directory.writer.publish
+    if job.coordinator.primary:
 
-        def stopped(*args: Any) -> None:
+        def wait(call: StoreCall) -> None:
             assert node_1_gave_up.wait(WAIT_SECS)
-            publish(*args)
 
-        manager.components.directory.job_directory.writer.publish = stopped
-        commit(manager, epoch)
-        manager.components.directory.job_directory.writer.publish = publish
+        with job.faults.before(Store.rename, wait, where=lambda call: call.target == str(epoch)) as held:
+            commit(manager, epoch)
+        assert held.hits == 1
     else:
-        manager._coordinator.unheard = ("/verdict/2-0/0",)
+        job.coordinator.unheard = ("/verdict/2-0/0",)
         assert save(manager, epoch)
         with pytest.raises(UncertainError, match="verdict"):
             manager.wait_until_finished()
@@ -172,17 +190,10 @@ def test_a_save_that_one_node_refuses_fails_at_once_for_all_and_can_be_repeated(
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(
-    job: Job, slow: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(job: Job, slow: int, faults: Faults) -> None:
     """No process waits for another one: all have asked for the same epochs, and all may ask for it again."""
-    go, requested, open_writer = threading.Event(), threading.Event(), PosixStore.open_writer
-
-    def hold(store: PosixStore, path: str, size: int) -> PosixWriter:
-        assert f"process_{slow}/" not in path or go.wait(WAIT_SECS)
-        return open_writer(store, path, size)
-
-    monkeypatch.setattr(PosixStore, "open_writer", hold)
+    requested = threading.Event()
+    hold = faults.hold(Store.create, where=lambda call: call.path.endswith(f"/process_{slow}/{paths.NODE_RECORD}"))
 
     def process(number: int) -> Any:
         manager = job.open(max_blocked_secs=0.05 if number == slow else None)
@@ -199,7 +210,7 @@ def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(
                 manager.check_for_errors()
             assert manager.status(3).state == "failed"
             assert requested.wait(WAIT_SECS)
-            go.set()
+            hold.let_go()
             manager.wait_until_finished()
         else:
             requested.set()
@@ -244,15 +255,14 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
         manager = job.open()
         commit(manager, 1)
         if number == 1:
-            hear = manager.components.history.commit
+            coordinator = job.coordinator
+            deleted = f"{manager.components.directory.prefix}/call/2-0/delete(2)/0/decision"
 
-            def late(done: Any) -> None:
-                manager._coordinator.get(
-                    f"{manager.components.directory.prefix}/call/2-0/delete(2)/0/decision", WAIT_SECS
-                )
-                hear(done)
+            def be_late(key: str) -> None:
+                if key.endswith("/verdict/2-0/0"):
+                    coordinator.get(deleted, WAIT_SECS)
 
-            manager.components.history.commit = late
+            coordinator.before_get = be_late
             assert save(manager, 2)
         else:
             commit(manager, 2)
@@ -265,34 +275,28 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
     assert job.run(process) == [([1], [1])] * 2
 
 
-def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_agree_again_after_a_commit_that_hung(
+    job: Job, faults: Faults, patience: Callable[..., None]
+) -> None:
     """Past every timeout it is uncertain everywhere; when it takes place after all, the next save tells everybody."""
-    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
-    reached, go, rename = threading.Event(), threading.Event(), PosixStore.rename
-
-    def hang(store: PosixStore, src: str, dst: str, **kwargs: Any) -> None:
-        if dst == "1":
-            reached.set()
-            assert go.wait(2 * WAIT_SECS)
-        rename(store, src, dst, **kwargs)
-
-    monkeypatch.setattr(PosixStore, "rename", hang)
+    patience(verdict_margin_secs=0.5)
+    hang = faults.hold(Store.rename, where=lambda call: call.target == "1")
 
     def process(number: int) -> Any:
         manager = job.open()
         if number == 1:
-            manager._coordinator.unheard = ("/verdict/1-0/0",)
+            job.coordinator.unheard = ("/verdict/1-0/0",)
         assert save(manager, 1)
-        assert reached.wait(WAIT_SECS)
+        assert hang.reached.wait(WAIT_SECS)
         if number == 0:
             manager.components.saves.queue.pending()[0].deadline = Deadline(0)
         manager.components.saves.queue.drain()
         with pytest.raises(UncertainError, match="uncertain whether checkpoint 1 was committed"):
             manager.check_for_errors()
         between = manager.status(1).state, list(manager.all_steps())
-        manager._coordinator.unheard = ()
+        job.coordinator.unheard = ()
         job.meet()
-        go.set()
+        hang.let_go()
         commit(manager, 2)
         return *between, list(manager.all_steps())
 
@@ -302,11 +306,11 @@ def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: p
 @pytest.mark.long
 @pytest.mark.parametrize("paused", [0, 1])
 def test_after_a_long_pause_nodes_that_do_not_compute_in_step_commit_again(
-    job: Job, paused: int, monkeypatch: pytest.MonkeyPatch
+    job: Job, paused: int, patience: Callable[..., None]
 ) -> None:
     """They stay as far apart as the pause has put them, further than the timeout: each is waited for that much longer,
     and one that is far ahead is held back."""
-    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
+    patience(verdict_margin_secs=0.5)
     epochs, pace, timeout = range(40), 0.4, 4.0
 
     def process(number: int) -> Any:
@@ -333,8 +337,7 @@ def test_a_coordination_service_that_hangs_holds_no_training(job: Job) -> None:
         commit(manager, 0)
         job.meet()
         if number == 1:
-            put = manager._coordinator.put
-            manager._coordinator.put = lambda key, value: (go.wait(WAIT_SECS), put(key, value))[1]
+            job.coordinator.before_put = lambda key: go.wait(WAIT_SECS)
             for epoch in range(1, 5):
                 assert save(manager, epoch)
                 assert manager.components.saves.queue.pending()[-1].written.wait(WAIT_SECS)
@@ -350,11 +353,11 @@ def test_a_coordination_service_that_hangs_holds_no_training(job: Job) -> None:
     assert job.run(process) == [list(range(5))] * 2
 
 
-def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_never_waits_for_another_node(job: Job, patience: Callable[..., None]) -> None:
     """With a silent peer saves return at once; past a bounded number they fail and say what they would wait for."""
-    monkeypatch.setattr(primary, "_PATIENCE_SECS", 0.2)
+    patience(report_secs=0.2)
     limit, silent = 5.0, threading.Event()
-    epochs = range(1, primary._MAX_UNDECIDED + 5)
+    epochs = range(1, MAX_UNDECIDED + 5)
 
     def process(number: int) -> Any:
         manager = job.open(save_timeout_secs=limit)
@@ -375,7 +378,7 @@ def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyP
     assert committed == []
     assert [e.epoch for e in errors] == list(epochs)
     late = [e for e in errors if isinstance(e, LateNodesError)]
-    assert 0 < len(late) <= primary._MAX_UNDECIDED + 1
+    assert 0 < len(late) <= MAX_UNDECIDED + 1
     assert errors[: len(late)] == late
     assert {tuple(e.nodes) for e in late} == {("process_1",)}
     assert all("waiting for their nodes" in e.reason for e in errors[len(late) :])
@@ -399,22 +402,21 @@ def test_a_silent_primary_holds_no_other_nodes_saves(job: Job) -> None:
     assert job.run(process) == [[*epochs, 100]] * 2
 
 
-def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, faults: Faults) -> None:
     """A claim that fails, and one that a delete makes: the other node never waits for a word that does not come."""
-    claim, refused = PosixDirectory.claim, threading.Event()
-
-    def failing(epoch_directory: Any, *args: Any) -> Any:
-        if not refused.is_set():
-            refused.set()
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return claim(epoch_directory, *args)
 
     def process(number: int) -> Any:
         with job.open() as manager:
             commit(manager, 1)
         job.meet()
         manager = job.open()
-        monkeypatch.setattr(PosixDirectory, "claim", failing)
+        if number == 0:
+            faults.fail(
+                Store.make_folder,
+                OSError(errno.EIO, os.strerror(errno.EIO)),
+                where=lambda call: paths.parse_unclaimed(call.path) is not None,
+                times=1,
+            )
         job.meet()
         assert save(manager, 2)
         with pytest.raises(SaveError, match="Input/output error"):
@@ -430,10 +432,10 @@ def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, monkeypa
     assert job.run(process) == [[3, 4]] * 2
 
 
-def test_a_node_that_is_slow_but_answers_costs_no_save(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_slow_but_answers_costs_no_save(job: Job, patience: Callable[..., None]) -> None:
     """A primary far ahead of the others is held back in the background; none of its saves fails."""
-    monkeypatch.setattr(primary, "_PATIENCE_SECS", WAIT_SECS)
-    epochs = list(range(4 * primary._MAX_UNDECIDED))
+    patience(report_secs=WAIT_SECS)
+    epochs = list(range(4 * MAX_UNDECIDED))
 
     def process(number: int) -> Any:
         manager = job.open()
@@ -448,54 +450,40 @@ def test_a_node_that_is_slow_but_answers_costs_no_save(job: Job, monkeypatch: py
 
 
 def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    faults: Faults, patience: Callable[..., None], tmp_path: pathlib.Path
 ) -> None:
     """A system call that does not return holds nobody past the save's bounds; what it still writes is not an epoch,
     and the snapshot of a save behind it is let go."""
-    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
-    go, finish = threading.Event(), PosixWriter.finish
-
-    def hang(writer: PosixWriter) -> None:
-        assert go.wait(2 * WAIT_SECS)
-        finish(writer)
-
+    patience(verdict_margin_secs=0.5)
+    discarded = threading.Event()
+    faults.after(Store.remove_tree, lambda call: discarded.set())
     manager = ec.CheckpointManager(tmp_path / "run", storage=ec.StorageOptions(save_timeout_secs=0.5))
-    monkeypatch.setattr(PosixWriter, "finish", hang)
-    try:
+    with faults.hold(Writer.finish):
         assert save(manager, 1)
         assert save(manager, 2)
         behind = manager.components.saves.queue.pending()[1]
         assert behind.snapshot.trees
         with pytest.raises(SaveErrorGroup, match="process_0") as caught:
             manager.wait_until_finished()
-        assert not go.is_set()
         assert [getattr(e, "nodes", None) for e in caught.value.errors] == [["process_0"]] * 2
         assert not behind.snapshot.trees
         assert manager.status(1).state == "failed"
-    finally:
-        monkeypatch.setattr(PosixWriter, "finish", finish)
-        go.set()
-    assert manager.components.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert discarded.wait(WAIT_SECS)
     manager.close()
     with ec.CheckpointManager(tmp_path / "run") as again:
         assert again.all_steps() == []
 
 
 def test_saving_goes_on_beside_a_write_that_hangs_without_holding_training(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    faults: Faults, patience: Callable[..., None], tmp_path: pathlib.Path
 ) -> None:
     """Each save fails within its bound, as storage is behind, until `save` gives up the one that hangs."""
-    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.5)
-    go, finish = threading.Event(), PosixWriter.finish
-
-    def hang(writer: PosixWriter) -> None:
-        assert go.wait(2 * WAIT_SECS)
-        finish(writer)
-
+    patience(verdict_margin_secs=0.5)
+    discarded = threading.Event()
+    faults.after(Store.remove_tree, lambda call: discarded.set())
     storage = ec.StorageOptions(save_timeout_secs=2.0, max_blocked_secs=0.1)
     manager, failed = ec.CheckpointManager(tmp_path / "run", storage=storage), dict[int, SaveError]()
-    monkeypatch.setattr(PosixWriter, "finish", hang)
-    try:
+    with faults.hold(Writer.finish):
         for epoch in range(1000):
             assert save(manager, epoch)
             try:
@@ -504,13 +492,10 @@ def test_saving_goes_on_beside_a_write_that_hangs_without_holding_training(
                 failed.update((one.epoch, one) for one in getattr(error, "errors", [error]))
             if 0 in failed:
                 break
-    finally:
-        monkeypatch.setattr(PosixWriter, "finish", finish)
-        go.set()
     assert isinstance(failed.pop(0), LateNodesError)
     assert failed
     assert all(isinstance(error, StorageBehindError) for error in failed.values())
-    assert manager.components.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    assert discarded.wait(WAIT_SECS)
     with contextlib.suppress(SaveError):
         manager.close()
     assert not set(manager.all_steps()) & {0, *failed}

@@ -15,6 +15,8 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError, StorageError
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.processes import run_worker
 
 Options = ocp.CheckpointManagerOptions
@@ -242,15 +244,9 @@ def test_restore_in_the_background_tells_of_damage_too(run: pathlib.Path) -> Non
 def loop(directory: str) -> list[Any]:
     """Process 1 cannot read epoch 3: what the loop, and a restore in the background, give this process."""
     me = jax.process_index()
-    with ec.CheckpointManager(directory) as manager:
-        original = manager.components.directory.epoch_directory.read_record
-
-        def read_record(epoch: int) -> Any:
-            if epoch == 3 and me == 1:
-                raise DamagedError("3/epoch.json", "is torn")
-            return original(epoch)
-
-        manager.components.directory.epoch_directory.read_record = read_record  # type: ignore[method-assign]
+    with Faults().everywhere() as faults, ec.CheckpointManager(directory) as manager:
+        if me == 1:
+            faults.instead(Store.read, lambda call: b"{", where=lambda call: call.path == "3/epoch.json")
         raised, found = by_the_usual_loop(manager)
         before = [raised, found, list(manager.all_steps()), manager.damaged_epochs()]
         background = value(manager.restore_async(1).result())
@@ -269,7 +265,8 @@ def test_processes_get_past_a_damaged_epoch_together(tmp_path: pathlib.Path) -> 
         save_epochs(manager, 1, 2, 3)
     for (error, *more), *rest in run_worker("tests.agreement.test_newest:loop", {"directory": str(tmp_path)}, 2):
         assert not more
-        assert error.startswith("3/epoch.json: is torn. Checkpoint 3 is not listed any more: latest_step() is 2 now.")
+        assert error.startswith("3/epoch.json: does not begin with its checksum ")
+        assert "). Checkpoint 3 is not listed any more: latest_step() is 2 now." in error
         assert rest == [2, [1, 2], [3], 1, 1, 1, [1]]
 
 
@@ -287,25 +284,19 @@ def test_a_reader_restores_the_newest_of_a_run_that_has_deleted_all_that_it_list
         assert (reader.all_steps(), reader.damaged_epochs()) == ([], [])
 
 
-def test_an_epoch_deleted_while_a_reader_looks_at_it_is_not_damaged(
-    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epoch_deleted_while_a_reader_looks_at_it_is_not_damaged(run: pathlib.Path, faults: Faults) -> None:
     """While it reloads, and while it restores; saved anew it is listed."""
     with reader_of(run) as reader, ec.CheckpointManager(run) as trainer:
-        with monkeypatch.context() as patch:
-            original, deleted = reader.components.directory.epoch_directory.check_shallow, list[int]()
 
-            def check(record: Any, **kwargs: Any) -> None:
-                if not deleted:
-                    deleted.append(record.epoch)
-                    trainer.delete(record.epoch)
-                    trainer.wait_until_finished()
-                original(record, **kwargs)
+        def delete(call: StoreCall) -> None:
+            look.remove()
+            trainer.delete(3)
+            trainer.wait_until_finished()
 
-            patch.setattr(reader.components.directory.epoch_directory, "check_shallow", check)
-            reader.reload()
-            assert deleted == [3]
-            assert (reader.all_steps(), reader.damaged_epochs()) == ([1, 2], [])
+        look = faults.before(Store.size, delete, where=lambda call: call.path.startswith("3/"))
+        reader.reload()
+        assert look.hits == 1
+        assert (reader.all_steps(), reader.damaged_epochs()) == ([1, 2], [])
         save_epochs(trainer, 3)
         reader.reload()
         assert reader.all_steps() == [1, 2, 3]

@@ -54,6 +54,10 @@ class InMemory(coordination.Coordinator):
             found = {k: v for k, v in self._service.values.items() if k.startswith(f"{prefix}/")}
         return {key.rpartition("/")[2]: json.loads(value) for key, value in found.items()}
 
+    def next_opening(self, prefix: str) -> int:
+        self.opened += 1
+        return self.opened
+
     def forget(self, prefix: str) -> None:
         with self._service.changed:
             for key in [k for k in self._service.values if k == prefix or k.startswith(f"{prefix}/")]:
