@@ -41,7 +41,7 @@ _TOLERATED = (ValueError, IndexError, RecursionError, OSError, NotImplementedErr
 
 _READS = 128  # under way at the same time, as many as Orbax has
 _NUMBERS = 1024  # read ahead when one is asked for: they are a few bytes each
-_READ_BYTES = 2**31  # bound on the decoded chunks of these reads; what has more is read alone
+_READ_BYTES = 2**31  # bound on the decoded chunks of these reads
 _BAND_BYTES = 2**26  # of the bands that an array is read in, if several parts of it share chunks
 _CACHE_BYTES = 2**32  # bound on the decoded chunks of one array that are kept for its next part
 _SLACK_BYTES = 2**24  # of that cache: entries take a little more than their chunks
@@ -81,7 +81,8 @@ class OrbaxItem:
     """One array item of a step; its metadata is read now, arrays later.
 
     `bare`: it is known to be a single array. `present` raises if the step is gone. Orbax leaves out
-    chunks of zeros, so deleted chunks read as zeros: `present` is called after each such read.
+    chunks of zeros, so deleted chunks read as zeros: `present` is called after each such read. The decoded chunks of
+    reads at the same time are at most `read_bytes`; what has more is read alone.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class OrbaxItem:
         handler: str = "",
         bare: bool = False,
         present: Callable[[], None] = lambda: None,
+        read_bytes: int = _READ_BYTES,
     ):
         self._store = store
         self._at = at
         self._epoch = epoch
         self._present = present
+        self._read_bytes = read_bytes
         self.custom_metadata: Any = None
         self._fill = self._zarr3 = False
         self._files = TensorFiles(store, at)
@@ -296,7 +299,7 @@ class OrbaxItem:
         busy = 0
         for part in itertools.chain(parts, [None]):
             nbytes = _decoded_bytes(part[0], part[1]) if part is not None else 0
-            while under_way and (part is None or len(under_way) == _READS or busy + nbytes > _READ_BYTES):
+            while under_way and (part is None or len(under_way) == _READS or busy + nbytes > self._read_bytes):
                 done, freed, future = under_way.popleft()
                 busy -= freed
                 problem = None
@@ -308,7 +311,7 @@ class OrbaxItem:
                 yield done, problem
             if part is not None:
                 row, box, out = part
-                future = self._begin(row, box, out, kept=0 if one_by_one else _READ_BYTES)
+                future = self._begin(row, box, out, kept=0 if one_by_one else self._read_bytes)
                 under_way.append((part, nbytes, future))
                 busy += nbytes
         if not one_by_one:
@@ -424,13 +427,16 @@ class _Values(Mapping[int, Any]):
         return sum(1 for _ in self)
 
 
-def in_bands(row: StoredLeaf, pairs: Sequence[tuple[Box, np.ndarray]]) -> Iterator[Part]:
-    """The parts of an array, cut along its first axis if they share chunks: parts of the same chunks come together."""
+def in_bands(row: StoredLeaf, pairs: Sequence[tuple[Box, np.ndarray]], band_bytes: int = _BAND_BYTES) -> Iterator[Part]:
+    """The parts of an array, cut along its first axis if they share chunks: parts of the same chunks come together.
+
+    A band has so many bytes, but at least a row of chunks.
+    """
     if len(pairs) == 1 or all(_is_aligned(row, box) for box, _ in pairs):
         yield from ((row, box, out) for box, out in pairs)
         return
     assert row.array is not None, "only chunks are shared"
-    rows = row.array.chunks[0] * max(1, _BAND_BYTES // _row_bytes(row))
+    rows = row.array.chunks[0] * max(1, band_bytes // _row_bytes(row))
     for start in range(0, row.leaf.shape[0], rows):
         for box, out in pairs:
             low = max(box[0][0], start)

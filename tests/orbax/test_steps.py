@@ -26,6 +26,7 @@ from flax import nnx
 
 import epochckpt as ec
 from epochckpt import errors
+from epochckpt.format import grid
 from epochckpt.format.tree import DTYPES
 from epochckpt.orbax import leaves as orbax_leaves
 from epochckpt.orbax import small_files
@@ -168,24 +169,27 @@ def test_metadata_of_every_leaf_is_that_of_orbax(
     assert stock_states.differences(restored if single else restored["state"], full()) == []
 
 
-@pytest.mark.parametrize("bands", [False, True], ids=["whole", "in bands"])
-@pytest.mark.parametrize("axes", [("x", None), (None, "x")], ids=["rows", "columns"])
-def test_a_chunk_that_several_devices_have_parts_of_is_read_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, axes: tuple[str | None, str | None], bands: bool
-) -> None:
-    """So is one that is cut into parts because the array is larger than what may be decoded at the same time."""
-    if bands:
-        monkeypatch.setattr(orbax_leaves, "_READ_BYTES", 2**18)
-        monkeypatch.setattr(orbax_leaves, "_BAND_BYTES", 2**16)
+def bytes_read() -> int:
+    """By TensorStore, from files."""
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in found for value in metric["values"])
+
+
+def by_rows_and_whole(tmp_path: pathlib.Path) -> tuple[np.ndarray, jax.sharding.NamedSharding]:
+    """A step with one value twice: as one chunk, and as one for each of four devices."""
     value = np.random.default_rng(0).integers(0, 256, (1024, 1024), np.uint8)
     rows = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:4], ("x",)), jax.sharding.PartitionSpec("x"))
     write(tmp_path, "folders-zarr2-single", {1: {"one": jnp.asarray(value), "rows": jax.device_put(value, rows)}})
+    return value, rows
+
+
+@pytest.mark.parametrize("axes", [("x", None), (None, "x")], ids=["rows", "columns"])
+def test_a_chunk_that_several_devices_have_parts_of_is_read_once(
+    tmp_path: pathlib.Path, axes: tuple[str | None, str | None]
+) -> None:
+    value, rows = by_rows_and_whole(tmp_path)
     sharding = jax.sharding.NamedSharding(rows.mesh, jax.sharding.PartitionSpec(*axes))
     wanted = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-
-    def bytes_read() -> int:
-        found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-        return sum(value["value"] for metric in found for value in metric["values"])
 
     with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
         before = bytes_read()
@@ -194,6 +198,22 @@ def test_a_chunk_that_several_devices_have_parts_of_is_read_once(
     for array in found.values():
         assert array.sharding == sharding
         np.testing.assert_array_equal(np.asarray(array), value)
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["rows", "columns"])
+def test_a_chunk_that_is_cut_into_parts_is_read_once(tmp_path: pathlib.Path, axis: int) -> None:
+    """Because the array is larger than what may be decoded at the same time."""
+    value, _ = by_rows_and_whole(tmp_path)
+    item = orbax_leaves.OrbaxItem(open_store(tmp_path), "1/default", 1, read_bytes=2**18)
+    places = [tuple((k * 256, k * 256 + 256) if i == axis else (0, 1024) for i in range(2)) for k in range(4)]
+    found = {row.leaf.name: [(box, np.empty(grid.box_shape(box), np.uint8)) for box in places] for row in item.leaves}
+    parts = [part for row in item.leaves for part in orbax_leaves.in_bands(row, found[row.leaf.name], 2**16)]
+    assert (len(parts) > 2 * len(places)) == (axis == 1)  # rows are the chunks of one of the two
+    before = bytes_read()
+    assert {problem for _, problem in item.read(parts)} == {None}
+    assert 2 * value.nbytes < bytes_read() - before < 2 * value.nbytes + 2**16
+    for read in found.values():
+        np.testing.assert_array_equal(np.concatenate([out for _, out in read], axis), value)
 
 
 @pytest.mark.parametrize("state", ["linen", "nnx"])

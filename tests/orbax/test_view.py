@@ -1,5 +1,6 @@
 """Stock Orbax reads what we write: by itself, in processes that cannot import epochckpt."""
 
+import functools
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import google_crc32c
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -23,8 +25,9 @@ from safetensors.numpy import load_file
 import epochckpt as ec
 from epochckpt.arrays import plan
 from epochckpt.format.tree import DTYPES
-from epochckpt.orbax import linked_view, ocdbt, parameters
-from epochckpt.orbax import view as orbax_view
+from epochckpt.orbax import Views, linked_view, ocdbt, parameters
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support import stock_states
 from tests.support.processes import run_worker
 
@@ -572,8 +575,11 @@ def test_text_with_a_lone_surrogate_is_left_out(tmp_path: pathlib.Path) -> None:
         assert all(value.encode() is not None for value in texts.values())
 
 
-def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes alone, what differs per node, and more cells than an index should hold: no folder, and a note."""
+def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path) -> None:
+    """Bytes alone, what differs per node, and more cells than an index should hold: no folder, and a note.
+
+    `tests/convert/test_export.py` saves an item that has too many cells.
+    """
     with ec.CheckpointManager(tmp_path) as manager:
         items = {"raw": ocp.args.StandardSave(b"alone"), "many": ocp.args.StandardSave({str(i): i for i in range(9)})}
         manager.save(5, args=ocp.args.Composite(**items, own=ec.args.NodeSave({"position": 3})))
@@ -581,13 +587,13 @@ def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatc
         assert set(unsupported(tmp_path)) == {"raw", "own"}
         assert not (tmp_path / "5" / "raw").exists()
         assert not (tmp_path / "5" / "own").exists()
-        monkeypatch.setattr(parameters, "MAX_ENTRIES", 3)
-        items["many"] = ocp.args.StandardSave({str(i): jnp.ones(2) for i in range(9)})
-        manager.save(6, args=ocp.args.Composite(**items))
-        manager.wait_until_finished()
-        assert manager.verify(6).ok
-    assert "more than 3" in json.loads((tmp_path / "6" / "epoch.json").read_bytes())["orbax_unsupported"]["many"]["*"]
-    assert not (tmp_path / "6" / "many").exists()
+        record = manager.components.directory.epoch_directory.read_record(5)
+    view, noted = Views(max_entries=3).note(record)
+    assert view is not None
+    assert "more than 3" in noted.orbax_unsupported["many"]["*"]
+    assert "many" not in view.folders
+    assert noted.orbax_view is not None
+    assert not any(path.startswith("many/") for path in noted.orbax_view)
 
 
 @pytest.mark.long
@@ -606,8 +612,18 @@ def test_the_largest_index_that_tensorstore_reads(tmp_path: pathlib.Path) -> Non
         database(over).read(b"0").result()
 
 
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has the index of no further view be made."""
+
+    def value(_: bytes) -> int:
+        raise KeyError("a bug")
+
+    return functools.partial(monkeypatch.setattr, google_crc32c, "value", value)
+
+
 def test_links_of_nodes_to_items_without_a_view_do_not_stay(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, broken: Callable[[], None], faults: Faults
 ) -> None:
     """What each node of a job makes is what the primary would have made, and is removed where the view is not."""
     items = ocp.args.Composite(
@@ -615,12 +631,14 @@ def test_links_of_nodes_to_items_without_a_view_do_not_stay(
         keys=ocp.args.JaxRandomKeySave(jax.random.key(1)),
         empty=ocp.args.StandardSave({"none": np.zeros(0)}),
     )
-    link_node, made = linked_view.link_node, list[str]()
+    made = list[str]()
 
-    def as_in_a_job(store: Any, folder: str, node: str, record: bool, bases: Any) -> None:
+    def as_in_a_job(call: StoreCall) -> None:
+        node_folder, _ = os.path.split(call.path)
+        folder, node = os.path.split(node_folder)
         bases = ["state", "keys/jax_random_key", "empty"]
-        link_node(store, folder, node, record, bases)
-        made.extend(os.readlink(f"{store.root}/{folder}/{base}/{node}") for base in bases)
+        linked_view.link_node(call.store, folder, node, False, bases)
+        made.extend(os.readlink(f"{call.store.root}/{folder}/{base}/{node}") for base in bases)
 
     def view_of(directory: pathlib.Path, **storage: Any) -> set[tuple[str, str]]:
         with ec.CheckpointManager(directory, node="a b", storage=ec.StorageOptions(**storage)) as manager:
@@ -631,10 +649,10 @@ def test_links_of_nodes_to_items_without_a_view_do_not_stay(
         return {(str(p.relative_to(directory)), os.readlink(p) if p.is_symlink() else "") for p in found}
 
     expected = view_of(tmp_path / "alone")
-    monkeypatch.setattr(linked_view, "link_node", as_in_a_job)
+    faults.before(Store.create, as_in_a_job, where=lambda call: call.path.endswith("/node.json"))
     assert view_of(tmp_path / "job") == expected
     assert made == ["../x-a-20b", "../../x-a-20b", "../x-a-20b"]
-    monkeypatch.setattr(orbax_view.Views, "build", lambda *_: 1 / 0)
+    broken()
     left = {path for path, _ in view_of(tmp_path / "lost")}
     assert left == {path for path, _ in expected if path.startswith("5/x-a-20b")} | {"5/x-a-20b", "5/epoch.json"}
 
@@ -746,13 +764,9 @@ def test_no_view_where_none_is_wanted_or_possible(tmp_path: pathlib.Path) -> Non
         ec.StorageOptions(orbax_view=1)  # type: ignore[arg-type]
 
 
-def test_a_view_that_cannot_be_built_costs_no_epoch(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_that_cannot_be_built_costs_no_epoch(tmp_path: pathlib.Path, broken: Callable[[], None]) -> None:
     """It is logged and noted in the record, and the epoch is committed without one."""
-
-    def broken(*_: Any) -> Any:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(orbax_view.Views, "build", broken)
+    broken()
     save(tmp_path, {"a": jnp.ones(2, ml_dtypes.bfloat16)})
     assert unsupported(tmp_path) == {"*": {"*": "KeyError: 'a bug'"}}
     with ec.CheckpointManager(tmp_path) as manager:
@@ -782,17 +796,26 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
     assert found == [json.loads(named), json.loads(lone)]
 
 
-def test_the_shardings_of_a_large_job_name_no_devices(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every leaf Orbax would list all devices; without them it takes JAX's, and restores to the same sharding."""
-    monkeypatch.setattr(parameters, "_MAX_SHARDING_BYTES", 10)
-    tree = {"a": stock_states.place(np.arange(16, dtype=np.float32).reshape(4, 4), "x", "y")}
+def test_the_shardings_of_a_large_job_name_no_devices(tmp_path: pathlib.Path) -> None:
+    """For every leaf Orbax would list all devices; without them it takes JAX's, and restores to the same sharding.
+
+    There are few devices here: the name of an axis makes the shardings as long.
+    """
+    axis = "x" * 2**18
+    sharding = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(jax.devices()[:4], (axis,)), jax.sharding.PartitionSpec(axis)
+    )
+    tree = {str(i): jax.device_put(np.arange(4, dtype=np.float32) + i, sharding) for i in range(40)}
     with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(4, args=ocp.args.StandardSave({name: tree[name] for name in "12"}))
         manager.save(5, args=ocp.args.StandardSave(tree))
+    assert "device_mesh" in (tmp_path / "4" / "default" / "_sharding").read_text()
     assert "device_mesh" not in (tmp_path / "5" / "default" / "_sharding").read_text()
     with ocp.StandardCheckpointer() as stock:
         found = stock.restore(tmp_path / "5" / "default")
-    assert found["a"].sharding == tree["a"].sharding
-    assert np.array_equal(found["a"], tree["a"])
+    for name, array in tree.items():
+        assert found[name].sharding == sharding
+        assert np.array_equal(found[name], array)
 
 
 def test_what_stock_orbax_will_not_see_is_logged_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
