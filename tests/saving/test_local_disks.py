@@ -6,12 +6,13 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 import epochckpt as ec
 from epochckpt.errors import CoordinationError, InvalidArgumentError, UnsupportedError
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 from tests.support import disk_walk
 from tests.support.disk_walk import Disks, Kill, Operation, Run, in_processes
 
@@ -153,7 +154,7 @@ def test_without_a_mirrored_copy_a_lost_disk_is_said(tmp_path: pathlib.Path) -> 
             listed, damaged = list(manager.all_steps()), manager.damaged_epochs()
             with pytest.raises(ec.errors.DamagedError) as caught:
                 manager.restore(None, args=ec.args.NodeRestore())
-            disks._do(manager, number, ("save", 2, 22))  # the part that is there gives way
+            disks.do(manager, number, ("save", 2, 22))  # the part that is there gives way
             return listed, damaged, str(caught.value)
 
     for found in in_processes(Run(2), look):
@@ -176,7 +177,7 @@ def test_another_number_of_processes_goes_on_from_the_mirror(tmp_path: pathlib.P
                 for epoch in manager.all_steps():
                     assert manager.restore(epoch, args=again)["tag"] == 10 + epoch
                 found = list(manager.all_steps())
-                disks._do(manager, number, ("save", max(found) + 1, 11 + max(found)))
+                disks.do(manager, number, ("save", max(found) + 1, 11 + max(found)))
                 return found
 
         assert in_processes(Run(processes), look) == [list(range(2 + processes))] * processes
@@ -208,19 +209,18 @@ def test_a_part_is_not_opened_as_a_whole(tmp_path: pathlib.Path) -> None:
     assert in_processes(Run(2), overwriting) == [None, None]
 
 
-def test_a_deletion_that_one_disk_does_not_follow_is_known_to_all(tmp_path: pathlib.Path) -> None:
+def test_a_deletion_that_one_disk_does_not_follow_is_known_to_all(tmp_path: pathlib.Path, faults: Faults) -> None:
     """All raise; and none lists the epoch, which the primary has deleted."""
     disks = Disks(tmp_path)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("the disk is read only now")
+    read_only = OSError("the disk is read only now")
 
     def delete(number: int) -> list[int]:
         with disks.open(number) as manager:
             for operation in SAVES:
-                disks._do(manager, number, operation)
+                disks.do(manager, number, operation)
             if number == 1:
-                manager.components.directory.job_directory.writer.unlist = refuse
+                store = manager.components.directory.store
+                faults.fail(Store.rename, read_only, where=lambda call: call.store is store and call.path == "1")
             with pytest.raises((OSError, CoordinationError), match="the disk is read only now"):
                 manager.delete(1)
             return list(manager.all_steps())

@@ -31,7 +31,6 @@ import epochckpt as ec
 from epochckpt import _threads
 from epochckpt.agreement import coordination
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochNotFoundError, say
-from epochckpt.saving import opening
 from epochckpt.storage import PosixStore, posix
 
 WAIT_SECS = 60.0
@@ -153,6 +152,10 @@ class InMemory(coordination.Coordinator):
             values = found()
         return values, missing - values.keys()
 
+    def next_opening(self, prefix: str) -> int:
+        self.opened += 1
+        return self.opened
+
     def forget(self, prefix: str) -> None:
         with self._run.changed:
             for key in [k for k in self._run.values if k == prefix or k.startswith(f"{prefix}/")]:
@@ -166,10 +169,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
         found = _here.get()
         assert found is not None, "a thread of no run"
         return _coordinators[found[0]][found[1]]
-
-    def base(coordinator: Any, _: Any) -> str:
-        coordinator.opened += 1
-        return f"open/{coordinator.opened}"
 
     start = _threads.start
 
@@ -205,7 +204,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(posix, "os", Os())
     patch.setattr(coordination, "connect", connect)
-    patch.setattr(opening, "_base", base)
     patch.setattr(_threads, "start", start_here)
     for name in CHANGES:
         patch.setattr(PosixStore, name, stepping(name))
@@ -273,7 +271,7 @@ class Disks:
             for operation in operations:
                 if number == 0:
                     self._begin(operation)
-                self._do(manager, number, operation)
+                self.do(manager, number, operation)
                 if number == 0:
                     self._end(operation)
             manager.close()
@@ -286,7 +284,7 @@ class Disks:
             abandon(manager)
         return run
 
-    def _do(self, manager: ec.CheckpointManager, number: int, operation: Operation) -> None:
+    def do(self, manager: ec.CheckpointManager, number: int, operation: Operation) -> None:
         what, epoch, tag = operation
         if what == "save":
             state = {"tag": tag, "node": number, "a": np.full(100, tag)}
@@ -331,7 +329,7 @@ class Disks:
                 if not anew:
                     return found, found
                 for epoch in (e for e in range(max(found, default=-1) + 2) if e not in found):
-                    self._do(manager, number, ("save", epoch, 1000 + epoch))
+                    self.do(manager, number, ("save", epoch, 1000 + epoch))
                 return found, self._read(manager, number)
 
         results = in_processes(run, process)

@@ -22,7 +22,6 @@ import pytest
 from epochckpt import _threads
 from epochckpt.agreement import coordination
 from epochckpt.directory import head_turns
-from epochckpt.saving import opening
 from epochckpt.storage import PosixStore, Store, posix
 from epochckpt.storage.object_client import Client
 from tests.support.disk_walk import InMemory, Killed
@@ -277,20 +276,13 @@ def install(patch: pytest.MonkeyPatch) -> None:
         if _here.get() is None:
             drain(owner)
 
-    connect, base = coordination.connect, opening._base
+    connect = coordination.connect
 
     def connect_here(*args: Any) -> coordination.Coordinator:
         life = _here.get()
         return connect(*args) if life is None or life not in _of_job else _of_job[life]
 
-    def base_here(coordinator: Any, *args: Any) -> str:
-        if not isinstance(coordinator, InMemory):
-            return base(coordinator, *args)
-        coordinator.opened += 1
-        return f"open/{coordinator.opened}"
-
     patch.setattr(coordination, "connect", connect_here)
-    patch.setattr(opening, "_base", base_here)
     patch.setattr(_threads, "start", start_here)
     patch.setattr(_threads, "start_thread", start_thread_here)
     patch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # processes do not share their turns
