@@ -21,6 +21,8 @@ from epochckpt.orbax import options as checks
 from epochckpt.saving import opening
 from epochckpt.storage import Store
 from epochckpt.testing import Faults, StoreCall
+from epochckpt.tiers import SharedDirectory
+from tests.support.in_memory import InMemory, Service
 from tests.support.orbax_options import fields_of, option
 
 WAIT_SECS = 30.0
@@ -146,8 +148,25 @@ def bound(directory: pathlib.Path, options: Any) -> float:
     return checks.storage_options(options, None).save_timeout_secs
 
 
+class Told(InMemory):
+    """A process of two, which hears nothing of the other one."""
+
+    def __init__(self) -> None:
+        super().__init__(Service(), 1, 2)
+        self.unheard = ("",)
+        self.keys: list[str] = []
+
+    def put(self, key: str, value: Any, again: bool = False) -> None:
+        self.keys.append(key)
+        super().put(key, value, again)
+
+
 def keys(directory: pathlib.Path, options: Any) -> str:
-    return opening._base(coordination.Coordinator(), options).rpartition("/")[0]
+    """Where a process of a job tells that it opens a directory."""
+    told = Told()
+    with pytest.raises(ec.errors.CoordinationTimeoutError):
+        opening.open_directory(directory, options, ec.StorageOptions(), None, told, kind=SharedDirectory)
+    return "/".join(told.keys[0].split("/")[:3])
 
 
 def loss(found: Mapping[str, Any]) -> float:
