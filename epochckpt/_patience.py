@@ -26,6 +26,7 @@ class Patience:
         verdict_margin_secs: by how much the other processes of a save wait longer than the primary does.
         report_secs: how long nodes may take to report, once all older saves are decided, before a new save fails.
         long_save_secs: a save that holds training for longer says why.
+        long_exit_secs: an exit that takes longer says why.
         mirror_pauses_secs: the first and the longest pause before a mirror that does not answer is asked again.
         handler_call_secs: a metadata handler hangs if one call takes longer.
         run_call_margin_secs: by how much the other processes wait longer for a call of a run than the primary, which
@@ -47,6 +48,7 @@ class Patience:
     verdict_margin_secs: float = 60.0
     report_secs: float = 1.0
     long_save_secs: float = 1.0
+    long_exit_secs: float = 10.0
     mirror_pauses_secs: tuple[float, float] = (1.0, 60.0)
     handler_call_secs: float = 60.0
     run_call_margin_secs: float = 5.0

@@ -11,7 +11,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_manager
 
-from epochckpt import _threads, errors
+from epochckpt import _patience, _threads, errors
 from epochckpt._threads import Deadline
 from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.arrays import EpochReader, item_names, restore_items
@@ -40,8 +40,6 @@ from epochckpt.tiers import DirectoryPerHost, LedgerFile, Mirror, SharedDirector
 T = TypeVar("T")
 
 errors.join_orbax()
-
-_QUIET_SECS = 10.0  # an exit that takes longer says why
 
 
 class CheckpointManager(ocp.AbstractCheckpointManager):
@@ -776,7 +774,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return f"the save of checkpoint {unsaved}" if unsaved else "its clean-up"
 
         def wait() -> None:
-            if not closing.wait(min(_QUIET_SECS, deadline.left())):
+            if not closing.wait(min(_patience.now().long_exit_secs, deadline.left())):
                 text = "%s: before it exits, the program waits up to %.0f s for %s"
                 logging.warning(text, self.root, deadline.left(), left_to_do())
             if closing.wait(deadline.left()):

@@ -13,7 +13,7 @@ import random
 import re
 import signal
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -21,7 +21,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.storage import posix
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
+from epochckpt.testing.faults import Failure
 from tests.support import killjob, zombiejob
 from tests.support.killed import KilledJob
 from tests.support.processes import Processes, parse_result, start_processes
@@ -299,62 +301,33 @@ def test_an_older_manager_on_an_object_store_cannot_commit() -> None:
 # -- the directory cannot be made durable, or the rename lies
 
 
-class FlakyRename:
-    """The rename of epoch 2 into place, and what follows it, go wrong.
-
-    Args:
-        rename: called with the real rename of epoch 2, instead of it.
-        sync: the flush of the directory right after it fails.
-        back: moving the epoch out of sight again fails.
-    """
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        rename: Callable[[Callable[[], None]], None] = lambda call: call(),
-        sync: bool = False,
-        back: bool = False,
-    ):
-        store = posix.PosixStore
-        real_rename, real_sync = store.rename, store.sync_folder
-        state = {"failing": False, "hits": 0}
-
-        def fake_rename(self: Any, src: str, dst: str, *, replace: bool = False) -> None:
-            if dst == "2" and not state["hits"]:
-                state["hits"] += 1
-                state["failing"] = sync
-                return rename(lambda: real_rename(self, src, dst, replace=replace))
-            if src == "2" and back:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return real_rename(self, src, dst, replace=replace)
-
-        def fake_sync(self: Any, path: str) -> None:
-            if not path and state["failing"]:
-                state["failing"] = False
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            real_sync(self, path)
-
-        monkeypatch.setattr(store, "rename", fake_rename)
-        monkeypatch.setattr(store, "sync_folder", fake_sync)
+BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-def stale(call: Callable[[], None]) -> None:
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+def puts_2_in_place(call: StoreCall) -> bool:
+    return call.target == "2"
 
 
-def stale_but_done(call: Callable[[], None]) -> None:
-    call()
-    stale(call)
+def fail_flush_after_rename(faults: Faults) -> Failure:
+    """The flush of the directory right after the rename of epoch 2 into place fails."""
+    renamed = faults.before(Store.rename, lambda call: None, where=puts_2_in_place)
+    return faults.fail(
+        Store.sync_folder,
+        BROKEN,
+        where=lambda call: not call.path and renamed.hits > 0,
+        times=1,
+    )
 
 
 def test_a_directory_that_cannot_be_flushed_after_the_rename_takes_the_epoch_out_of_sight(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, faults: Faults
 ) -> None:
     """UncertainError; the epoch is not visible, the earlier one is untouched, the next save works."""
     with open_manager(tmp_path) as manager:
         save(manager, [1])
         before = fingerprint(tmp_path, [1])
-        FlakyRename(monkeypatch, sync=True)
+        fail_flush_after_rename(faults)
         manager.save(2, args=killjob.save_args(2))
         with pytest.raises(errors.UncertainError, match="out of sight"):
             manager.wait_until_finished()
@@ -372,16 +345,17 @@ def test_a_directory_that_cannot_be_flushed_after_the_rename_takes_the_epoch_out
 
 
 def test_an_epoch_that_can_neither_be_flushed_nor_moved_back_is_reported_as_uncertain(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, faults: Faults
 ) -> None:
     """It may survive and is whole, so that neither "committed" nor "not committed" would be true."""
     manager = open_manager(tmp_path)
     save(manager, [1])
-    with monkeypatch.context() as patch:
-        FlakyRename(patch, sync=True, back=True)
+    back = faults.fail(Store.rename, BROKEN, where=lambda call: call.path == "2")
+    with back, fail_flush_after_rename(faults):
         manager.save(2, args=killjob.save_args(2))
         with pytest.raises(errors.UncertainError):
             manager.wait_until_finished()
+    assert back.hits == 1
     manager.reload()
     assert list(manager.all_steps()) == [1, 2]
     assert killjob.wrong_content(manager, 2, 2) == ""
@@ -391,25 +365,28 @@ def test_an_epoch_that_can_neither_be_flushed_nor_moved_back_is_reported_as_unce
 
 
 def test_a_rename_that_reports_an_error_although_it_happened_is_a_commit(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, faults: Faults
 ) -> None:
     """As over NFS: the attempt's id under the final name tells."""
     with open_manager(tmp_path) as manager:
         save(manager, [1])
-        FlakyRename(monkeypatch, stale_but_done)
+
+        def report_stale(call: StoreCall) -> None:
+            raise STALE
+
+        stale = faults.after(Store.rename, report_stale, where=puts_2_in_place)
         save(manager, [2])
+        assert stale.hits == 1
         assert list(manager.all_steps()) == [1, 2]
         assert manager.verify(2).ok
         assert killjob.wrong_content(manager, 2, 2) == ""
 
 
-def test_a_rename_that_reports_an_error_and_did_not_happen_is_no_commit(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rename_that_reports_an_error_and_did_not_happen_is_no_commit(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The counterpart: nothing is visible, the error is told, the next save works."""
     with open_manager(tmp_path) as manager:
         save(manager, [1])
-        FlakyRename(monkeypatch, stale)
+        faults.fail(Store.rename, STALE, where=puts_2_in_place, times=1)
         manager.save(2, args=killjob.save_args(2))
         with pytest.raises(errors.SaveError, match="renaming it into place failed"):
             manager.wait_until_finished()

@@ -29,9 +29,9 @@ EVERY = [pytest.param(False, id="line"), pytest.param(True, id="opcode", marks=p
 
 
 @pytest.fixture
-def m(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ec.CheckpointManager]:
+def m(tmp_path: pathlib.Path, patience: Callable[..., None]) -> Iterator[ec.CheckpointManager]:
     """A manager that gives a save up after a few seconds: nothing here takes that long unless it is lost."""
-    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 1.0)
+    patience(verdict_margin_secs=1.0)
     storage = ec.StorageOptions(save_timeout_secs=10, orbax_view=False)
     options = ocp.CheckpointManagerOptions(max_to_keep=3)
     with ec.CheckpointManager(tmp_path / "run", options=options, storage=storage) as opened:
@@ -121,28 +121,24 @@ def test_a_signal_handler_may_save_and_wait_anywhere(m: ec.CheckpointManager, ah
 
 
 FORK = """
-import atexit, faulthandler, os, sys, threading
+import atexit, faulthandler, os, sys
 import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.storage.posix import PosixWriter
+from epochckpt.storage import Writer
+from epochckpt.testing import Faults
 
 def save(step):
     return m.save(step, args=ocp.args.StandardSave({"a": np.full(4, float(step))}))
 
-m = ec.CheckpointManager(sys.argv[1])
+faults = Faults()
+with faults.everywhere():
+    m = ec.CheckpointManager(sys.argv[1])
 save(0)
 m.wait_until_finished()
 m.restore_leaves(0, "*")  # threads that have run and are idle now
-reached, go, finish = threading.Event(), threading.Event(), PosixWriter.finish
-
-def held(writer):
-    reached.set()
-    go.wait()
-    finish(writer)
-
-PosixWriter.finish = held
+hold = faults.hold(Writer.finish)
 save(1)
-reached.wait()
+hold.reached.wait()
 child = os.fork()
 if child == 0:
     faulthandler.dump_traceback_later(80, exit=True)
@@ -164,7 +160,7 @@ if child == 0:
     atexit._run_exitfuncs()  # the usual end, but for XLA's destructors: they wait for threads that are not here
     os._exit(7)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-go.set()
+hold.let_go()
 assert code == 7
 m.wait_until_finished()
 assert m.all_steps() == [0, 1] and m.verify(1).ok
@@ -185,23 +181,29 @@ def test_a_forked_child_reads_and_leaves_its_parents_saves_alone(tmp_path: pathl
 
 
 EXIT = """
-import dataclasses, sys, threading
+import contextlib, sys
 import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
-from epochckpt.saving import in_flight
-from epochckpt.manager import manager
-from epochckpt.storage import posix
+from epochckpt import _patience
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 
-in_flight.VERDICT_MARGIN_SECS = manager._QUIET_SECS = 0.3
-never = threading.Event()
-managers = [ec.CheckpointManager(f"{sys.argv[1]}/{i}") for i in range(int(sys.argv[2]))]
+def save(m, step):
+    return m.save(step, args=ocp.args.StandardSave({"a": np.zeros(4)}))
+
+until_the_exit = contextlib.ExitStack()
+until_the_exit.enter_context(_patience.use(verdict_margin_secs=0.3, long_exit_secs=0.3))
+places = [f"{sys.argv[1]}/{i}" for i in range(int(sys.argv[2]))]
+for place in places:
+    with ec.CheckpointManager(place) as m:
+        save(m, 2)
+faults = Faults()
+with faults.everywhere():
+    managers = [ec.CheckpointManager(place, storage=ec.StorageOptions(save_timeout_secs=0.7)) for place in places]
 for m in managers:
-    m.save(2, args=ocp.args.StandardSave({"a": np.zeros(4)}))
-    m.wait_until_finished()
-setattr(posix.PosixStore, sys.argv[3], lambda *args, **kwargs: never.wait())
+    m.claim()
+faults.hold(getattr(Store, sys.argv[3]))
 for m in managers:
-    saves = m.components.saves
-    saves._storage = saves.queue._options = dataclasses.replace(saves._storage, save_timeout_secs=0.7)
-    m.save(3, args=ocp.args.StandardSave({"a": np.zeros(4)}))
+    save(m, 3)
 print("exits", flush=True)
 """
 

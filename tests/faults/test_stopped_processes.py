@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.storage import PosixStore
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.jobs import global_mesh, place
 from tests.support.processes import Process, Processes, start_processes
 
@@ -52,22 +53,19 @@ class Gates:
             os.close(fd)
 
 
-def stop_at(hook: str) -> None:
+def stop_at(faults: Faults, hook: str) -> None:
     """Makes this process stop itself (SIGSTOP) once, just before a call of the store."""
-    name, ending = {
-        "data": ("open_writer", ".safetensors"),
-        "record": ("create", "/epoch.json"),
-        "rename": ("rename", ""),
+    method, ending = {
+        "data": (Store.open_writer, ".safetensors"),
+        "record": (Store.create, "/epoch.json"),
+        "rename": (Store.rename, ""),
     }[hook]
-    real = getattr(PosixStore, name)
 
-    def stopping(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        if path.endswith(ending):
-            setattr(PosixStore, name, real)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return real(self, path, *args, **kwargs)
+    def stop(call: StoreCall) -> None:
+        rule.remove()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
-    setattr(PosixStore, name, stopping)
+    rule = faults.before(method, stop, where=lambda call: call.path.endswith(ending))
 
 
 def stoppable(directory: str, gates: str, timeout: float, stops: dict[str, list[Any]]) -> Any:
@@ -78,6 +76,7 @@ def stoppable(directory: str, gates: str, timeout: float, stops: dict[str, list[
     held = {}
     with (
         open(f"{gates}/gate-{me}") as gate,
+        Faults().everywhere() as faults,
         ec.CheckpointManager(directory, storage=ec.StorageOptions(save_timeout_secs=timeout)) as m,
     ):
         for epoch in range(max(map(int, stops)) + 2):
@@ -85,7 +84,7 @@ def stoppable(directory: str, gates: str, timeout: float, stops: dict[str, list[
             state = {"w": place(np.full((48, 1024), epoch, np.float32), sharding)}
             who, where = stops.get(str(epoch), (None, None))
             if who == me:
-                stop_at(where) if where != "before" else os.kill(os.getpid(), signal.SIGSTOP)
+                stop_at(faults, where) if where != "before" else os.kill(os.getpid(), signal.SIGSTOP)
             began = time.monotonic()
             assert m.save(epoch, args=Save(state))
             held[epoch] = time.monotonic() - began

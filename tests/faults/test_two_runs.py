@@ -5,61 +5,71 @@ from __future__ import annotations
 import pytest
 
 import epochckpt as ec
-from epochckpt.directory import head_turns
 from epochckpt.errors import (
     FencedError,
 )
+from epochckpt.format import paths
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
+from tests.support.other_processes import as_another_process
 from tests.support.small_saves import Save, cut, new_memory, save_all, state, value_of
 
 
+def begins(call: StoreCall) -> bool:
+    """Whether a change of the head begins a save."""
+    return call.path == paths.HEAD and b'"begun":{"' in bytes(call.content or b"")
+
+
+def commits(call: StoreCall) -> bool:
+    """Whether a change of the head ends the save that has begun."""
+    return call.path == paths.HEAD and not begins(call)
+
+
 @pytest.mark.parametrize("late", [False, True])
-def test_an_older_run_never_replaces_what_a_newer_one_committed(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_run_never_replaces_what_a_newer_one_committed(late: bool, faults: Faults) -> None:
     """It was to replace a damaged epoch; by now there is a sound one of the same number, which stays."""
     url = new_memory()
     with ec.CheckpointManager(url) as manager:
         save_all(manager, [1, 2])
         cut(manager, 2)
-    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # as in processes of their own
     older = ec.CheckpointManager(url)
     assert value_of(older.restore(None)) == 1
     assert list(older.all_steps()) == [1]
     older.claim()
-    write, begun = older.components.directory.store.replace, b'"begun":{"'
 
-    def replace(path: str, old: bytes, new: bytes, **how: bool) -> None:
-        if (begun in old) is late and (begun in new) is not late:  # the beginning, or the commit
-            monkeypatch.undo()
+    def save_newer(call: StoreCall) -> None:
+        step.remove()
+        with as_another_process():
             newer = ec.CheckpointManager(url)
-            assert value_of(newer.restore(None)) == 1
-            assert newer.save(2, args=Save(state(222)))
-            newer.wait_until_finished()
-        write(path, old, new, **how)
+        assert value_of(newer.restore(None)) == 1
+        assert newer.save(2, args=Save(state(222)))
+        newer.wait_until_finished()
 
-    monkeypatch.setattr(older.components.directory.store, "replace", replace)
+    step = faults.before(Store.replace, save_newer, where=commits if late else begins)
     assert older.save(2, args=Save(state(22)))
     with pytest.raises(FencedError):
         older.wait_until_finished()
+    assert step.hits == 1
     with ec.CheckpointManager(url) as last:
         assert list(last.all_steps()) == [1, 2]
         assert value_of(last.restore(2)) == 222
 
 
-def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(faults: Faults) -> None:
     """The newer run came right after the commit, of which the answer is lost: the older one has saved, all the same."""
-    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # as in processes of their own
     url = new_memory()
     older = ec.CheckpointManager(url)
     save_all(older, [1])
-    write, runs = older.components.directory.store.replace, list[ec.CheckpointManager]()
+    runs = list[ec.CheckpointManager]()
 
-    def replace(path: str, old: bytes, new: bytes, **how: bool) -> None:
-        write(path, old, new, **how)
-        if b'"begun":{"' in old and not runs:
+    def take_over(call: StoreCall) -> None:
+        step.remove()
+        with as_another_process():
             runs.append(ec.CheckpointManager(url))
-            runs[0].claim()
-            raise FileExistsError("changed, since the first request was sent")
+        runs[0].claim()
+        raise FileExistsError("changed, since the first request was sent")
 
-    monkeypatch.setattr(older.components.directory.store, "replace", replace)
+    step = faults.after(Store.replace, take_over, where=commits)
     assert older.save(2, args=Save(state(2)))
     older.wait_until_finished()
     (newer,) = runs
