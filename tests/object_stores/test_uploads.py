@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import threading
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt.arrays.reader import Request as ReadRequest
-from epochckpt.storage import object_client, object_store, open_store
+from epochckpt.storage import open_store, opening_through
+from epochckpt.storage.object_store import ObjectStore
 from tests.support.object_servers import Bucket, Fault, Request
 
 CONCURRENCY = 4
@@ -23,12 +27,11 @@ STATES = {"one large array": (1, 9.0), "many arrays": (36, 0.25)}  # how many, a
 
 
 @pytest.fixture
-def chunk(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> int:
+def chunk(cloud: Bucket) -> Iterator[int]:
     """Small chunks, as far as the server takes such; their bytes."""
     size = 5 << 20 if cloud.scheme == "s3" else 1 << 20
-    for module in (object_client, object_store):
-        monkeypatch.setattr(module, "CHUNK_BYTES", size)
-    return size
+    with opening_through(lambda store: ObjectStore(store.address, chunk_bytes=size)):
+        yield size
 
 
 class Watch:
@@ -115,50 +118,75 @@ def test_what_is_larger_than_a_part_is_cut_by_rows(cloud: Bucket) -> None:
     assert lengths == [3 * 8 * 4096, 2 * 8 * 4096]  # pieces have eight rows
 
 
-@pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_chunks_in_memory_are_bounded_and_freed(cloud: Bucket, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are filled, wait or are under way; of an upload that fails, too."""
-    taken: list[float] = []
-    take = object_store._Uploads.take
+class Maps:
+    """Counts the anonymous maps of memory that are alive, in which chunks lie."""
 
-    def noted(self: Any, size: int) -> Any:
-        found = take(self, size)
-        taken.append(self.free)
+    def __init__(self, least: int):
+        self.now = self.most = 0
+        self._least = least
+        self._map = mmap.mmap
+        self._changed = threading.Condition()
+
+    def map(self, fileno: int, length: int, *args: Any, **kwargs: Any) -> mmap.mmap:
+        """In place of `mmap.mmap`."""
+        found = self._map(fileno, length, *args, **kwargs)
+        if fileno == -1 and length >= self._least:
+            weakref.finalize(found, self._count, -1)
+            self._count(1)
         return found
 
-    monkeypatch.setattr(object_store._Uploads, "take", noted)
+    def _count(self, change: int) -> None:
+        with self._changed:
+            self.now += change
+            self.most = max(self.most, self.now)
+            self._changed.notify_all()
+
+    def are_gone(self) -> bool:
+        """Waits until none is alive; False if one stays so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.now, 60)
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_chunks_in_memory_are_bounded_and_freed(cloud: Bucket, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are filled, wait or are under way; of an upload that fails, too. None is kept without uploads."""
+    maps = Maps(chunk)
+    monkeypatch.setattr(mmap, "mmap", maps.map)
     storage = ec.StorageOptions(part_bytes=2 * chunk, store={"concurrency": 3, "retries": 1, "first_retry_secs": 0.01})
     saved = arrays(30, chunk / 2)
     with ec.CheckpointManager(cloud.new_url(), storage=storage) as manager:
-        store: Any = manager.components.directory.store
         manager.save(0, args=Save(saved))
         manager.wait_until_finished()
-        assert len(taken) >= 15
-        assert min(taken) == 0
+        assert sum("partNumber" in request.target for request in cloud.proxy.requests) >= 14
+        assert maps.most == 3
+        assert maps.are_gone()
         cloud.proxy.decide = lambda request: Fault(status=503) if "partNumber" in request.target else None
         manager.save(1, args=Save(saved))
         with pytest.raises(ec.errors.SaveError, match="writing failed"):
             manager.wait_until_finished()
-        assert min(taken) == 0
-        with store._uploads.changed:
-            assert store._uploads.changed.wait_for(lambda: store._uploads.free == 3, 60)
-        assert not store._uploads._spare, "memory is kept only while there are uploads"
+        assert maps.are_gone()
+    assert maps.most == 3
 
 
-def test_one_thread_may_write_many_files_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_one_thread_may_write_many_files_at_once(
+    cloud: Bucket, patience: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would wait for itself: each file may have one chunk in memory, after a while."""
-    monkeypatch.setattr(object_store, "_LATE_SECS", 0.02)
-    store: Any = open_store("memory://many-files?concurrency=2")
-    store._uploads = object_store._Uploads(2)
+    patience(upload_late_secs=0.02)
     data = np.random.default_rng(0).integers(0, 255, 1000, np.uint8).tobytes()
+    maps = Maps(len(data))
+    monkeypatch.setattr(mmap, "mmap", maps.map)
+    store = ObjectStore(f"{cloud.new_url()}?concurrency=2", chunk_bytes=len(data))
     writers = [store.open_writer(f"f{number}", len(data)) for number in range(5)]
     for start, end in ((0, 600), (600, 1000)):
         for writer in writers:
             writer.write(start, data[start:end])
-    assert store._uploads.free == 2 - len(writers)
+    assert (maps.now, maps.most) == (5, 5)
     for writer in writers:
         writer.finish()
-    assert store._uploads.free == 2
+    del writers, writer
+    assert maps.are_gone()
     assert all(store.read(f"f{number}", limit_bytes=1000) == data for number in range(5))
 
 
