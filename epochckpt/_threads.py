@@ -5,7 +5,8 @@ Guarantees:
 - no thread waits for a lock here, nor does the training thread where it shares data with these threads: a signal
   handler may call the code that it interrupted, and may wait for these threads. If the handler raises, as Ctrl-C does,
   the next call finishes what is half done;
-- in a forked child, where these threads do not exist, nothing waits for them.
+- in a forked child, where these threads do not exist, nothing waits for them;
+- what runs in them sees the context variables of whoever had it started, such as the span of somebody's tracing.
 
 `concurrent.futures` is not used: it refuses work once the interpreter has begun to shut down, which is exactly when
 the last save must be drained.
@@ -14,6 +15,7 @@ the last save must be drained.
 import atexit
 import collections
 import contextlib
+import contextvars
 import os
 import queue
 import threading
@@ -32,10 +34,10 @@ T = TypeVar("T")
 class Deadline:
     """A point in time on the monotonic clock."""
 
-    def __init__(self, secs: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, secs: float, clock: Callable[[], float] | None = None):
         self.secs = secs
-        self._clock = clock
-        self._end = clock() + secs
+        self._clock = clock or time.monotonic
+        self._end = self._clock() + secs
 
     def left(self) -> float:
         """Seconds left; negative when it has passed."""
@@ -127,9 +129,10 @@ def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
 def start(fn: Callable[[], T]) -> Future[T]:
     """Runs `fn` in a daemon thread, reusing an idle one where there is one."""
     future: Future[T] = Future()
+    context = contextvars.copy_context()
 
     def job() -> None:
-        future.run(fn)
+        context.run(future.run, fn)
 
     try:
         inbox = _idle.pop()
@@ -147,7 +150,8 @@ def start(fn: Callable[[], T]) -> Future[T]:
 def start_thread(fn: Callable[[], T]) -> Future[T]:
     """Runs `fn`, which may take as long as the process, in a daemon thread of its own; RuntimeError: there is none."""
     future: Future[T] = Future()
-    threading.Thread(target=future.run, args=(fn,), daemon=True, name="epochckpt").start()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(future.run, fn), daemon=True, name="epochckpt").start()
     return future
 
 
@@ -197,9 +201,13 @@ class Pool:
 
 
 class Lane:
-    """Runs jobs one at a time, in order, in a thread of its own while there are any; a job's error is in its future."""
+    """Runs jobs one at a time, in order, in a thread of its own while there are any; a job's error is in its future.
 
-    def __init__(self) -> None:
+    `start_other` runs a function in that thread, in place of `start`.
+    """
+
+    def __init__(self, start_other: Callable[[Callable[[], None]], object] | None = None):
+        self._start = start_other or start
         self._jobs: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
         self._busy = threading.Lock()  # its holder runs the jobs; no thread waits for it
         self._coming: Once | None = None  # taken by the thread that was started last, when it begins
@@ -218,7 +226,7 @@ class Lane:
         # which ends at once.
         if queued and not self._busy.locked() and (self._coming is None or self._coming.taken):
             coming = Once()
-            start(lambda: self._drain(coming))
+            self._start(lambda: self._drain(coming))
             self._coming = coming
         return queued
 

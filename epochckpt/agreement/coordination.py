@@ -224,6 +224,23 @@ class Preemption:
             cls._feeds.remove(answer)
 
 
+Connect = Callable[[bool, int | None, Collection[int] | None], Coordinator]
+_other_ways: list[Connect] = []  # of `connecting_by`; the last one counts
+
+
+@contextlib.contextmanager
+def connecting_by(connect: Connect) -> Generator[None]:
+    """During the block, `connect` gives the coordinators of this process, for the arguments of the function below.
+
+    It is for jobs whose processes are not those of `jax.distributed`, such as processes that threads play in tests.
+    """
+    _other_ways.append(connect)
+    try:
+        yield
+    finally:
+        _other_ways.remove(connect)
+
+
 def connect(
     read_only: bool, primary_host: int | None = 0, active_processes: Collection[int] | None = None
 ) -> Coordinator:
@@ -232,6 +249,8 @@ def connect(
     A reader gets a coordinator of its own, because readers agree on nothing. So does each process if all of them are
     primaries (`primary_host` None).
     """
+    if _other_ways:
+        return _other_ways[-1](read_only, primary_host, active_processes)
     if read_only:
         return Coordinator()
     processes = jax.process_count()  # pyright: ignore[reportUnknownMemberType]

@@ -10,6 +10,7 @@ from epochckpt.manager.restoring import Restores
 from epochckpt.manager.saves import Saves
 from epochckpt.saving import History
 from epochckpt.saving.opening import Opened
+from epochckpt.tiers import Mirror
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Components:
         saves: saves, with the claim to the directory and the queue of saves that have begun.
         restores: restores, of a named epoch or of the newest.
         administration: looks at the directory again, deletes, and rolls back.
+        mirror: the mirror of the directory, if it has one.
     """
 
     directory: Opened
@@ -31,3 +33,4 @@ class Components:
     saves: Saves
     restores: Restores
     administration: Administration
+    mirror: Mirror | None

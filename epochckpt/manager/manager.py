@@ -240,6 +240,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             saves=saves,
             restores=restores,
             administration=administration,
+            mirror=self._mirror,
         )
         self._preemption = coordination.Preemption()
         self._ended = False

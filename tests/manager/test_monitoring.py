@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import importlib.metadata
 import logging
 import pathlib
@@ -22,7 +23,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import _monitoring
 from epochckpt.errors import DamagedError, SaveError
-from epochckpt.storage import PosixStore
+from epochckpt.storage import PosixStore, Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.processes import run_worker
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent.parent / "docs" / "monitoring.md"
@@ -302,6 +304,23 @@ def test_a_listener_that_hangs_holds_up_events_alone(
     assert len(events["/jax/orbax/write/success"]) == 2
     assert len(events["/jax/orbax/read/success"]) == 1
     assert threading.main_thread() not in events.threads
+
+
+def test_a_store_that_is_traced_sees_the_span_of_the_save(directory: str, faults: Faults) -> None:
+    """The context variables of the caller, in whatever thread the bytes are written."""
+    span: contextvars.ContextVar[str] = contextvars.ContextVar("span", default="none")
+    seen: set[tuple[str, bool]] = set()
+
+    def trace(call: StoreCall) -> None:
+        seen.add((span.get(), threading.current_thread() is threading.main_thread()))
+
+    faults.before(Store.open_writer, trace)
+    with ec.CheckpointManager(directory) as manager:
+        token = span.set("step 1")
+        manager.save(1, args=Save({"w": np.arange(4)}))
+        span.reset(token)
+        manager.wait_until_finished()
+    assert seen == {("step 1", False)}
 
 
 def worker(directory: str) -> dict[str, Any]:

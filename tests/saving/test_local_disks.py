@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -29,8 +29,9 @@ SAVES = OPERATIONS[:3]
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    disk_walk.install(monkeypatch)
+def installed() -> Iterator[None]:
+    with disk_walk.installed():
+        yield
 
 
 @pytest.mark.slow

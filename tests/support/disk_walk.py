@@ -21,7 +21,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -31,11 +31,24 @@ import epochckpt as ec
 from epochckpt import _threads
 from epochckpt.agreement import coordination
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochNotFoundError, say
-from epochckpt.storage import PosixStore, posix
+from epochckpt.storage import Store, opening_through
+from epochckpt.testing import Faults, FaultyStore, StoreCall
 
 WAIT_SECS = 60.0
-CHANGES = ("create", "rename", "exchange", "make_folder", "remove", "remove_tree", "open_writer")
+CHANGES = {
+    method.__qualname__
+    for method in (
+        Store.create,
+        Store.rename,
+        Store.exchange,
+        Store.make_folder,
+        Store.remove,
+        Store.remove_tree,
+        Store.open_writer,
+    )
+}
 
+T = TypeVar("T")
 Kill = tuple[int, int | str]  # a process, and the number of its step, or a pattern of the first such step
 Operation = tuple[str, int, int]  # what, epoch, and the tag that tells saves of one epoch apart
 _here: contextvars.ContextVar[tuple[Run, int] | None] = contextvars.ContextVar("process", default=None)
@@ -162,56 +175,58 @@ class InMemory(coordination.Coordinator):
                 del self._run.values[key]
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    """Makes every manager that a thread of a `Run` opens one of that run's, and its changes steps."""
+class _Steps(Faults):
+    """Has the changes of storage that a process makes be steps of its run."""
+
+    def make(self, call: StoreCall, made: Callable[[], T]) -> T:
+        found = _here.get()
+        if found is None or call.method not in CHANGES:
+            return made()
+        name = call.method.rpartition(".")[2]
+        with found[0].change(found[1], f"{name} {call.store.root.rpartition('/')[2]}/{call.path}"):
+            return made()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Every manager that a thread of a `Run` opens in the block is one of that run's, and its changes are steps."""
 
     def connect(*_: Any) -> coordination.Coordinator:
         found = _here.get()
         assert found is not None, "a thread of no run"
         return _coordinators[found[0]][found[1]]
 
-    start = _threads.start
+    def step(call: str, path: Any) -> contextlib.AbstractContextManager[None]:
+        if (found := _here.get()) is not None:
+            found[0].step(found[1], f"{call} {path}")
+        return contextlib.nullcontext()
 
-    def start_here(fn: Callable[[], Any]) -> Any:
-        context = contextvars.copy_context()
-        return start(lambda: context.run(fn))
-
-    def stepping(name: str) -> Callable[..., Any]:
-        change = getattr(PosixStore, name)
-
-        def changed(self: PosixStore, path: str, *args: Any, **kwargs: Any) -> Any:
-            if (found := _here.get()) is None:
-                return change(self, path, *args, **kwargs)
-            with found[0].change(found[1], f"{name} {self.root.rpartition('/')[2]}/{path}"):
-                return change(self, path, *args, **kwargs)
-
-        return changed
-
-    class Os:
-        """The module of the system's calls: what they remove within a tree are steps, too."""
-
-        __getattr__ = staticmethod(functools.partial(getattr, os))
-
-        @staticmethod
-        def unlink(path: str, *, dir_fd: int | None = None) -> None:
-            _removing("unlink", path, dir_fd)
-            os.unlink(path, dir_fd=dir_fd)
-
-        @staticmethod
-        def rmdir(path: str, *, dir_fd: int | None = None) -> None:
-            _removing("rmdir", path, dir_fd)
-            os.rmdir(path, dir_fd=dir_fd)
-
-    patch.setattr(posix, "os", Os())
-    patch.setattr(coordination, "connect", connect)
-    patch.setattr(_threads, "start", start_here)
-    for name in CHANGES:
-        patch.setattr(PosixStore, name, stepping(name))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        opening_through(functools.partial(FaultyStore, faults=_Steps())),
+        coordination.connecting_by(connect),
+    ):
+        step_in_trees(patch, step)
+        forget_at_exit(patch)
+        yield
 
 
-def _removing(call: str, path: str, dir_fd: int | None) -> None:
-    if (found := _here.get()) is not None and dir_fd is not None:
-        found[0].step(found[1], f"{call} {path}")
+def step_in_trees(
+    patch: pytest.MonkeyPatch, step: Callable[[str, Any], contextlib.AbstractContextManager[None]]
+) -> None:
+    """What the system removes within a tree is removed within `step`, too."""
+
+    def stepping(call: Callable[..., None], path: Any, *, dir_fd: int | None = None) -> None:
+        with contextlib.nullcontext() if dir_fd is None else step(call.__name__, path):
+            call(path, dir_fd=dir_fd)
+
+    for name in ("unlink", "rmdir"):
+        patch.setattr(os, name, functools.partial(stepping, getattr(os, name)))
+
+
+def forget_at_exit(patch: pytest.MonkeyPatch) -> None:
+    """At its end, this process does not wait for managers that are made from now on: some are those of the dead."""
+    patch.setattr(_threads, "drain_at_exit", lambda owner: None)
 
 
 _coordinators: weakref.WeakKeyDictionary[Run, dict[int, InMemory]] = weakref.WeakKeyDictionary()
@@ -375,7 +390,6 @@ class Disks:
 
 
 def abandon(manager: ec.CheckpointManager) -> None:
-    """Ends the threads of a manager whose process is dead."""
-    _threads._drains.discard(manager)
-    if manager._mirror is not None:
-        manager._mirror.stop(10.0)
+    """Ends what a manager whose process is dead does in the background."""
+    if manager.components.mirror is not None:
+        manager.components.mirror.stop(10.0)
