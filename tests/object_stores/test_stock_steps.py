@@ -4,23 +4,24 @@ import json
 import pathlib
 import threading
 import time
-import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 
 import epochckpt as ec
 from epochckpt import _threads
-from epochckpt.directory.head_changes import Incarnation
-from epochckpt.directory.stock_steps import StockStepRemoval
+from epochckpt.format import paths
 from epochckpt.inspection import rows
 from epochckpt.inspection.gc import collect
-from epochckpt.orbax import leaves, object_view, step_files
-from epochckpt.storage import open_store
-from epochckpt.storage.object_store import ObjectStore
+from epochckpt.orbax import object_view
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, StoreCall
 from tests.support import stock_steps
+from tests.support.object_servers import Bucket, bucket
 
 Options = ocp.CheckpointManagerOptions
 MARKER = "commit_success.txt"
@@ -34,11 +35,16 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def google() -> Iterator[Bucket]:
+    with bucket("gs") as made:
+        yield made
+
+
 @pytest.fixture
-def url(written: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A directory with these steps in a bucket, of a kind that stock Orbax saves to."""
-    monkeypatch.setattr(step_files, "saves_to", lambda store: True)
-    url = f"memory://{uuid.uuid4().hex}"
+def url(google: Bucket, written: pathlib.Path) -> str:
+    """A directory with these steps in a bucket, of the kind that stock Orbax saves to."""
+    url = google.new_url()
     stock_steps.upload(written, url, 1, 2, 3)
     return url
 
@@ -118,19 +124,15 @@ def test_a_good_step_is_replaced_by_deleting_it(url: str) -> None:
         assert as_stock(manager, 3)
 
 
-def test_a_replacement_that_fails_leaves_the_step(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_that_fails_leaves_the_step(url: str, faults: Faults) -> None:
     """A damaged one, too, with its marker and its records, which a view would have under the same names."""
     open_store(url).remove("3/default/_METADATA")
     before = names(url, "3")
     with ec.CheckpointManager(url) as manager:
         manager.restore(None)
         save(manager, 4)
-
-        def refused(*args: Any) -> Any:
-            raise ec.errors.StorageError("head", OSError("refused"))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(manager.components.directory.epoch_directory.head, "swap", refused)  # type: ignore[attr-defined]
+        refused = ec.errors.StorageError("head", OSError("refused"))
+        with faults.fail(Store.replace, refused, where=lambda call: call.path == paths.HEAD):
             assert manager.save(3, args=state(3), force=True)
             with pytest.raises(ec.errors.SaveError):
                 manager.wait_until_finished()
@@ -182,13 +184,11 @@ def test_what_lies_where_a_step_would_be_kept_is_not_taken_for_it(url: str) -> N
 
 
 @pytest.mark.parametrize("then", ["before the files", "after the files"])
-def test_a_gc_of_kept_steps_that_is_killed_leaves_room(then: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gc_of_kept_steps_that_is_killed_leaves_room(then: str, url: str, faults: Faults) -> None:
     """Until nothing is left of them the head names them, and the next gc goes on."""
-    options, remove = Options(todelete_subdir="trash"), ObjectStore.remove_tree
+    options = Options(todelete_subdir="trash")
 
-    def killed(self: Any, path: str) -> None:
-        if then == "after the files":
-            remove(self, path)
+    def kill(call: StoreCall) -> None:
         raise KeyboardInterrupt
 
     def gc() -> None:
@@ -196,10 +196,9 @@ def test_a_gc_of_kept_steps_that_is_killed_leaves_room(then: str, url: str, monk
 
     with ec.CheckpointManager(url, options=options) as manager:
         manager.delete(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "remove_tree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            gc()
+    at = faults.after if then == "after the files" else faults.before
+    with at(Store.remove_tree, kill), pytest.raises(KeyboardInterrupt):
+        gc()
     gc()
     assert names(url, "trash") == set()
     with ec.CheckpointManager(url, options=options) as manager:
@@ -209,21 +208,18 @@ def test_a_gc_of_kept_steps_that_is_killed_leaves_room(then: str, url: str, monk
     assert names(url, "trash/2")
 
 
-def test_a_deletion_that_is_late_leaves_the_view_of_a_newer_run(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_is_late_leaves_the_view_of_a_newer_run(url: str, faults: Faults) -> None:
     """It has listed the step, which the newer run then removes, to save its number."""
-    files, paused, go_on, older_first = ObjectStore.files, threading.Event(), threading.Event(), ["2"]
+    paused, go_on = threading.Event(), threading.Event()
 
-    def late(self: Any, path: str, limit: int | None = None) -> Any:
-        found = files(self, path, limit)
-        if path in older_first:
-            older_first.clear()
+    def wait(call: StoreCall) -> None:
+        if not paused.is_set():
             paused.set()
             assert go_on.wait(100)
-        return found
 
     with ec.CheckpointManager(url) as older, ec.CheckpointManager(url) as newer:
         older.claim()
-        monkeypatch.setattr(ObjectStore, "files", late)
+        faults.after(Store.files, wait, where=lambda call: call.path == "2")
         deletion = _threads.start(lambda: older.delete(2))
         assert paused.wait(100)
         try:
@@ -236,20 +232,14 @@ def test_a_deletion_that_is_late_leaves_the_view_of_a_newer_run(url: str, monkey
 
 
 @pytest.mark.parametrize("to_end", ["the next claim", "repair_view"])
-def test_a_view_waits_until_the_step_it_replaces_is_set_aside(
-    to_end: str, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_waits_until_the_step_it_replaces_is_set_aside(to_end: str, url: str, faults: Faults) -> None:
     """The store refuses to copy; then the step is set aside, whole, and the view is written."""
     store = open_store(url)
     store.remove("3/default/_METADATA")
     before = {name: store.read(f"3/{name}", limit_bytes=1 << 20) for name in names(url, "3")}
 
-    def refused(*args: Any, **arguments: Any) -> Any:
-        raise OSError("refused")
-
-    with monkeypatch.context() as patch, ec.CheckpointManager(url) as manager:
+    with ec.CheckpointManager(url) as manager, faults.fail(Store.copy, OSError("refused")):
         manager.restore(None)
-        patch.setattr(ObjectStore, "copy", refused)
         save(manager, 3)
         save(manager, 4)
         assert manager.restore(3)["w"].tolist() == [3] * 3
@@ -279,17 +269,17 @@ def test_a_step_that_goes_while_it_is_read_is_not_read_as_zeros(
     record = json.loads(path.read_text())
     del record["store_array_data_equal_to_fill_value"]
     path.write_text(json.dumps(record))
-    begin = leaves.OrbaxItem._open
+    begin = ts.open
     with ec.CheckpointManager(tmp_path) as manager, ec.CheckpointManager(tmp_path) as other:
 
-        def late(self: Any, *args: Any) -> Any:
+        def late(*args: Any, **arguments: Any) -> Any:
             if 2 in other.all_steps():
                 other.delete(2)
-            return begin(self, *args)
+            return begin(*args, **arguments)
 
         assert manager.verify(2).ok
         manager.reload()
-        monkeypatch.setattr(leaves.OrbaxItem, "_open", late)
+        monkeypatch.setattr(ts, "open", late)
         with pytest.raises(ec.errors.EpochDeletedError):
             manager.restore(2)
 
@@ -306,13 +296,11 @@ def test_a_damaged_step_is_set_aside_when_its_number_is_saved(url: str) -> None:
     assert names(url, f"{kept}/3") == before
 
 
-def test_what_stock_orbax_saves_anew_meanwhile_stays(
-    url: str, written: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stock_orbax_saves_anew_meanwhile_stays(url: str, written: pathlib.Path, faults: Faults) -> None:
     """The run is paused before it removes the step that it has deleted; the next claim finds the new one."""
-    finish = StockStepRemoval.finish
 
-    def late(self: Any, folder: str, incarnation: Incarnation | None = None) -> None:
+    def save_anew(call: StoreCall) -> None:
+        deleted.remove()
         store = open_store(url)
         store.remove_tree("2")
         stock_steps.upload(written, url, 2)
@@ -321,11 +309,12 @@ def test_what_stock_orbax_saves_anew_meanwhile_stays(
         store.put(
             "2/_CHECKPOINT_METADATA", record.replace(b'"commit_timestamp_nsecs": ', time_ns), draft="", replace=True
         )
-        finish(self, folder, incarnation)
 
-    with monkeypatch.context() as patch, ec.CheckpointManager(url) as manager:
-        patch.setattr(StockStepRemoval, "finish", late)
+    with ec.CheckpointManager(url) as manager:
+        manager.claim()
+        deleted = faults.after(Store.replace, save_anew, where=lambda call: call.path == paths.HEAD)
         manager.delete(2)
+        assert deleted.hits == 1
         manager.reload()
         assert list(manager.all_steps()) == [1, 3]
     with ec.CheckpointManager(url) as manager:
@@ -335,12 +324,16 @@ def test_what_stock_orbax_saves_anew_meanwhile_stays(
 
 
 @pytest.mark.parametrize("to_end", ["the next claim", "gc"])
-def test_a_deletion_that_was_cut_short_is_finished(to_end: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_was_cut_short_is_finished(to_end: str, url: str, faults: Faults) -> None:
     """Nobody lists the step meanwhile."""
-    with monkeypatch.context() as patch, ec.CheckpointManager(url) as manager:
-        patch.setattr(StockStepRemoval, "finish", lambda self, folder, incarnation=None: None)
-        manager.delete(2)
-        manager.rollback_to(1)
+    with ec.CheckpointManager(url) as manager:
+        manager.claim()
+        with faults.fail(Store.files, OSError("cut short"), where=lambda call: call.path in ("2", "3")) as cut:
+            manager.delete(2)
+            with pytest.raises(ec.errors.RemovalError):
+                manager.wait_until_finished()
+            manager.rollback_to(1)
+        assert cut.hits == 2
     assert f"2/{MARKER}" in names(url)
     assert f"3/{MARKER}" in names(url)
     with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
