@@ -8,7 +8,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,12 +61,11 @@ class Process(InMemory):
 class Job:
     """The processes of a job, one thread each."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, faults: Faults, directory: pathlib.Path):
+    def __init__(self, faults: Faults, directory: pathlib.Path):
         self._local, self.directory = threading.local(), directory
         self.faults = faults
         self.processes = 2
         self.together = threading.Barrier(self.processes)
-        monkeypatch.setattr(coordination, "connect", lambda *args: self.coordinator)
 
     @property
     def coordinator(self) -> Process:
@@ -115,9 +114,11 @@ class Job:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch, faults: Faults, tmp_path: pathlib.Path) -> Job:
+def job(faults: Faults, tmp_path: pathlib.Path) -> Iterator[Job]:
     """A job of two processes on one directory."""
-    return Job(monkeypatch, faults, tmp_path / "run")
+    made = Job(faults, tmp_path / "run")
+    with coordination.connecting_by(lambda *args: made.coordinator):
+        yield made
 
 
 def save(manager: ec.CheckpointManager, epoch: int, **kwargs: Any) -> bool:

@@ -49,11 +49,10 @@ def save_now(m: ec.CheckpointManager, step: int) -> None:
     m.wait_until_finished()
 
 
-def test_a_burst_of_jobs_starts_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_of_jobs_starts_one_thread() -> None:
     """Each thread that is started too many costs a save two switches; a job after the thread's end starts the next."""
     started: list[Callable[[], None]] = []
-    monkeypatch.setattr(_threads, "start", started.append)
-    lane = _threads.Lane()
+    lane = _threads.Lane(started.append)
     for _ in range(2):
         futures = [lane.submit(functools.partial(int, number)) for number in range(5)]
         assert len(started) == 1
