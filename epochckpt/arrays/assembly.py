@@ -30,7 +30,7 @@ Reads = tuple[Sequence[Request], Sequence[Pack]]
 _ALIGN_FROM = 64 * 1024
 _MAP_FROM = 2**20
 _PACKED_BELOW = 16 * 2**20
-_PACK_BYTES = 32 * 2**20  # of whole leaves that share memory; an array on a CPU may keep all of it
+PACK_BYTES = 32 * 2**20  # of whole leaves that share memory; an array on a CPU may keep all of it
 
 
 class _LeafBoxes(NamedTuple):
@@ -51,7 +51,12 @@ class Assembly:
     """The restore of leaves of one item, in one batch, or in several where host memory is bounded."""
 
     def __init__(
-        self, reader: ArraySource, name: str, sharing: Sharing | None = None, memory_limit_bytes: int | None = None
+        self,
+        reader: ArraySource,
+        name: str,
+        sharing: Sharing | None = None,
+        memory_limit_bytes: int | None = None,
+        pack_bytes: int = PACK_BYTES,
     ):
         entry = reader.record.items[name]
         assert entry.arrays is not None, "callers choose array items"
@@ -61,6 +66,7 @@ class Assembly:
         self.values = LeafValues(f"{reader.folder}/epoch.json", entry.values)
         self.sharing = sharing
         self.memory_limit_bytes = memory_limit_bytes
+        self.pack_bytes = pack_bytes
         self._boxes: dict[Any, _LeafBoxes] = {}  # by sharding and form: most arrays of a tree share them
 
     def run(self, requests: Sequence[LeafRequest]) -> Generator[Reads, None, list[Any]]:
@@ -196,7 +202,7 @@ class _Batch:
             starts = np.concatenate([[0], ends[:-1]])
             first = 0
             while first < len(leaves):
-                last = max(int(np.searchsorted(ends, starts[first] + _PACK_BYTES, "right")), first + 1)
+                last = max(int(np.searchsorted(ends, starts[first] + self._assembly.pack_bytes, "right")), first + 1)
                 numbers = leaves[first:last]
                 at = starts[first:last] - starts[first]
                 out = _memory(int(ends[last - 1] - starts[first]))

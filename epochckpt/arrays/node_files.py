@@ -24,7 +24,7 @@ from epochckpt.format import ArrayItem, DataFile, NodeRecord, PartCells, checksu
 from epochckpt.storage import Reader, Store, writing
 
 _Move = tuple[int, int, memoryview]  # bytes of a file, from start to end, and where they go
-_GAP_BYTES = 2**20  # unwanted bytes that a request may read to save another request
+_GAP_PART = 16  # unwanted bytes that a request may read to save another request: this part of what it may read at all
 
 
 class Epoch(Protocol):
@@ -190,9 +190,11 @@ class NodeFile:
         longest = self.epoch.store.read_span_bytes
         for block in blocks:
             start, end = self._bounds(block)
-            if group and (end - self._bounds(group[0])[0] > longest or start - self._bounds(group[-1])[1] > _GAP_BYTES):
-                yield group
-                group = []
+            if group:
+                gap = start - self._bounds(group[-1])[1]
+                if end - self._bounds(group[0])[0] > longest or gap > longest // _GAP_PART:
+                    yield group
+                    group = []
             group.append(block)
         if group:
             yield group

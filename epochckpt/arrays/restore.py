@@ -11,7 +11,7 @@ from absl import logging
 from epochckpt import _collector, _progress, _text, _units
 from epochckpt._text import readable, shown
 from epochckpt.arrays import mismatches
-from epochckpt.arrays.assembly import Assembly, Reads
+from epochckpt.arrays.assembly import PACK_BYTES, Assembly, Reads
 from epochckpt.arrays.broadcast import Sharing
 from epochckpt.arrays.reader import ArraySource, EpochReader, read_together
 from epochckpt.arrays.renames import Sources
@@ -40,6 +40,7 @@ class TreeRequest:
     sources: Sources | None = None  # gives the recorded leaf for each leaf of the target; None: the one of its name
     sharing: Sharing | None = None  # where the processes of the job share what they read
     memory_limit_bytes: int | None = None  # see `StorageOptions.restore_memory_limit_bytes`
+    pack_bytes: int = PACK_BYTES  # of small leaves that are read together
 
 
 def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
@@ -87,7 +88,7 @@ def _restoring(
     next step, which builds the leaves of these buffers. There are several steps where memory is bounded. The generator
     returns the tree.
     """
-    assembly = Assembly(reader, name, request.sharing, request.memory_limit_bytes)
+    assembly = Assembly(reader, name, request.sharing, request.memory_limit_bytes, request.pack_bytes)
     item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)
     if request.target is None and request.restore_args is None:

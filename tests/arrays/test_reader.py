@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import obstore
 import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt.arrays import EpochReader, Request, assembly, node_files
+from epochckpt.arrays import EpochReader, Request
+from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.format import grid
-from epochckpt.storage import object_client
-from epochckpt.storage.object_store import ObjectStore
+from epochckpt.storage import Store, opening_through
+from epochckpt.testing import FaultyStore
 
-BLOCK, SPAN, GAP = 4096, 20_000, 6_000
+BLOCK, SPAN = 4096, 100_000  # a sixteenth of it, more than a block, may be read in vain
 TREE = {
-    "long": np.arange(12_000, dtype=np.int32).reshape(60, 200),  # several blocks
-    "rows": np.arange(3 * 2048, dtype=np.int16).reshape(3, 2048) * 3,  # three blocks
+    "long": np.arange(60_000, dtype=np.int32).reshape(300, 200),  # many blocks
+    "rows": np.arange(3 * 10240, dtype=np.int16).reshape(3, 10240) * 3,  # 15 blocks
     **{f"small{i}": np.full((7, 5 + i), i, np.uint8) for i in range(30)},  # many in a block
     "empty": np.zeros((0, 4), np.float32),
-    "wide": np.arange(30_000, dtype=np.uint8).reshape(2, 15_000),
+    "wide": np.arange(150_000, dtype=np.uint8).reshape(2, 75_000),
 }
+
+
+class Spanning(FaultyStore):
+    """A store of which neighbouring blocks are read with one request up to `SPAN` bytes."""
+
+    def __init__(self, store: Store):
+        super().__init__(store)
+        self.read_span_bytes = SPAN
+
+
+@contextlib.contextmanager
+def requests_for_parts() -> Iterator[list[tuple[str, int, int]]]:
+    """The object, start and end of each request for a part of an object."""
+    asked: list[tuple[str, int, int]] = []
+    get = obstore.get
+
+    def noted(store: Any, key: str, *, options: Any = None) -> Any:
+        if options is not None and "range" in options:
+            asked.append((key, *options["range"]))
+        return get(store, key, options=options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(obstore, "get", noted)
+        yield asked
 
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[EpochReader]:
     """The arrays in a store that has no rename, in three files of many blocks each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ObjectStore, "read_span_bytes", SPAN)
-        patch.setattr(node_files, "_GAP_BYTES", GAP)
-        storage = ec.StorageOptions(block_bytes=BLOCK, part_bytes=40_000)
+    with opening_through(Spanning):
+        storage = ec.StorageOptions(block_bytes=BLOCK, part_bytes=200_000)
         with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}", storage=storage) as manager:
             manager.save(0, args=ocp.args.StandardSave(TREE))
             manager.wait_until_finished()
@@ -65,15 +91,7 @@ def test_any_parts_are_read_with_few_requests(source: EpochReader, data: st.Data
     for name in names:
         box = data.draw(boxes(name))
         requests.append(Request("default", numbers[name], box, np.empty(grid.box_shape(box), TREE[name].dtype)))
-    ranges: list[tuple[str, int, int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        ask = object_client.Client.get_range
-
-        def get_range(client: object_client.Client, path: str, start: int, length: int) -> tuple[memoryview, int]:
-            ranges.append((path, start, start + length))
-            return ask(client, path, start, length)
-
-        patch.setattr(object_client.Client, "get_range", get_range)
+    with requests_for_parts() as ranges:
         source.read(requests)
     for name, request in zip(names, requests, strict=True):
         np.testing.assert_array_equal(request.out, TREE[name][grid.slices(request.box)])
@@ -86,20 +104,13 @@ def test_a_whole_restore_is_one_request_for_as_much_as_it_may_read(source: Epoch
     """Every byte of the arrays once, in requests that are as large as allowed."""
     arrays = source.record.items["default"].arrays
     assert arrays is not None
-    lengths: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        ask = object_client.Client.get_range
-
-        def get_range(client: object_client.Client, path: str, start: int, length: int) -> tuple[memoryview, int]:
-            lengths.append(length)
-            return ask(client, path, start, length)
-
-        patch.setattr(object_client.Client, "get_range", get_range)
-        everything = [
-            Request("default", number, tuple((0, n) for n in leaf.shape), np.empty(leaf.shape, leaf.dtype))
-            for number, leaf in enumerate(arrays.leaves)
-        ]
+    everything = [
+        Request("default", number, tuple((0, n) for n in leaf.shape), np.empty(leaf.shape, leaf.dtype))
+        for number, leaf in enumerate(arrays.leaves)
+    ]
+    with requests_for_parts() as ranges:
         source.read(everything)
+    lengths = [end - start for _, start, end in ranges]
     files = source.files("default", 0)
     assert len(files) > 1
     assert sum(lengths) == sum(file.size - file.data_start for file in files)
@@ -126,13 +137,13 @@ def test_small_leaves_that_are_read_together_are_what_was_saved(data: st.DataObj
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name in kept for x in [state[name]]
     }
     storage = ec.StorageOptions(block_bytes=BLOCK, part_bytes=data.draw(st.sampled_from([9000, 10**9])))
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "_PACK_BYTES", 7000)
-        with ec.CheckpointManager(folder, storage=storage) as manager:
-            manager.save(0, args=ocp.args.StandardSave(state))
-            manager.wait_until_finished()
-            found = manager.restore(0, args=ocp.args.PyTreeRestore(target, partial_restore=True))
-            assert sorted(found) == sorted(kept)
-            for name in kept:
-                assert (found[name].dtype, found[name].sharding) == (state[name].dtype, places[name])
-                np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(state[name]))
+    with tempfile.TemporaryDirectory() as folder, ec.CheckpointManager(folder, storage=storage) as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        native, _ = manager.source(0)
+        assert native is not None
+        found = restore_tree(native, "default", TreeRequest(target, partial=True, pack_bytes=7000))
+        assert sorted(found) == sorted(kept)
+        for name in kept:
+            assert (found[name].dtype, found[name].sharding) == (state[name].dtype, places[name])
+            np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(state[name]))
