@@ -38,6 +38,7 @@ class Watched:
         self.folder = source.folder
         self.record = source.record
         self.now = self.peak = self.all = 0
+        self._older = 0  # bytes that are still there when memory is about to be allocated
         self.memory: list[tuple[int, weakref.ref[Any]]] = []
 
     def restore(self, target: Any = None, memory_limit_bytes: int | None = None) -> Any:
@@ -47,14 +48,17 @@ class Watched:
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
         for pack in packs:
             self.memory.append((pack.out.nbytes, weakref.ref(pack.out.base)))
+        new = sum(each.out.nbytes for each in (*requests, *packs))
+        self.peak = max(self.peak, max(self.now, self._older) + new)
+        self._older = 0
+        self.now += new
+        self.all += new
         for each in (*requests, *packs):
-            self.now += each.out.nbytes
-            self.all += each.out.nbytes
             weakref.finalize(each.out if each.out.base is None else each.out.base, self._gone, each.out.nbytes)
-        self.peak = max(self.peak, self.now)
         self._source.read(requests, packs)
 
     def check_files(self, item: str, leaf: int, box: Box) -> None:
+        self._older = max(self._older, self.now)
         self._source.check_files(item, leaf, box)
 
     @property
