@@ -10,6 +10,7 @@ from __future__ import annotations
 import pathlib
 import random
 import uuid
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,8 +33,9 @@ def check(folder: pathlib.Path, first: int, count: int, *places: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    lives.install(monkeypatch)
+def installed() -> Iterator[None]:
+    with lives.installed():
+        yield
 
 
 @pytest.mark.slow

@@ -1,15 +1,17 @@
 """Runs of a program that live in threads of this process, and can be killed before any step of theirs.
 
 A step is a call that changes a store. `Life.run` does what it is given as one run. A life that is killed does nothing
-more: every call of a store raises `Killed`, in every thread of that life, and so does every wait. Stores below a place
-of a life can also be away, and a step there can be held while another life goes on.
+more: every call of a store raises `Killed`, in every thread of that life. Stores below a place of a life can also be
+away, and a step there can be held while another life goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import errno
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -19,24 +21,44 @@ from typing import Any, TypeVar
 import obstore
 import pytest
 
-from epochckpt import _threads
 from epochckpt.agreement import coordination
-from epochckpt.directory import head_turns
-from epochckpt.storage import PosixStore, Store, posix
-from epochckpt.storage.object_client import Client
-from tests.support.disk_walk import InMemory, Killed
+from epochckpt.storage import Reader, Store, Writer, opening_through
+from epochckpt.testing import Faults, FaultyStore, StoreCall
+from tests.support.disk_walk import InMemory, Killed, forget_at_exit, step_in_trees
 
 T = TypeVar("T")
 
 WAIT_SECS = 120.0
 _READS = {
-    *("exists", "existing", "size", "read", "open_reader", "list", "find", "files", "uncache", "may_write"),
-    *("is_same", "address_of", "each", "check_conditions"),
+    method.__qualname__
+    for method in (
+        Store.exists,
+        Store.existing,
+        Store.size,
+        Store.read,
+        Store.open_reader,
+        Store.list,
+        Store.find,
+        Store.files,
+        Store.uncache,
+        Store.may_write,
+        Store.check_conditions,
+        Reader.read_into,
+    )
 }
-_LOOKS = ("reading", "looking for", "listing")  # what a client does that changes nothing
+_REQUESTS = {
+    "get": "reading",
+    "head": "looking for",
+    "list": "listing",
+    "list_with_delimiter": "listing",
+    "put": "writing",
+    "copy": "copying",
+    "delete": "deleting",
+}
+_LOOKS = ("reading", "looking for", "listing")  # what changes nothing
 _here: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
-_of_object: weakref.WeakKeyDictionary[Any, Life] = weakref.WeakKeyDictionary()
 _away: set[str] = set()  # places that do not answer
+_numbers = itertools.count()
 
 
 class Life:
@@ -67,14 +89,19 @@ class Life:
         self._at, self._place, self._hold, self._stops, self._died = kill, place, hold, stops, died
         self._count, self._under_way = 0, 0
         self._changed = threading.Condition()
-        self._waits: list[_threads.Future[Any]] = []
+        self.number = next(_numbers)
 
-    def run(self, call: Callable[[], T]) -> T:
-        """What the call returns, made as this run. Raises what it raises, and `Killed`."""
+    def run(self, call: Callable[[], T], *, still: bool = False) -> T:
+        """What the call returns, made as this run. Raises what it raises, and `Killed`; `still`: only if that does."""
         token = _here.set(self)
         try:
+            if still:
+                return call()
             self.check()
-            return call()
+            try:
+                return call()
+            finally:
+                self.check()  # one who is dead does not tell what became of it
         finally:
             _here.reset(token)
 
@@ -144,30 +171,12 @@ class Life:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def wait(self, future: _threads.Future[Any], wait: Callable[[], bool]) -> bool:
-        """Waits for a future of this run, which ends when it dies."""
-        with self._changed:
-            if self.dead:
-                raise Killed
-            self._waits.append(future)
-        try:
-            done = wait()
-        finally:
-            with self._changed:
-                self._waits.remove(future)
-        if self.dead:
-            raise Killed
-        return done
-
     def _die(self) -> None:
         with self._changed:
             if self.dead:
                 return
             self.dead = True
-            waits = list(self._waits)
         self._go.set()
-        for future in waits:
-            future.set(None)
         self._died()
 
 
@@ -245,141 +254,85 @@ def set_away(place: str, gone: bool) -> None:
     (_away.add if gone else _away.discard)(place)
 
 
-def _is_away(where: str) -> bool:
+def is_away(where: str) -> bool:
     return any(where.startswith(place) for place in _away)
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    """Makes the calls of stores, the waits and the threads of a life its own."""
-    start, drain, wait = _threads.start, _threads.drain_at_exit, _threads.Future.wait
-    start_thread = _threads.start_thread
+class _OfLife(Faults):
+    """Has the calls of a life's stores be its own, and what changes a file system be its steps.
 
-    def start_here(fn: Callable[[], Any]) -> Any:
-        if _here.get() is None:
-            return start(fn)
-        context = contextvars.copy_context()
-        return start(lambda: context.run(fn))
+    Those of a bucket are its requests.
+    """
 
-    def start_thread_here(fn: Callable[[], Any]) -> Any:
-        if _here.get() is None:
-            return start_thread(fn)
-        context = contextvars.copy_context()
-        return start_thread(lambda: context.run(fn))
+    def __init__(self, life: Life, *, steps: bool):
+        super().__init__()
+        self._life = life
+        self._steps = steps
 
-    def wait_here(future: _threads.Future[Any], timeout_secs: float | None = None) -> bool:
-        life = _here.get()
-        if life is None:
-            return wait(future, timeout_secs)
-        return life.wait(future, lambda: wait(future, timeout_secs))
-
-    def drain_later(owner: Any) -> None:
-        if _here.get() is None:
-            drain(owner)
-
-    connect = coordination.connect
-
-    def connect_here(*args: Any) -> coordination.Coordinator:
-        life = _here.get()
-        return connect(*args) if life is None or life not in _of_job else _of_job[life]
-
-    patch.setattr(coordination, "connect", connect_here)
-    patch.setattr(_threads, "start", start_here)
-    patch.setattr(_threads, "start_thread", start_thread_here)
-    patch.setattr(head_turns, "of", lambda store: head_turns.Turns())  # processes do not share their turns
-    patch.setattr(_threads, "drain_at_exit", drain_later)
-    patch.setattr(_threads.Future, "wait", wait_here)
-    patch.setattr(posix, "os", _Os())
-    _own(patch, PosixStore)
-    _own(patch, Client)
-    methods = {name: call for each in (Store, PosixStore) for name, call in vars(each).items()}
-    for name, call in methods.items():
-        if (
-            not name.startswith("_")
-            and name != "confirming_damage"
-            and callable(call)
-            and not isinstance(call, property | type)
-        ):
-            patch.setattr(PosixStore, name, _through(name, call), raising=False)
-    for name in ("write", "finish"):
-        patch.setattr(posix.PosixWriter, name, _writing(name, getattr(posix.PosixWriter, name)))
-    ask = Client.ask
-
-    def asked(client: Client, path: str, doing: str, call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        life, where = _of_object.get(client), f"{client.root}/{path}"
-        if life is None:
-            return ask(client, path, doing, call, *args, **kwargs)
-
-        def sent() -> Any:
-            if _is_away(where):
-                raise obstore.exceptions.GenericError("Server returned status code: 503")
-            return call()
-
-        if doing in _LOOKS:
+    def make(self, call: StoreCall, made: Callable[[], T]) -> T:
+        life = self._life
+        if call.method == Writer.abort.__qualname__:  # it never raises
+            return made()
+        where = f"{call.store.root}/{call.path}"
+        if self._steps and is_away(where) and call.method.startswith("Store."):
             life.check()
-            return ask(client, path, doing, sent, *args, **kwargs)
-        with life.step(doing, where, call):
-            return ask(client, path, doing, sent, *args, **kwargs)
-
-    patch.setattr(Client, "ask", asked)
-
-
-def _own(patch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Objects of this class belong to the life that has made them."""
-    init = kind.__init__
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        if (life := _here.get()) is not None:
-            _of_object[self] = life
-        init(self, *args, **kwargs)
-
-    patch.setattr(kind, "__init__", made)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), where)
+        if not self._steps or call.method in _READS:
+            return life.run(made)
+        with life.step(call.method.rpartition(".")[2], "file" if call.method.startswith("Writer.") else where):
+            return life.run(made, still=True)
 
 
-def _through(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def made(self: PosixStore, *args: Any, **kwargs: Any) -> Any:
-        life = _of_object.get(self)
-        if life is None:
-            return call(self, *args, **kwargs)
-        where = f"{self.root}/{args[0] if args and isinstance(args[0], str) else ''}"
-        if _is_away(where):
-            life.check()
-            raise OSError(5, os.strerror(5), where)
-        if name in _READS:
-            life.check()
-            return call(self, *args, **kwargs)
-        with life.step(name, where):
-            return call(self, *args, **kwargs)
-
-    return made
+def _owned(store: Store) -> Store:
+    """The store of the life that opens it."""
+    life = _here.get()
+    if life is None:
+        return store
+    owned = FaultyStore(store, _OfLife(life, steps=store.atomic_folder_rename))
+    # Processes do not share their turns at a head: each reaches it by a name of its own.
+    owned.endpoint = f"{store.endpoint}#{life.number}"
+    return owned
 
 
-def _writing(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (life := _here.get()) is None:
-            return call(self, *args, **kwargs)
-        with life.step(name, "file"):
-            return call(self, *args, **kwargs)
-
-    return made
+def _connect(read_only: bool, *group: Any) -> coordination.Coordinator:
+    life = _here.get()
+    return coordination.Coordinator() if life is None or life not in _of_job else _of_job[life]
 
 
-class _Os:
-    """The module of the system's calls: what they remove within a tree are steps, too."""
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """In the block, the calls of stores and the threads of a life are its own."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        opening_through(_owned),
+        coordination.connecting_by(_connect),
+    ):
+        step_in_trees(patch, _step_in_tree)
+        forget_at_exit(patch)
+        for name, doing in _REQUESTS.items():
+            patch.setattr(obstore, name, functools.partial(_ask, doing, getattr(obstore, name)))
+        yield
 
-    __getattr__ = staticmethod(functools.partial(getattr, os))
 
-    @staticmethod
-    def unlink(path: str, *, dir_fd: int | None = None) -> None:
-        _remove(os.unlink, path, dir_fd)
-
-    @staticmethod
-    def rmdir(path: str, *, dir_fd: int | None = None) -> None:
-        _remove(os.rmdir, path, dir_fd)
+def _step_in_tree(call: str, path: Any) -> contextlib.AbstractContextManager[None]:
+    life = _here.get()
+    return contextlib.nullcontext() if life is None else life.step(call, str(path))
 
 
-def _remove(call: Callable[..., None], path: str, dir_fd: int | None) -> None:
-    if (life := _here.get()) is None or dir_fd is None:
-        return call(path, dir_fd=dir_fd)
-    with life.step(call.__name__, path):
-        return call(path, dir_fd=dir_fd)
+def _ask(doing: str, call: Callable[..., T], kv: Any, key: Any = "", *args: Any, **kwargs: Any) -> T:
+    """Around each request to a bucket in memory."""
+    life = _here.get()
+    if life is None:
+        return call(kv, key, *args, **kwargs)
+    where = f"memory://{key if isinstance(key, str) else key[0]}"
+
+    def sent() -> T:
+        if is_away(where):
+            raise obstore.exceptions.GenericError("Server returned status code: 503")
+        return call(kv, key, *args, **kwargs)
+
+    if doing in _LOOKS:
+        life.check()
+        return sent()
+    with life.step(doing, where, sent):
+        return sent()

@@ -514,7 +514,7 @@ class Visit:
         return self._wrote
 
     def _is_away(self) -> bool:
-        return lives._is_away(self.world.mirror)
+        return lives.is_away(self.world.mirror)
 
     # -- opening
 

@@ -54,8 +54,10 @@ def quick(patience: Callable[..., None]) -> None:
 
 
 @pytest.fixture
-def lived(monkeypatch: pytest.MonkeyPatch) -> None:
-    lives.install(monkeypatch)
+def lived() -> Iterator[None]:
+    """Lives can be killed and held at their steps."""
+    with lives.installed():
+        yield
 
 
 class Place:
