@@ -15,13 +15,13 @@ def of_this_machine() -> int | None:
 
     None if the system does not say.
     """
-    found = list(_limits(_GROUPS, pathlib.Path("/proc/self/cgroup")))
+    found = list(limits(_GROUPS, pathlib.Path("/proc/self/cgroup")))
     with contextlib.suppress(OSError, ValueError, AttributeError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min((size for size in found if size > 0), default=None)
 
 
-def _limits(groups: pathlib.Path, own: pathlib.Path) -> Iterator[int]:
+def limits(groups: pathlib.Path, own: pathlib.Path) -> Iterator[int]:
     """The limits of this process's control group and of those around it, of both versions (see cgroups(7))."""
     lines = []
     with contextlib.suppress(OSError, ValueError):

@@ -7,6 +7,7 @@ import datetime
 import inspect
 import logging
 import math
+import os
 import pathlib
 import signal
 import subprocess
@@ -28,8 +29,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt._threads import Deadline
-from epochckpt.arrays.snapshot import SavePlan
+from epochckpt._units import nbytes
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
@@ -44,11 +44,11 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.format import paths
-from epochckpt.manager import manager as manager_module
-from epochckpt.saving import in_flight, memory, queue
+from epochckpt.saving import memory
 from epochckpt.storage import Store
 from epochckpt.testing import Faults, StoreCall
 from tests.support.managers import traced_memory
+from tests.support.passing_time import SlowSave, passing
 from tests.support.taps import (
     NO_SPACE,
     WAIT_SECS,
@@ -546,10 +546,15 @@ def test_a_failed_commit_leaves_no_epoch(directory: str, m: ec.CheckpointManager
 
 @pytest.mark.parametrize("committing", [True, False])
 def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
-    directory: str, committing: bool, faults: Faults, monkeypatch: pytest.MonkeyPatch
+    directory: str,
+    committing: bool,
+    faults: Faults,
+    patience: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once the decisive call has begun it is uncertain, and nothing is deleted; given up before, it never comes."""
-    monkeypatch.setattr(in_flight, "VERDICT_MARGIN_SECS", 0.0)
+    patience(verdict_margin_secs=0.0)
+    passes = passing(monkeypatch)
     m = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
     save_all(m, [0])
     if committing and store_of(m).atomic_folder_rename:
@@ -564,7 +569,7 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
         tap = hold_writes(m)
     assert (committing and not store_of(m).atomic_folder_rename) or save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
-    m.components.saves.queue.pending()[0].deadline = Deadline(0)
+    passes(1e6)
     m.components.saves.queue.drain()
     with pytest.raises(UncertainError if committing else LateNodesError) as caught:
         m.check_for_errors()
@@ -573,8 +578,10 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
     assert m.all_steps() == read_only(directory).all_steps() == [0]
     tap.let_go()
     m.wait_until_finished()
-    assert m.components.saves.queue._write_lane.submit(lambda: None).wait(WAIT_SECS)
-    m.wait_until_finished()
+    with fail_writes(m):  # a save that ends has found the one before it at its end
+        assert save(m, 2)
+        with pytest.raises(SaveError, match="No space left"):
+            m.wait_until_finished()
     assert m.all_steps() == read_only(directory).all_steps() == ([1] if committing else [0])
     assert m.status(1).state == ("committed" if committing else "failed")
     m.close()
@@ -649,10 +656,10 @@ def test_close_drains_and_can_be_called_again(directory: str) -> None:
 
 
 def test_the_third_unwritten_save_waits_for_the_oldest(
-    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, patience: Callable[..., None]
 ) -> None:
     """Two may be unwritten; the third returns only after the first is written, and says why it holds training."""
-    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
+    patience(long_save_secs=0.0)
     tap = hold_writes(m)
     assert save(m, 0)
     assert save(m, 1)
@@ -670,10 +677,10 @@ def test_the_third_unwritten_save_waits_for_the_oldest(
 
 
 def test_slow_commits_hold_the_fourth_save(
-    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, patience: Callable[..., None]
 ) -> None:
     """One save is committed, one is written, one waits; no more are on their way, and nothing fails."""
-    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
+    patience(long_save_secs=0.0)
     tap = hold_commits(m)
     assert [save(m, step) for step in range(3)] == [True] * 3
     assert tap.reached.wait(WAIT_SECS)
@@ -755,7 +762,7 @@ def test_the_arrays_of_a_save_are_not_even_copied_while_storage_is_behind(direct
         assert m.all_steps() == [0, 1]
 
 
-def test_a_signal_handler_that_saves_is_held_no_longer(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_that_saves_is_held_no_longer(directory: str, patience: Callable[..., None]) -> None:
     """It comes while `save` waits, and saves the same epoch and another: each is told of once, and none hangs."""
     with ec.CheckpointManager(directory, storage=ec.StorageOptions(max_blocked_secs=BOUND_SECS)) as m:
         tap, inner = hold_writes(m), list[bool]()
@@ -766,18 +773,23 @@ def test_a_signal_handler_that_saves_is_held_no_longer(directory: str, monkeypat
         def handle(*_: Any) -> None:
             inner.extend([save(m, 2), save(m, 3)])
 
-        look = m.components.saves.queue._in_the_way
+        class Interrupts(logging.Handler):
+            """Has the signal come when `save` says, for the first time, what it waits for."""
 
-        def interrupted(*args: Any) -> Any:
-            monkeypatch.setattr(m.components.saves.queue, "_in_the_way", look)
-            signal.raise_signal(signal.SIGUSR1)
-            return look(*args)
+            def emit(self, record: logging.LogRecord) -> None:
+                if "save(2) holds training" in record.getMessage():
+                    logger.removeHandler(self)
+                    signal.raise_signal(signal.SIGUSR1)
 
-        monkeypatch.setattr(m.components.saves.queue, "_in_the_way", interrupted)
+        patience(long_save_secs=0.0)
+        logger = logging.getLogger("absl")
+        interrupts = Interrupts()
+        logger.addHandler(interrupts)
         before = signal.signal(signal.SIGUSR1, handle)
         try:
             assert save(m, 2)
         finally:
+            logger.removeHandler(interrupts)
             signal.signal(signal.SIGUSR1, before)
         assert inner == [True, True]
         tap.let_go()
@@ -811,17 +823,27 @@ def test_host_memory_is_bounded(directory: str) -> None:
     assert m.all_steps() == [0, 1]
 
 
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The bytes of memory of this machine, which has a single page of it."""
+    sysconf = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else sysconf(name))
+    memory.of_this_machine.cache_clear()
+    yield sysconf("SC_PAGE_SIZE")
+    memory.of_this_machine.cache_clear()
+
+
 def test_host_memory_is_bounded_by_the_machines(
-    directory: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    directory: str, caplog: pytest.LogCaptureFixture, small_machine: int, patience: Callable[..., None]
 ) -> None:
     """Without a limit of the user's own nothing is refused, but what is larger than half of it is held alone."""
-    monkeypatch.setattr(memory, "of_this_machine", lambda: 2000)
-    monkeypatch.setattr(queue, "LONG_SECS", 0.0)
+    patience(long_save_secs=0.0)
     with ec.CheckpointManager(directory) as m:
         tap = hold_writes(m)
-        assert save_bytes(m, 0, 3000)
-        done, _ = in_thread(lambda: save_bytes(m, 1, 3000))
-        held = "both copies (3.0 kB and 3.0 kB) are more than 1.0 kB of memory"
+        assert save_bytes(m, 0, small_machine)
+        done, _ = in_thread(lambda: save_bytes(m, 1, small_machine))
+        held = f"both copies ({nbytes(small_machine)} and {nbytes(small_machine)}) are more than "
+        held += f"{nbytes(small_machine // 2)} of memory"
         assert eventually(lambda: said(caplog, held))
         assert not done.wait(MOMENT_SECS)
         tap.let_go()
@@ -847,7 +869,7 @@ def test_memory_is_that_of_the_container(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     (tmp_path / "own").write_text(own + "\n")
-    assert list(memory._limits(tmp_path, tmp_path / "own")) == limits
+    assert list(memory.limits(tmp_path, tmp_path / "own")) == limits
     whole = memory.of_this_machine()
     assert whole is not None
     assert whole > 2**28
@@ -1339,16 +1361,9 @@ def test_nodes_and_their_folders(directory: str) -> None:
 
 
 def test_the_snapshots_time_is_not_the_saves_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the device to finish the step, however long that takes; the save's bound begins after it."""
-    now, snapshot = [0.0], SavePlan.snapshot
-
-    def slow(plan: SavePlan) -> Any:
-        now[0] += 100.0
-        return snapshot(plan)
-
-    monkeypatch.setattr(SavePlan, "snapshot", slow)
-    monkeypatch.setattr(manager_module, "Deadline", lambda secs: Deadline(secs, clock=lambda: now[0]))
-    with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(save_timeout_secs=10.0)) as m:
-        save(m, 1)
+    """It waits for the device, and for handlers, however long that takes; the save's bound begins after it."""
+    passes = passing(monkeypatch)
+    with ec.CheckpointManager(tmp_path) as m:
+        assert m.save(1, args=SlowSave(lambda: passes(1e6)))
         m.wait_until_finished()
         assert m.latest_step() == 1
