@@ -4,12 +4,13 @@ import contextlib
 import ctypes
 import errno
 import json
+import math
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ import epochckpt as ec
 from epochckpt.directory.epoch_directory import Rollback
 from epochckpt.directory.posix import PosixDirectory
 from epochckpt.errors import SaveError, UnfinishedError
-from epochckpt.orbax import StepNames, linked_view
-from epochckpt.storage import PosixStore, open_store, posix
+from epochckpt.orbax import StepNames
+from epochckpt.storage import PosixStore, Store, open_store, opening_through, posix
+from epochckpt.testing import Faults
 from tests.support.file_systems import immovable
 
 READ_ONLY = ocp.CheckpointManagerOptions(read_only=True)
@@ -101,7 +103,6 @@ def test_without_links_everything_works_but_stock_orbax(
     monkeypatch.setattr(os, "symlink", no_link)
     monkeypatch.setattr(os, "link", no_link)
     monkeypatch.setattr(posix, "_renameat2", no_flags)
-    monkeypatch.setattr(linked_view, "_warned", set())
     live(str(tmp_path / "run"))
     check_lived(tmp_path / "run")
     said = [r.getMessage() for r in caplog.records if "has no symlinks, which the Orbax view needs" in r.getMessage()]
@@ -211,53 +212,64 @@ def test_epochs_that_no_rename_moves_are_deleted_and_rolled_back(layered: Any) -
         assert os.readlink(directory / f"{int(kept.name) + 10}" / "state" / "process_0") == "../process_0"
 
 
+CHANGES = ("create", "rename", "exchange", "make_folder", "remove", "remove_tree", "copy_tree", "sync_folder", "link")
+
+
 class Killed(BaseException):
     """Nothing of a run that is killed does anything any more."""
 
 
-CHANGES = ("create", "rename", "exchange", "make_folder", "remove", "remove_tree", "copy_tree", "sync_folder", "link")
+class Countdown:
+    """The changes that are left to a run; at the last one it is killed."""
+
+    def __init__(self) -> None:
+        self.left = math.inf
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            raise Killed
+
+
+class MortalStore(PosixStore):
+    """A file system on which a run is killed before one of its changes. Those that a copy consists of count, too."""
+
+    def __init__(self, directory: str, countdown: Countdown):
+        super().__init__(directory)
+        self._countdown = countdown
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in CHANGES:
+            self._countdown.count()
+        return super().__getattribute__(name)
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(1, marks=pytest.mark.long)])
-def test_a_kill_anywhere_in_it_loses_nothing(
-    tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_anywhere_in_it_loses_nothing(tmp_path: pathlib.Path, steps: int) -> None:
     """Before each change, and in the middle of a copy (the long form walks all of them): hidden or whole to readers,
     finished by the next run, and what is quarantined is whole."""
     with ec.CheckpointManager(tmp_path / "epochs") as manager:
         save(manager, 1, 2, 3)
     names = StepNames(ocp.path.step.standard_name_format())
     kinds = {"rollback": Rollback(1, (2, 3), "ab"), "kept": Rollback(None, (3,), "ab", "trash"), "deleted": None}
+    countdown = Countdown()
     for kind, rollback in kinds.items():
         for moment in range(1, 100, steps):
             run = tmp_path / f"{kind}-{moment}"
             shutil.copytree(tmp_path / "epochs", run, symlinks=True)
-            with immovable(run):
-                epoch_directory = PosixDirectory(open_store(run), names)
-                writer = epoch_directory.claim()
-                calls = 0
-
-                def count(real: Callable[..., None], moment: int = moment) -> Callable[..., None]:
-                    def counted(*args: Any, **kwargs: Any) -> None:
-                        nonlocal calls
-                        calls += 1
-                        if calls >= moment:
-                            raise Killed
-                        real(*args, **kwargs)
-
-                    return counted
-
-                with monkeypatch.context() as killing:
-                    for name in CHANGES:
-                        killing.setattr(PosixStore, name, count(getattr(PosixStore, name)))
-                    try:
-                        if rollback is None:
-                            writer.unlist(3)()
-                        else:
-                            writer.roll_back(rollback)
-                        break
-                    except Killed:
-                        pass
+            with opening_through(lambda store: MortalStore(store.root, countdown)), immovable(run):
+                writer = PosixDirectory(open_store(run), names).claim()
+                countdown.left = moment
+                try:
+                    if rollback is None:
+                        writer.unlist(3)()
+                    else:
+                        writer.roll_back(rollback)
+                    break
+                except Killed:
+                    pass
+                finally:
+                    countdown.left = math.inf
                 with ec.CheckpointManager(run, options=READ_ONLY) as reader:
                     seen = values(reader)
                     assert seen in ({1: 1, 2: 2, 3: 3}, {1: 1} if kind == "rollback" else {1: 1, 2: 2}), (kind, moment)
@@ -268,24 +280,18 @@ def test_a_kill_anywhere_in_it_loses_nothing(
                 left = {name for name in os.listdir(run) if not name.isdigit()}
                 assert left - {aside} == set(), (kind, moment)
                 if aside is not None and 3 not in seen:
-                    kept = PosixStore(run / aside)
-                    with ec.CheckpointManager(kept.root, options=READ_ONLY) as reader:
+                    with ec.CheckpointManager(run / aside, options=READ_ONLY) as reader:
                         assert values(reader) == ({2: 2, 3: 3} if kind == "rollback" else {3: 3}), (kind, moment)
         assert moment > 8
 
 
-def test_what_cannot_be_set_aside_stops_no_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_set_aside_stops_no_run(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The rollback holds, for readers and writers alike; an epoch of such a number is refused, not lost; when the
     cause is gone the next save of it, or the next open, finishes."""
     run = tmp_path / "run"
     with ec.CheckpointManager(run) as manager:
         save(manager, 1, 2, 3)
-    with immovable(run), monkeypatch.context() as full:
-
-        def no_space(self: Any, src: str, dst: str) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), dst)
-
-        full.setattr(PosixStore, "copy_tree", no_space)
+    with immovable(run), faults.fail(Store.copy_tree, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) as full:
         with ec.CheckpointManager(run) as manager:
             with pytest.raises(UnfinishedError, match=r"checkpoints 2, 3 are rolled back .*No space left"):
                 manager.rollback_to(1)
@@ -300,7 +306,7 @@ def test_what_cannot_be_set_aside_stops_no_run(tmp_path: pathlib.Path, monkeypat
             with pytest.raises(UnfinishedError):
                 manager.rollback_to(1)
             assert values(manager) == {1: 1, 4: 4}
-            full.undo()
+            full.remove()
             save(manager, 2, offset=100)
             assert values(manager) == {1: 1, 2: 102, 4: 4}
     (aside,) = run.glob("rolled-back-*")

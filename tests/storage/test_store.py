@@ -23,7 +23,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.storage import Entry, Store, open_store
+from epochckpt.storage import Entry, PosixStore, Store, open_store
 from epochckpt.storage.posix import Handle, PosixWriter
 from epochckpt.testing import StoreContract, in_parallel, write_file
 
@@ -539,9 +539,23 @@ def test_a_failed_flush_is_raised_and_ends_the_writer() -> None:
     os.close(read_end)
 
 
-def test_a_large_transfer_goes_in_several_calls(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short writes and reads are continued where they stopped."""
-    monkeypatch.setattr("epochckpt.storage.posix._CALL_BYTES", 1000)
+def test_a_large_transfer_goes_in_several_calls(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None moves more than it may; short writes and reads are continued where they stopped."""
+    pwrite, preadv, sizes = os.pwrite, os.preadv, list[int]()
+
+    def written(fd: int, data: memoryview, offset: int) -> int:
+        sizes.append(len(data))
+        return pwrite(fd, data[:700], offset)
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        sizes.append(len(buffers[0]))
+        return preadv(fd, [buffers[0][:700]], offset)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "preadv", read)
+    store = PosixStore(tmp_path, call_bytes=1000)
     data = bytes(range(256)) * 50
-    write_file(posix, "data", data)
-    assert posix.read("data", limit_bytes=len(data)) == data
+    write_file(store, "data", data)
+    assert store.read("data", limit_bytes=len(data)) == data
+    assert max(sizes) == 1000
+    assert len(sizes) >= 2 * len(data) // 700
