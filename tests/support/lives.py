@@ -57,6 +57,7 @@ _REQUESTS = {
 }
 _LOOKS = ("reading", "looking for", "listing")  # what changes nothing
 _here: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
+_bucket: contextvars.ContextVar[str] = contextvars.ContextVar("bucket", default="")
 _away: set[str] = set()  # places that do not answer
 _numbers = itertools.count()
 
@@ -264,23 +265,32 @@ class _OfLife(Faults):
     Those of a bucket are its requests.
     """
 
-    def __init__(self, life: Life, *, steps: bool):
+    def __init__(self, life: Life, store: Store):
         super().__init__()
         self._life = life
-        self._steps = steps
+        self._bucket = "" if store.atomic_folder_rename else _bucket_of(store.root)
 
     def make(self, call: StoreCall, made: Callable[[], T]) -> T:
         life = self._life
         if call.method == Writer.abort.__qualname__:  # it never raises
             return made()
         where = f"{call.store.root}/{call.path}"
-        if self._steps and is_away(where) and call.method.startswith("Store."):
+        if not self._bucket and is_away(where) and call.method.startswith("Store."):
             life.check()
             raise OSError(errno.EIO, os.strerror(errno.EIO), where)
-        if not self._steps or call.method in _READS:
-            return life.run(made)
+        if self._bucket or call.method in _READS:
+            token = _bucket.set(self._bucket)
+            try:
+                return life.run(made)
+            finally:
+                _bucket.reset(token)
         with life.step(call.method.rpartition(".")[2], "file" if call.method.startswith("Writer.") else where):
             return life.run(made, still=True)
+
+
+def _bucket_of(root: str) -> str:
+    """What a key comes behind in the URL of an object; the keys of a bucket in memory begin with its name."""
+    return "memory:/" if root.startswith("memory:") else "/".join(root.split("/")[:3])
 
 
 def _owned(store: Store) -> Store:
@@ -288,7 +298,7 @@ def _owned(store: Store) -> Store:
     life = _here.get()
     if life is None:
         return store
-    owned = FaultyStore(store, _OfLife(life, steps=store.atomic_folder_rename))
+    owned = FaultyStore(store, _OfLife(life, store))
     # Processes do not share their turns at a head: each reaches it by a name of its own.
     owned.endpoint = f"{store.endpoint}#{life.number}"
     return owned
@@ -320,11 +330,11 @@ def _step_in_tree(call: str, path: Any) -> contextlib.AbstractContextManager[Non
 
 
 def _ask(doing: str, call: Callable[..., T], kv: Any, key: Any = "", *args: Any, **kwargs: Any) -> T:
-    """Around each request to a bucket in memory."""
+    """Around each request to a bucket."""
     life = _here.get()
     if life is None:
         return call(kv, key, *args, **kwargs)
-    where = f"memory://{key if isinstance(key, str) else key[0]}"
+    where = f"{_bucket.get()}/{key if isinstance(key, str) else key[0]}"
 
     def sent() -> T:
         if is_away(where):
