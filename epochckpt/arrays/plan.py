@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from epochckpt._text import readable
+from epochckpt.arrays import transfers
 from epochckpt.arrays.sharding_grids import ShardingGrid, grid_of
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import ArrayItem, Grid, Leaf, NodeCells, checksums, safetensors
@@ -28,7 +29,6 @@ from epochckpt.format.tree import ARRAY_KINDS
 from epochckpt.orbax import events
 from epochckpt.storage.mmap import Assembled
 
-HOST = frozenset({"cpu"})  # platforms whose arrays lie in this process's memory
 _MAX_SPLIT = 8  # a replicated array is split between at most this many of its holders
 _MAX_CUT = 10_000  # cells of a leaf, as far as `part_bytes` makes them more
 _FINER = 4  # and they may be smaller by this factor than they need to be
@@ -559,7 +559,7 @@ def _sources(builder: "_Builder", item: ArrayItem, forms: Forms, cells: NodeCell
                     place = places[id(layout.devices)] = {device: i for i, device in enumerate(layout.devices.flat)}
                 for k, device in enumerate(form.held):
                     local.setdefault(int(layout.cells[place[device]]), k)
-                shards[number] = layout, local, {device.platform for device in form.held} != HOST
+                shards[number] = layout, local, {device.platform for device in form.held} != transfers.HOST
             layout, local, staged = shards[number]
             alone = layout.devices.size == 1
             counts = layout.counts

@@ -5,7 +5,7 @@
 - "device": one computation per device copies this process's cells into free memory of the device, in pieces. Background
   threads move one piece after another through pinned host memory. A step that donates the originals comes later in the
   order of computations, which every backend keeps.
-- "pinned_host": to pinned host memory. On the platforms of `_ORDERED_PLATFORMS` training goes on during the transfers:
+- "pinned_host": to pinned host memory. On the platforms of `ORDERED_PLATFORMS` training goes on during the transfers:
   in XLA's source, a computation that gets a donated buffer waits for the transfers out of that buffer.
   (`PrepareArguments` in xla/pjrt/common_pjrt_client.cc waits for the "usage events" of donated buffers, and
   `CopyToMemorySpace` adds such an event.) On other platforms the transfers are awaited.
@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,10 +29,11 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from epochckpt.options import StorageOptions
 
+HOST = frozenset({"cpu"})  # platforms whose arrays lie in this process's memory: they are not copied here
+WRITE_BYTES = 8 * 2**20  # what a thread that writes takes at once, some blocks, unless a block is more
 _PIECE_BYTES = 64 * 2**20  # as fast as larger ones: a transfer takes milliseconds
-_LEAST_PIECE_BYTES = 8 * 2**20  # what a thread that writes takes at once, unless a block is more
 _SPARE = 16  # a copy on a device leaves at least this part of its memory free
-_ORDERED_PLATFORMS = frozenset({"gpu", "cpu"})  # donation waits for transfers, see above; libtpu's source is not public
+ORDERED_PLATFORMS = frozenset({"gpu", "cpu"})  # donation waits for transfers, see above; libtpu's source is not public
 
 
 class StagedCell(NamedTuple):
@@ -50,14 +51,18 @@ class StagedCell(NamedTuple):
 
 
 class Staging:
-    """How one manager copies what lies on accelerators, where up to `writers` threads ask for it at once."""
+    """How one manager copies what lies on accelerators, where up to `writers` threads ask for it at once.
 
-    def __init__(self, options: StorageOptions, writers: int):
+    On platforms that are not `ordered`, donation does not wait for the copies.
+    """
+
+    def __init__(self, options: StorageOptions, writers: int, ordered: Collection[str] = ORDERED_PLATFORMS):
         self.how = options.snapshot
+        self.ordered = ordered
         # For what a thread takes at once it holds at most two pieces. All together are half of the limit, if they may.
         limit = options.host_memory_limit_bytes
         wanted = _PIECE_BYTES if limit is None else min(limit // (4 * writers), _PIECE_BYTES)
-        self.piece_bytes = max(wanted, _LEAST_PIECE_BYTES, options.block_bytes)
+        self.piece_bytes = max(wanted, WRITE_BYTES, options.block_bytes)
         self.window_bytes = 2 * writers * self.piece_bytes
         self._steps: dict[Any, int] = {}  # by device, what steps have needed besides what stays
         self._copied: dict[Any, int] = {}  # by device, the largest copy so far
@@ -129,7 +134,7 @@ class Copies:
             transfer.data = data
             transfer.started = True
         for transfer in moving.values():
-            if self._staging.how == "host" or _device(transfer.data).platform not in _ORDERED_PLATFORMS:
+            if self._staging.how == "host" or _device(transfer.data).platform not in self._staging.ordered:
                 transfer.wait()
         return [
             Arriving(cell.nbytes, pieces[i], window=window)

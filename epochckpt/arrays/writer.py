@@ -22,13 +22,13 @@ import numpy as np
 
 from epochckpt import _collector
 from epochckpt._threads import Pool
+from epochckpt.arrays import transfers
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
 from epochckpt.errors import BufferChangedError
 from epochckpt.format import DataFile, checksums, paths
 from epochckpt.storage import ALIGNMENT, Store, Writer, mmap, writing
 
-_PIECE_BYTES = 8 * 2**20  # that one call writes, to a file system: some blocks
 _JOIN_BYTES = 64 * 2**10
 _OPEN_FILES = 32  # at the same time, of an item: each takes two descriptors, and a process may have few
 
@@ -241,7 +241,7 @@ def _pieces(ends: Sequence[int]) -> list[tuple[int, int]]:
     first = 0
     start = 0
     for block, end in enumerate(ends):
-        if end - start > _PIECE_BYTES and block > first:
+        if end - start > transfers.WRITE_BYTES and block > first:
             pieces.append((first, block))
             first = block
             start = ends[block - 1]

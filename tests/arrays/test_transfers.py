@@ -6,11 +6,15 @@ a GPU (`JAX_PLATFORMS=cuda`) the same tests run on it.
 
 import collections
 import contextlib
+import errno
 import functools
 import json
+import os
 import pathlib
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +26,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import epochckpt as ec
-from epochckpt.arrays import plan, snapshot, transfers, writer
+from epochckpt.arrays import snapshot, transfers
 from epochckpt.arrays.save_items import SaveItem
 from epochckpt.errors import InvalidArgumentError, SaveError
-from tests.support.taps import fail_writes, hold_writes
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
 
 MODES = ["auto", "device", "pinned_host", "host"]
 PLENTY = {"bytes_limit": 2**40, "bytes_in_use": 2**20}
@@ -34,10 +39,10 @@ PLENTY = {"bytes_limit": 2**40, "bytes_in_use": 2**20}
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arrays of this process count as an accelerator's, which has memory enough; pieces may be small."""
-    monkeypatch.setattr(transfers, "_LEAST_PIECE_BYTES", 4096)
-    monkeypatch.setattr(plan, "HOST", frozenset())
+    monkeypatch.setattr(transfers, "WRITE_BYTES", 4096)
+    monkeypatch.setattr(transfers, "HOST", frozenset())
     if jax.default_backend() == "cpu":
-        monkeypatch.setattr(transfers, "_memory_stats", lambda device: PLENTY)
+        monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: PLENTY)
 
 
 def mesh() -> Mesh:
@@ -109,22 +114,21 @@ def slow(*values: Any) -> Any:
 @pytest.mark.usefixtures("faults")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["sharded", slow("one device"), slow("replicated")])
-def test_donation_right_after_save_is_safe(tmp_path: pathlib.Path, mode: str, kind: str) -> None:
+def test_donation_right_after_save_is_safe(tmp_path: pathlib.Path, faults: Faults, mode: str, kind: str) -> None:
     """Steps that donate what is saved run before a byte of it is written, and the steps' new arrays take its memory.
     What is saved is what there was, in the memory where it was.
     """
     state, kept, step = state_of(kind), {}, step_of(kind)
     places = {name: x.sharding for name, x in state.items()}
     with opened(tmp_path, mode) as manager:
-        tap = hold_writes(manager)
-        for epoch in range(2):
-            kept[epoch], before = host_copy(state), state
-            save(manager, epoch, state)
-            for _ in range(4):
-                state = step(state)
-            assert all(x.is_deleted() for x in before.values())
-        jax.block_until_ready(state)
-        tap.let_go()
+        with faults.hold(Store.open_writer):
+            for epoch in range(2):
+                kept[epoch], before = host_copy(state), state
+                save(manager, epoch, state)
+                for _ in range(4):
+                    state = step(state)
+                assert all(x.is_deleted() for x in before.values())
+            jax.block_until_ready(state)
         manager.wait_until_finished()
         for epoch, expected in kept.items():
             found = manager.restore(epoch)
@@ -134,28 +138,25 @@ def test_donation_right_after_save_is_safe(tmp_path: pathlib.Path, mode: str, ki
 
 
 @pytest.mark.usefixtures("faults")
-@pytest.mark.parametrize(
-    ("mode", "what"), [("device", "_copied"), ("pinned_host", "_to_host"), ("device", "offloaded")]
-)
+@pytest.mark.parametrize(("mode", "what"), [("device", "copied"), ("pinned_host", "moved"), ("device", "offloaded")])
 def test_without_the_copies_donation_harms_what_is_saved(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, mode: str, what: str
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, mode: str, what: str
 ) -> None:
     """The test above can fail: here saves hold what they are to save itself."""
-    if what == "_copied":
+    if what == "copied":
         monkeypatch.setattr(transfers, "_copied", lambda arrays, parts: [[x] for x in arrays])
-    elif what == "_to_host":
-        monkeypatch.setattr(transfers, "_to_host", list)
-    else:
-        real = jax.device_put
-        monkeypatch.setattr(jax, "device_put", lambda *args, may_alias=None, **rest: real(*args, **rest))
     state = state_of("sharded")
     if what != "offloaded":
         state |= {"offloaded": jax.device_put(np.arange(8, dtype=np.float32), placed("sharded"))}
+    real = jax.device_put
+    if what == "moved":
+        monkeypatch.setattr(jax, "device_put", lambda x, *args, **rest: x if isinstance(x, list) else real(x, *args))
+    elif what == "offloaded":
+        monkeypatch.setattr(jax, "device_put", lambda *args, may_alias=None, **rest: real(*args, **rest))
     with opened(tmp_path, mode) as manager:
-        tap = hold_writes(manager)
-        save(manager, 0, state)
-        jax.block_until_ready(step_of("sharded")(state))
-        tap.let_go()
+        with faults.hold(Store.open_writer):
+            save(manager, 0, state)
+            jax.block_until_ready(step_of("sharded")(state))
         with pytest.raises(SaveError, match="deleted"):
             manager.wait_until_finished()
 
@@ -212,66 +213,78 @@ def test_pieces_are_contiguous_small_and_all_there_is(shape: tuple[int, ...], dt
     assert len(cut) <= max(1, 2 * value.nbytes // piece_bytes) or piece_bytes < 2 * value.itemsize
 
 
-def test_a_copy_leaves_training_the_memory_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+class Device:
+    """A device that says this of its memory."""
+
+    def __init__(self, stats: dict[str, int]):
+        self._stats = stats
+
+    def memory_stats(self) -> dict[str, int]:
+        return self._stats
+
+
+def test_a_copy_leaves_training_the_memory_that_it_needs() -> None:
     """A margin, what a step has needed at the peak, and not what the copies themselves did; or what is not known."""
     stats: dict[str, int] = {}
-    monkeypatch.setattr(transfers, "_memory_stats", lambda device: stats)
+    a, b = Device(stats), Device(stats)
     auto, device = staging("auto"), staging("device")
-    assert (auto.has_room("d", 1), device.has_room("d", 1)) == (False, True)
+    assert (auto.has_room(a, 1), device.has_room(a, 1)) == (False, True)
     stats |= {"bytes_limit": 1600, "bytes_in_use": 500}
-    assert [auto.has_room("a", n) for n in (1000, 1001)] == [True, False]  # a sixteenth stays free
+    assert [auto.has_room(a, n) for n in (1000, 1001)] == [True, False]  # a sixteenth stays free
     stats |= {"peak_bytes_in_use": 800}  # a step took 300 more
-    assert [auto.has_room("b", n) for n in (800, 801)] == [True, False]
+    assert [auto.has_room(b, n) for n in (800, 801)] == [True, False]
     stats |= {"peak_bytes_in_use": 1600}  # the same step, beside that copy of 800
-    assert [auto.has_room("b", n) for n in (800, 801)] == [True, False]
+    assert [auto.has_room(b, n) for n in (800, 801)] == [True, False]
     stats |= {"peak_bytes_in_use": 1500, "bytes_in_use": 500}  # less again: what steps once needed counts
-    assert [auto.has_room("b", n) for n in (800, 801)] == [True, False]
+    assert [auto.has_room(b, n) for n in (800, 801)] == [True, False]
     stats |= {"peak_bytes_in_use": 1600, "bytes_in_use": 1300}  # an older copy is still there
-    assert not auto.has_room("b", 200)
+    assert not auto.has_room(b, 200)
 
 
 @pytest.mark.usefixtures("faults")
 def test_a_device_without_room_is_copied_to_host_memory(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
     """Each device for itself, and before anything is copied: the host's memory is asked for what it then holds."""
     if len(jax.devices()) < 2:
         pytest.skip("one device")
     full = jax.devices()[1]
-    monkeypatch.setattr(transfers, "_memory_stats", lambda d: PLENTY | ({"bytes_in_use": 2**40} if d == full else {}))
-    copied, real = [], transfers.Staging.has_room
-    moved = collections.Counter[Any]()
-    to_host = transfers._to_host
+    asked = collections.Counter[Any]()
 
-    def spy(arrays: Any) -> Any:
-        moved.update(device for x in arrays for device in x.devices())
-        return to_host(arrays)
+    def stats(device: Any) -> dict[str, int]:
+        """Of devices with room for just their own shards, and of one that lacks one byte."""
+        asked[device] += 1
+        limit = 2**26
+        return {"bytes_limit": limit, "bytes_in_use": limit - limit // 16 - 1_600_000 + (device == full)}
 
-    monkeypatch.setattr(transfers, "_to_host", spy)
-    monkeypatch.setattr(transfers.Staging, "has_room", lambda *a: copied.append(a[1:]) or real(*a))
+    monkeypatch.setattr(type(full), "memory_stats", stats)
     value = np.arange(400_000 * len(jax.devices()), dtype=np.float32)
-    with opened(tmp_path, "auto", host_memory_limit_bytes=6 * 10**6, block_bytes=2**16) as manager:
-        tap = hold_writes(manager)
-        save(manager, 0, {"a": jax.device_put(value, placed("sharded"))})
-        assert set(moved) == {full}
-        assert {nbytes for _, nbytes in copied} == {1_600_000}
-        assert len(copied) == len(jax.devices())
-        tap.let_go()
+    state = {"a": jax.device_put(value, placed("sharded"))}
+    sizes = {"host_memory_limit_bytes": 6 * 10**6, "block_bytes": 2**16}
+    with moves_watched(monkeypatch) as moves, opened(tmp_path, "auto", **sizes) as manager:
+        with faults.hold(Store.open_writer):
+            save(manager, 0, state)
+            assert set(moves.devices) == {full}
+            assert asked == dict.fromkeys(jax.devices(), 1)
         manager.wait_until_finished()
-        assert set(moved) == set(jax.devices())
+        assert set(moves.devices) == set(jax.devices())
+    with opened(tmp_path, "auto") as manager:
         assert_same(manager.restore(0), {"a": value})
 
 
 def test_a_device_that_turns_out_to_be_full_is_copied_to_host_memory(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    def full(arrays: Any, parts: Any) -> Any:
+    def full(array: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1600000 bytes.")
 
-    monkeypatch.setattr(transfers, "_copied", full)
-    value = np.arange(400_000, dtype=np.float32)
-    with opened(tmp_path, "device") as manager:
-        save(manager, 0, {"a": jax.device_put(value, placed("one device"))})
+    value = np.arange(400_007, dtype=np.float32)  # of a size for which no other test has compiled the copy
+    state = {"a": jax.device_put(value, placed("one device"))}
+    monkeypatch.setattr(jnp, "copy", full)
+    with moves_watched(monkeypatch) as moves, opened(tmp_path, "device") as manager:
+        with faults.hold(Store.open_writer):
+            save(manager, 0, state)
+            assert set(moves.devices) == {jax.devices()[-1]}
         manager.wait_until_finished()
         assert_same(manager.restore(0), {"a": value})
 
@@ -282,24 +295,47 @@ def buffers() -> set[int]:
     return {x.unsafe_buffer_pointer() for x in arrays}
 
 
+class Moves:
+    """What moves to pinned host memory.
+
+    Attributes:
+        devices: how many arrays came from each device.
+        held, peak: the bytes that lie there, now and at most.
+    """
+
+    def __init__(self) -> None:
+        self.devices = collections.Counter[Any]()
+        self.held = self.peak = 0
+        self._lock = threading.RLock()  # memory may be given back at any moment
+
+    def add(self, arrays: Any, copies: Any) -> None:
+        with self._lock:
+            self.devices.update(device for x in arrays for device in x.devices())
+            for each in copies:
+                self.held += each.nbytes
+                weakref.finalize(each, self._gone, each.nbytes)
+            self.peak = max(self.peak, self.held)
+
+    def _gone(self, nbytes: int) -> None:
+        with self._lock:
+            self.held -= nbytes
+
+
 @contextlib.contextmanager
-def window_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many bytes lay in host memory, after each change."""
-    held = [0]
-    start, wrote = transfers._StagingWindow._start, transfers._StagingWindow.wrote
+def moves_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moves]:
+    """What jax moves to pinned host memory in lists of arrays."""
+    moves = Moves()
+    put = jax.device_put
 
-    def _start(self: Any, piece: Any) -> None:
-        held.append(held[-1] + (0 if piece.started else piece.nbytes))
-        start(self, piece)
-
-    def _wrote(self: Any, piece: Any, nbytes: int) -> None:
-        wrote(self, piece, nbytes)
-        held.append(held[-1] - (piece.nbytes if piece.data is None else 0))
+    def noted(x: Any, *args: Any, **kwargs: Any) -> Any:
+        found = put(x, *args, **kwargs)
+        if isinstance(x, list) and all(each.sharding.memory_kind == "pinned_host" for each in found):
+            moves.add(x, found)
+        return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfers._StagingWindow, "_start", _start)
-        patch.setattr(transfers._StagingWindow, "wrote", _wrote)
-        yield held
+        patch.setattr(jax, "device_put", noted)
+        yield moves
 
 
 @pytest.mark.parametrize("place", ["posix", "memory"])
@@ -312,14 +348,13 @@ def test_copies_on_a_device_pass_through_bounded_host_memory(
     state = {name: jax.device_put(x, placed("one device")) for name, x in value.items()}
     alive = buffers()
     path: Any = tmp_path if place == "posix" else "memory://transfers/?concurrency=2"
-    monkeypatch.setattr(writer, "_PIECE_BYTES", 2**15)
     sizes = {"host_memory_limit_bytes": 2**20, "block_bytes": 2**15}
-    with window_watched(monkeypatch) as held, opened(path, "device", **sizes) as manager:
+    with moves_watched(monkeypatch) as moves, opened(path, "device", **sizes) as manager:
         save(manager, 0, state)
         manager.wait_until_finished()
         assert buffers() <= alive
-        assert 2**18 <= max(held) <= 2**20
-        assert held[-1] == 0
+        assert 2**18 <= moves.peak <= 2**20
+        assert moves.held == 0
         assert_same(manager.restore(0), value)
     host = opened(tmp_path / "host", "host", host_memory_limit_bytes=2**20)
     with host, pytest.raises(InvalidArgumentError, match=r"copies 5\.0 MB to host memory"):
@@ -327,23 +362,23 @@ def test_copies_on_a_device_pass_through_bounded_host_memory(
 
 
 @pytest.mark.usefixtures("faults")
-def test_a_failed_save_gives_the_devices_memory_back(tmp_path: pathlib.Path) -> None:
+def test_a_failed_save_gives_the_devices_memory_back(tmp_path: pathlib.Path, faults: Faults) -> None:
     state = {"a": jax.device_put(np.arange(100_000.0, dtype=np.float32), placed("one device"))}
     alive = buffers()
     with opened(tmp_path, "device") as manager:
-        fail_writes(manager)
+        faults.fail(Store.open_writer, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         save(manager, 0, state)
         with pytest.raises(SaveError, match="No space left"):
             manager.wait_until_finished()
         assert buffers() <= alive
 
 
-def test_where_donation_may_not_wait_save_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_donation_may_not_wait_save_does() -> None:
     """On backends of which nothing is known the copies are in this process's memory before training goes on."""
     array = jnp.arange(1000.0)
-    for platforms, there in ((frozenset(), True), (frozenset({jax.default_backend()}), False)):
-        monkeypatch.setattr(transfers, "_ORDERED_PLATFORMS", platforms)
-        (found,) = transfers.Copies(staging("pinned_host"), [transfers.StagedCell(array, None)]).start()
+    for ordered, there in ((frozenset(), True), (frozenset({jax.default_backend()}), False)):
+        how = transfers.Staging(ec.StorageOptions(snapshot="pinned_host"), writers=2, ordered=ordered)
+        (found,) = transfers.Copies(how, [transfers.StagedCell(array, None)]).start()
         assert isinstance(found._pieces[0].data, np.ndarray) == there
 
 
