@@ -23,9 +23,10 @@ import pytest
 import epochckpt as ec
 from epochckpt import _monitoring
 from epochckpt.errors import DamagedError, SaveError
-from epochckpt.storage import PosixStore, Store
+from epochckpt.storage import Store
 from epochckpt.testing import Faults, StoreCall
 from tests.support.processes import run_worker
+from tests.support.taps import NO_SPACE, eventually
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent.parent / "docs" / "monitoring.md"
 WAIT_SECS = 30.0
@@ -58,9 +59,9 @@ class Events:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[Events]:
+def events(patience: Callable[..., None]) -> Iterator[Events]:
     """What is heard; calls end when it has been heard, however long that takes."""
-    monkeypatch.setattr(_monitoring, "_DELIVER_SECS", WAIT_SECS)
+    patience(delivery_secs=WAIT_SECS)
     found = Events()
     with listening(found.event, found.figure):
         yield found
@@ -184,20 +185,13 @@ def test_saves_that_are_not_asynchronous_have_orbaxs_other_names(tmp_path: pathl
     assert not names & {"/jax/orbax/async_checkpointer/init", "/jax/orbax/write/async/start"}
 
 
-def test_failures_and_fall_backs_are_events(
-    tmp_path: pathlib.Path, events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_and_fall_backs_are_events(tmp_path: pathlib.Path, events: Events, faults: Faults) -> None:
     """A save on a full disk, damaged epochs, and a restore of nothing but those."""
     with ec.CheckpointManager(tmp_path) as manager:
         for epoch in (1, 2):
             manager.save(epoch, args=Save(STATE))
         manager.wait_until_finished()
-
-        def full(*_: Any) -> Any:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(PosixStore, "open_writer", full)
+        with faults.fail(Store.open_writer, NO_SPACE):
             manager.save(3, args=Save(STATE))
             with pytest.raises(SaveError):
                 manager.wait_until_finished()
@@ -271,10 +265,10 @@ def test_a_listener_that_raises_is_logged_once_and_harms_nothing(
 
 
 def test_a_listener_that_hangs_holds_up_events_alone(
-    tmp_path: pathlib.Path, events: Events, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, events: Events, patience: Callable[..., None]
 ) -> None:
     """Also where the training thread holds what the listener waits for, and where a signal handler saves then."""
-    monkeypatch.setattr(_monitoring, "_DELIVER_SECS", 0.1)
+    patience(delivery_secs=0.1)
     lock, saved = threading.RLock(), threading.Event()
 
     def locked(name: str, *_: Any, **tags: Any) -> None:
@@ -298,7 +292,7 @@ def test_a_listener_that_hangs_holds_up_events_alone(
                     assert manager.all_steps() == [1, 2]
                     manager.restore(2, args=Restore(STATE))
                     assert not events["/jax/orbax/read/success"]
-                _monitoring._lane.submit(lambda: None).result(WAIT_SECS)
+                assert eventually(lambda: bool(events["/jax/orbax/read/success"]))
         finally:
             signal.signal(signal.SIGUSR1, before)
     assert len(events["/jax/orbax/write/success"]) == 2

@@ -20,7 +20,8 @@ from epochckpt.errors import StorageError
 from epochckpt.format import paths
 from epochckpt.inspection import watch
 from epochckpt.orbax import StepNames
-from epochckpt.storage import open_store, store
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.silence import PASSING, Silence
 
 Options = ocp.CheckpointManagerOptions
@@ -30,9 +31,9 @@ DATA = "process_0/default.safetensors"
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pauses(patience: Callable[..., None]) -> None:
     """Before storage is asked again."""
-    monkeypatch.setattr(store, "_PAUSES_SECS", (0.001, 0.001, 0.001))
+    patience(read_pauses_secs=(0.001, 0.001, 0.001))
 
 
 def save(manager: ec.CheckpointManager, *epochs: int, **kwargs: Any) -> None:
@@ -149,19 +150,17 @@ def test_a_damaged_epoch_that_cannot_be_looked_at_is_not_set_aside(run: pathlib.
     assert resume(run) == ([1, 2], 2)
 
 
-def test_a_commit_whose_outcome_nobody_can_see_is_uncertain(run: pathlib.Path) -> None:
+def test_a_commit_whose_outcome_nobody_can_see_is_uncertain(run: pathlib.Path, faults: Faults) -> None:
     """The rename reports an error, and so does the look at what it did: neither committed nor not committed."""
     with ec.CheckpointManager(run) as manager:
         with pytest.MonkeyPatch.context() as patch:
-            real, silent = type(manager.components.directory.store).rename, []
+            silent = []
 
-            def rename(self: Any, src: str, dst: str, **kwargs: Any) -> None:
-                real(self, src, dst, **kwargs)
-                if dst == "3":
-                    silent.append(dst)
-                    raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            def time_out(call: StoreCall) -> None:
+                silent.append(call)
+                raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
-            patch.setattr(type(manager.components.directory.store), "rename", rename)
+            faults.after(Store.rename, time_out, where=lambda call: call.target == "3")
             Silence(patch, run, lambda n, path: errno.ETIMEDOUT if silent and path == "3/epoch.json" else 0)
             with pytest.raises(errors.UncertainError):
                 save(manager, 3)
