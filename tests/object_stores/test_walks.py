@@ -8,10 +8,10 @@ from typing import Any
 import obstore
 import pytest
 
-from epochckpt.directory import head_turns
 from tests.support.mirror_walk import OPERATIONS as MIRROR_OPERATIONS
 from tests.support.mirror_walk import MirrorWalk
 from tests.support.object_servers import bucket
+from tests.support.other_processes import as_another_process
 from tests.support.walk_places import FORMS, MemoryPlace, Place, ServerPlace
 from tests.support.walking import NEWCOMERS, OPERATIONS, Walk
 
@@ -34,9 +34,10 @@ def opened(scheme: str, operation: str = "") -> Iterator[Place]:
 
 
 @pytest.fixture(autouse=True)
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def apart() -> Iterator[None]:
     """The two runs share a process here; the turns at a head are those of two."""
-    monkeypatch.setattr(head_turns, "of", lambda store: head_turns.Turns())
+    with as_another_process():
+        yield
 
 
 def check(walk: Walk | MirrorWalk, least: int) -> None:
