@@ -590,6 +590,7 @@ def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path) -> None:
         record = manager.components.directory.epoch_directory.read_record(5)
     view, noted = Views(max_entries=3).note(record)
     assert view is not None
+    assert noted.orbax_unsupported is not None
     assert "more than 3" in noted.orbax_unsupported["many"]["*"]
     assert "many" not in view.folders
     assert noted.orbax_view is not None
