@@ -3,21 +3,24 @@
 `Pause` stops the older run at one of its requests. `MemoryPlace` and `ServerPlace` send its requests past that.
 """
 
+import contextvars
+import functools
 import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 import pytest
 
-from epochckpt import _threads
+from epochckpt import _patience, _threads
 from epochckpt.orbax import step_files
-from epochckpt.storage import object_client
+from epochckpt.storage import Store, opening_through
 from epochckpt.storage.object_client import Client
+from epochckpt.testing import Faults, FaultyStore, StoreCall
 from tests.support.object_servers import Bucket, Fault, Proxy, Request
 
 FORMS = ("before", "after", "lost", "killed", "late", "again")
@@ -36,12 +39,13 @@ The last four are about requests that write, and count only those.
 KILLED = ("killed", "late")
 WAIT_SECS = 60.0
 
-_running = threading.local()  # `name` of the run, on its threads
+T = TypeVar("T")
+_running: contextvars.ContextVar[str] = contextvars.ContextVar("run", default="")
 
 
 def of_run(name: str) -> None:
     """This thread, and those that it starts, are this run's from now on."""
-    _running.name = name
+    _running.set(name)
 
 
 class Pause:
@@ -119,26 +123,20 @@ class Place:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Until the block ends, threads know whose they are."""
+        """Until the block ends, what a run opens and does in the background is its own."""
         start = _threads.start
 
         def started(fn: Callable[[], Any]) -> _threads.Future[Any]:
-            name = getattr(_running, "name", "")
-
-            def call() -> Any:
-                before, _running.name = getattr(_running, "name", ""), name
-                try:
-                    return fn()
-                finally:
-                    _running.name = before
-
-            future = start(call)
-            self._tasks.setdefault(name, []).append(future)
+            future = start(fn)
+            self._tasks.setdefault(_running.get(), []).append(future)
             return future
 
-        with pytest.MonkeyPatch.context() as patch:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            _patience.use(request_pauses_secs=(0.0,) * 8),
+            opening_through(_owned),
+        ):
             patch.setattr(_threads, "start", started)
-            patch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
             self._prepare(patch)
             yield
 
@@ -146,12 +144,39 @@ class Place:
         """Changes what the block needs changed."""
 
 
-_METHODS = {"reading": "GET", "looking for": "HEAD", "listing": "LIST", "writing": "PUT", "deleting": "DELETE"}
-_METHODS["copying"] = "PUT"
+class _OfRun(Faults):
+    """Has the calls of a run's stores be its own, whoever makes them."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def make(self, call: StoreCall, made: Callable[[], T]) -> T:
+        token = _running.set(self._name)
+        try:
+            return made()
+        finally:
+            _running.reset(token)
+
+
+def _owned(store: Store) -> Store:
+    """The store of the run that opens it."""
+    return FaultyStore(store, _OfRun(_running.get()))
+
+
+_METHODS = {
+    "get": "GET",
+    "head": "HEAD",
+    "list": "LIST",
+    "list_with_delimiter": "LIST",
+    "put": "PUT",
+    "copy": "PUT",
+    "delete": "DELETE",
+}
 
 
 class MemoryPlace(Place):
-    """`memory://`: faults happen in the client, around each call of the store. `stock`: stock Orbax may save there."""
+    """`memory://`: faults happen around each request of the older run. `stock`: stock Orbax may save there."""
 
     def __init__(self, *, stock: bool = False) -> None:
         super().__init__("memory")
@@ -173,23 +198,15 @@ class MemoryPlace(Place):
     def _prepare(self, patch: pytest.MonkeyPatch) -> None:
         if self._stock:
             patch.setattr(step_files, "saves_to", lambda store: True)
-        init, ask = Client.__init__, Client.ask
-        older: set[int] = set()
+        for name in _METHODS:
+            patch.setattr(obstore, name, functools.partial(self._ask, getattr(obstore, name)))
 
-        def made(client: Client, *args: Any, **kwargs: Any) -> None:
-            init(client, *args, **kwargs)
-            older.discard(id(client))
-            if getattr(_running, "name", "") == "older":
-                older.add(id(client))
-
-        def asked(client: Client, path: str, doing: str, call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-            if id(client) not in older:
-                return ask(client, path, doing, call, *args, **kwargs)
-            request = Request(_METHODS[doing], path)
-            return ask(client, path, doing, lambda: self._send(request, call), *args, **kwargs)
-
-        patch.setattr(Client, "__init__", made)
-        patch.setattr(Client, "ask", asked)
+    def _ask(self, call: Callable[..., Any], kv: Any, key: Any = "", *args: Any, **kwargs: Any) -> Any:
+        made = functools.partial(call, kv, key, *args, **kwargs)
+        if _running.get() != "older":
+            return made()
+        target = key if isinstance(key, str) else key[0]
+        return self._send(Request(_METHODS[call.__name__], target), made)
 
     def _send(self, request: Request, call: Callable[[], Any]) -> Any:
         fault = self._decide(request) or Fault()
