@@ -185,7 +185,6 @@ def test_one_thread_may_write_many_files_at_once(
     assert (maps.now, maps.most) == (5, 5)
     for writer in writers:
         writer.finish()
-    del writers, writer
     assert maps.are_gone()
     assert all(store.read(f"f{number}", limit_bytes=1000) == data for number in range(5))
 
