@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 from absl import app, flags, logging
 
 import epochckpt as ec
-from epochckpt.arrays import plan, transfers
+from epochckpt.arrays import transfers
 
 GB = flags.DEFINE_float("gb", 4.0, "Size of the state, in GB (10⁹ bytes).")
 LEAVES = flags.DEFINE_integer("leaves", 100, "Arrays in the state, on the first device.")
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     device = jax.devices()[0]
     if device.platform == "cpu":
         print("no accelerator: this is the way from one, over CPU memory; the times say nothing")
-        plan.HOST = frozenset()
+        transfers.HOST = frozenset()
         transfers._memory_stats = lambda device: {"bytes_limit": 2**50, "bytes_in_use": 0}
     size = max(int(GB.value * 1e9 / 4 / LEAVES.value), 1)
     state = {f"w{i}": jax.device_put(np.full(size, i + 1, np.float32), device) for i in range(LEAVES.value)}

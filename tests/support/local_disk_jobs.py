@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import epochckpt as ec
-from epochckpt.arrays import plan
+from epochckpt.arrays import transfers
 from tests.support import topology_jobs
 from tests.support.handler_jobs import Reader, ReaderRestore, ReaderSave
 from tests.support.jobs import global_mesh, place
@@ -117,10 +117,10 @@ def save_all(root: str) -> list[int]:
     with opened(root, **TREE_STORAGE) as manager:
         manager.save(1, args=everything())
         manager.wait_until_finished()
-        here, plan.HOST = plan.HOST, frozenset()
+        here, transfers.HOST = transfers.HOST, frozenset()
         manager.components.saves.planner._plans.clear()
         manager.save(2, args=everything(staged=True))
-        plan.HOST = here
+        transfers.HOST = here
         manager.wait_until_finished()
         ec.DistributedSession().run(ec.CopyUpload(f"{root}/uploaded").build(2, manager))
         return list(manager.all_steps())
