@@ -10,7 +10,7 @@
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from absl import logging
@@ -41,16 +41,25 @@ class RunCalls:
         timeout_secs: for how long the other processes wait for one that gives no sign of life.
         option: where a user gives that number; for errors.
         signs: whether a process gives signs of life; if not, the timeout bounds how long its part may take, too.
+        runs: the numbers of the runs of this process, from which the run takes its own.
     """
 
     def __init__(
-        self, coordinator: Coordinator, nodes: Sequence[str], timeout_secs: float, *, option: str, signs: bool = True
+        self,
+        coordinator: Coordinator,
+        nodes: Sequence[str],
+        timeout_secs: float,
+        *,
+        option: str,
+        signs: bool = True,
+        runs: Iterator[int] = _runs,
     ):
         self._coordinator = coordinator
         self._nodes = tuple(nodes)
         self._timeout = timeout_secs
         self._option = option
         self._signs = signs
+        self._runs = runs
         self._run: int | None = None
         self._given = itertools.count()  # signs of life
         self._phase = 0
@@ -108,7 +117,7 @@ class RunCalls:
     def _key(self, phase: int | str) -> str:
         """What the keys of a phase begin with."""
         if self._run is None:
-            self._run = next(_runs) if self._coordinator.processes > 1 else 0
+            self._run = next(self._runs) if self._coordinator.processes > 1 else 0
         return f"epochckpt/run/{self._run}/{phase}"
 
     def _broadcast_key(self) -> str:

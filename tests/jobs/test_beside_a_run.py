@@ -235,9 +235,7 @@ def test_a_save_beside_a_run_that_fails_is_no_failed_save_of_the_run(tmp_path: p
         assert (runner.result.failed_saves, runner.result.resumed_from) == ((), 3)
 
 
-def test_an_epoch_that_ends_while_a_save_of_it_waits_is_no_half_one(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epoch_that_ends_while_a_save_of_it_waits_is_no_half_one(tmp_path: pathlib.Path) -> None:
     """A thread saves the current epoch and waits for the run's own saves; meanwhile the run enters the next epoch."""
     session, waits, entered, saved = ec.LocalSession(), threading.Event(), threading.Event(), threading.Event()
     job = ec.Job()
@@ -256,17 +254,17 @@ def test_an_epoch_that_ends_while_a_save_of_it_waits_is_no_half_one(
             entered.set()
             assert saved.wait(60)
 
-    ec.epoch_limiter(job, 2)
-    with ec.CheckpointManager(tmp_path) as manager:
-        wait = manager.wait_until_finished
+    class Slow(ec.CheckpointManager):
+        """Lets the thread wait for the run's saves until the run is in the next epoch."""
 
-        def slowly() -> None:
+        def wait_until_finished(self) -> None:
             if threading.current_thread().name == "beside":
                 waits.set()
                 assert entered.wait(60)
-            wait()
+            super().wait_until_finished()
 
-        monkeypatch.setattr(manager, "wait_until_finished", slowly)
+    ec.epoch_limiter(job, 2)
+    with Slow(tmp_path) as manager:
         runner = ec.JobRunner(job, manager)
         runner.train(session)
         assert manager.metadata(1).custom_metadata["job_runner"]["partial"] is False

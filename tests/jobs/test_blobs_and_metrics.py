@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.manager import notifier
 from epochckpt.storage import Store
 from epochckpt.testing import Faults
 from tests.support.short_jobs import job_of, run
@@ -92,9 +92,7 @@ def test_patterns_narrow_what_a_resumed_run_saves(tmp_path: pathlib.Path) -> Non
         assert (set(manager.item_kinds(1)), set(manager.item_kinds(2))) == ({"sum", "cache"}, {"sum"})
 
 
-def test_a_handler_that_hangs_does_not_hold_the_training(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_that_hangs_does_not_hold_the_training(tmp_path: pathlib.Path, patience: Callable[..., None]) -> None:
     """It is waited for once, and not asked again."""
     gone, asked = threading.Event(), list[str]()
 
@@ -115,7 +113,7 @@ def test_a_handler_that_hangs_does_not_hold_the_training(
         def cp_accessible(self, epoch: int | None = None) -> bool:
             return True
 
-    monkeypatch.setattr(notifier, "_CALL_SECS", 0.2)
+    patience(handler_call_secs=0.2)
     with ec.CheckpointManager(tmp_path) as manager:
         result, _ = run(job_of(5), manager, metadata_handler=Hangs())
     gone.set()

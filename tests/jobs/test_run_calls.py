@@ -13,7 +13,6 @@ import pytest
 from epochckpt import _threads
 from epochckpt._threads import Deadline
 from epochckpt.errors import CoordinationTimeoutError
-from epochckpt.jobs import run_calls
 from epochckpt.jobs.run_calls import RunCalls
 from tests.support.in_memory import InMemory, Service
 from tests.support.taps import WAIT_SECS, eventually
@@ -54,14 +53,15 @@ class Hasty(InMemory):
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Service:
-    """Of two processes, which count their runs alike."""
-    monkeypatch.setattr(run_calls, "_runs", itertools.repeat(0))
+def service() -> Service:
+    """Of two processes."""
     return Service()
 
 
 def calls(coordinator: InMemory) -> RunCalls:
-    return RunCalls(coordinator, ["left", "right"], TIMEOUT_SECS, option="Runner(timeout_secs=…)")
+    """Of the first run of a process."""
+    option = "Runner(timeout_secs=…)"
+    return RunCalls(coordinator, ["left", "right"], TIMEOUT_SECS, option=option, runs=itertools.count())
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
@@ -85,10 +85,10 @@ def test_a_process_waits_for_another_as_long_as_that_works(service: Service, wai
 
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_silent_process_is_named_and_so_is_the_option(
-    service: Service, waiting: int, monkeypatch: pytest.MonkeyPatch
+    service: Service, waiting: int, patience: Callable[..., None]
 ) -> None:
     """Also one that has given a sign of life, and then no other."""
-    monkeypatch.setattr(run_calls, "_MARGIN_SECS", 0.1)
+    patience(run_call_margin_secs=0.1)
     coordinator = InMemory(service, waiting, 2)
     coordinator.put(f"epochckpt/run/0/alive/{1 - waiting}", 7)
     name = ["left", "right"][1 - waiting]

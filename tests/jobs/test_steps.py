@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import signal
-import types
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors import numpy
 import epochckpt as ec
 from epochckpt.cli.main import main
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError
-from epochckpt.jobs import run as run_lib
+from tests.support.passing_time import passing
 from tests.support.taps import fail_writes
 
 
@@ -127,19 +126,20 @@ def test_saving_by_time(tmp_path: pathlib.Path, secs: float, saved: list[int]) -
 def test_an_epoch_that_the_policies_leave_out_does_not_put_off_the_next_save(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of epochs of one second every 4th is saved where the manager wants that and the runner one after 3 seconds."""
-    clock = [0.0]
-    monkeypatch.setattr(run_lib, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    """Of epochs of one day every 4th is saved where the manager wants that and the runner one after 3 days."""
+    passes = passing(monkeypatch)
+    day = 24 * 3600.0
 
     def train(ws: ec.Workspace) -> None:
-        clock[0] += 1.0
+        passes(day)
 
     job = ec.Job(stop_conditions=[ec.stop.max_epochs(13)])
     job.init(lambda ws: ws.update(steps=[]))
     job.epoch(train)
     options = ocp.CheckpointManagerOptions(save_interval_steps=4)
-    with ec.CheckpointManager(tmp_path, options=options) as manager:
-        ec.JobRunner(job, manager, save_every_secs=3.0).train(ec.LocalSession())
+    storage = ec.StorageOptions(save_timeout_secs=13 * day)
+    with ec.CheckpointManager(tmp_path, options=options, storage=storage) as manager:
+        ec.JobRunner(job, manager, save_every_secs=3 * day).train(ec.LocalSession())
     assert saved_in(tmp_path) == [0, 4, 8, 12, 13]
 
 

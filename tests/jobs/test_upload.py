@@ -17,10 +17,13 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.directory.bucket import BucketWriter
-from epochckpt.storage import open_store
+from epochckpt.errors import StorageError
+from epochckpt.format import paths
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, Rule, StoreCall
 from tests.support.job_runs import reading_job
 from tests.support.processes import run_worker, start_processes
+from tests.support.taps import is_record
 from tests.support.upload_jobs import NODES
 
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
@@ -326,6 +329,11 @@ def test_arguments_are_checked(tmp_path: pathlib.Path) -> None:
         send(tmp_path / "run", tmp_path / "final", 9)
 
 
+def in_bucket(call: StoreCall) -> bool:
+    """Whether the call is about the record of an attempt; the head, which names the attempt, is changed next."""
+    return call.store.root.startswith("memory://") and is_record(call.path)
+
+
 @pytest.fixture
 def bucket() -> str:
     """A store without rename."""
@@ -333,36 +341,41 @@ def bucket() -> str:
 
 
 def test_an_upload_that_another_has_overtaken_removes_nothing_of_it(
-    tmp_path: pathlib.Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, bucket: str, faults: Faults
 ) -> None:
     """The one that wakes up late has an attempt of its own, which is dead."""
     save(tmp_path / "run")
-    publish = BucketWriter.publish
 
-    def late(*args: Any) -> Any:
-        monkeypatch.setattr(BucketWriter, "publish", publish)
+    def overtake(call: StoreCall) -> None:
+        overtaken.remove()
         send(tmp_path / "run", bucket)  # while the first stands still
-        return publish(*args)
 
-    monkeypatch.setattr(BucketWriter, "publish", late)
+    overtaken = faults.before(Store.create, overtake, where=in_bucket)
     with pytest.raises(errors.UploadError, match="newer run"):
         send(tmp_path / "run", bucket)
     assert_is(bucket)
 
 
 def test_an_upload_of_which_nobody_knows_whether_it_arrived_keeps_its_data(
-    tmp_path: pathlib.Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, bucket: str, faults: Faults
 ) -> None:
     """The record may be visible: what it names stays."""
     save(tmp_path / "run")
-    publish = BucketWriter.publish
+    silence = StorageError(bucket, OSError("no answer came"))
 
-    def silent(*args: Any) -> Any:
-        publish(*args)
-        raise errors.UncertainError(3, "no answer came")
+    def lose_the_answer(call: StoreCall) -> None:
+        lost.remove()
+        faults.fail(Store.replace, silence, where=lambda call: call.path == paths.HEAD, times=1)
+        raise silence
 
-    monkeypatch.setattr(BucketWriter, "publish", silent)
-    with pytest.raises(errors.UploadError, match="no answer came"):
+    def complete(call: StoreCall) -> None:
+        nonlocal lost
+        completed.remove()
+        lost = faults.after(Store.replace, lose_the_answer, where=lambda call: call.path == paths.HEAD)
+
+    lost: Rule
+    completed = faults.after(Store.create, complete, where=in_bucket)
+    with pytest.raises(errors.UploadError, match=r"nor can it be read whether it was \(.*no answer came"):
         send(tmp_path / "run", bucket)
     assert_is(bucket)
 
