@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 
 import epochckpt as ec
+from epochckpt import _patience
 from epochckpt.errors import DamagedError, EpochCheckpointError, FencedError, FormatError, RemovalError, UncertainError
 from epochckpt.inspection.gc import collect
-from epochckpt.storage import object_client, object_store
+from epochckpt.storage import ObjectStore, Store, opening_through
 from tests.support.object_servers import Bucket, Fault, Proxy, Request
 
 BOUND_SECS = 90.0  # of one step: far above what it needs
@@ -358,11 +358,13 @@ class FaultyRun:
 
 def run(bucket: Bucket, seed: int, faults: int, retries: int = 12) -> FaultyRun:
     """Steps until so many faults were met. The pauses before retries are short."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_client, "_PAUSES_SECS", (0.001,) * retries)
-        patch.setattr(object_client, "_SILENT_SECS", SILENT_SECS)
-        for module in (object_client, object_store):
-            patch.setattr(module, "CHUNK_BYTES", CHUNK)
+
+    def in_small_chunks(store: Store) -> Store:
+        return ObjectStore(store.address, chunk_bytes=CHUNK)
+
+    pauses = (0.001,) * retries
+    patience = _patience.use(request_pauses_secs=pauses, request_silent_secs=SILENT_SECS)
+    with patience, opening_through(in_small_chunks):
         found = FaultyRun(bucket, seed)
         try:
             while found.faults.total() < faults and len(found.violations) < 20:
