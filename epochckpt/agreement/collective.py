@@ -22,19 +22,18 @@ from typing import Any, Generic, TypeVar
 
 from absl import logging
 
-from epochckpt import errors
+from epochckpt import _patience, errors
 from epochckpt._threads import Deadline
 from epochckpt.agreement.coordination import Coordinator, RecentKeys
 
 T = TypeVar("T")
 
-_MARGIN_SECS = 60.0
 _KEPT_DECISIONS = 128  # decisions and votes that are kept for a process that is behind
 
 
 def hear_secs(collect_secs: float) -> float:
     """How long other processes wait for the primary, which may come late and then collects for `collect_secs`."""
-    return 2 * collect_secs + _MARGIN_SECS
+    return 2 * collect_secs + _patience.now().hear_margin_secs
 
 
 class Patience(abc.ABC):
