@@ -25,11 +25,6 @@ def args(value: int) -> Any:
     )
 
 
-def no_exchange(self: Any, one: str, other: str) -> None:
-    """In place of `PosixStore.exchange`: as on a file system that has none."""
-    raise NO_EXCHANGE
-
-
 def kill_at(faults: Faults, place: str) -> None:
     """Kills this process before or after the exchange, or, on a file system without one, after the n-th rename."""
 
