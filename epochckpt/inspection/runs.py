@@ -133,7 +133,7 @@ class Runs(NamedContents):
             problems[self.directory] = search.left_out
         runs = tuple(row for _, row in sorted(found.items()))
         if self._sort is not None:
-            runs = _sorted(runs, self._sort)
+            runs = ordered(runs, self._sort)
         counts = collections.Counter(name for row in runs for name in dict.fromkeys([*row.history, *row.metrics]))
         sort = (self._sort or "").removeprefix("-")
         asked = self._metric or (sort if sort in counts else None)
@@ -245,7 +245,7 @@ _COLUMNS: Mapping[str, Callable[[DirectoryRow], Any]] = {
 """The columns that every table of runs has, and by what their rows are ordered."""
 
 
-def _sorted(runs: Sequence[DirectoryRow], sort: str) -> tuple[DirectoryRow, ...]:
+def ordered(runs: Sequence[DirectoryRow], sort: str) -> tuple[DirectoryRow, ...]:
     """The rows in the order of a column, those without a value last; see `inspect_runs`."""
     column = sort.removeprefix("-")
     known = dict.fromkeys([*_COLUMNS, *(name for row in runs for name in (*row.metrics, *row.config))])

@@ -39,6 +39,7 @@ def look(
     check: bool = True,
     known: EpochDirectory | None = None,
     mirror: str | None = None,
+    clock_ns: Callable[[], int] = time.time_ns,
 ) -> Overview:
     """Looks at a directory, which jobs may be writing to; for the arguments see `inspect` and `Inspection.overview`.
 
@@ -46,15 +47,14 @@ def look(
     can be read, unless the limit is 0. `check` looks at about `CHECKED_FILES` files: are they there, with the sizes
     that were recorded? In an object store it looks at about `CHECKED_REQUESTS / 2` epochs; the rows of other
     epochs are made from the head, without requests. `known`: the directory as it was opened before. `mirror`: its
-    mirror, which is looked at, too.
+    mirror, which is looked at, too. `clock_ns` gives the time since 1970.
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise errors.InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
     epoch_directory = known or opening.open_directory(directory, options, single=True)
     with opening.access(epoch_directory.store):
-        found = _Scan(epoch_directory, metric, mode).overview(
-            limit, check, options.todelete_subdir if options else None
-        )
+        todelete_subdir = options.todelete_subdir if options else None
+        found = _Scan(epoch_directory, metric, mode).overview(limit, check, todelete_subdir, clock_ns())
         if isinstance(epoch_directory, SingleEpochDirectory):
             return found
         return tiers.with_tiers(epoch_directory, found, limit, _row_of, mirror)
@@ -83,11 +83,11 @@ class _Scan:
         self._problems: dict[str, str] = {}
         self._rows: dict[int, EpochRow] = {}
 
-    def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
+    def overview(self, limit: int | None, check: bool, todelete_subdir: str | None, now_ns: int) -> Overview:
         """Makes the rows and puts them together; see `look`."""
         directory = self._epoch_directory
         # Attempts first: one that is committed meanwhile is then seen in its new place.
-        beside = leftovers.rows_of(directory.contents(todelete_subdir), directory.store.root, time.time_ns())
+        beside = leftovers.rows_of(directory.contents(todelete_subdir), directory.store.root, now_ns)
         folders = self._folders()
         beside.others.extend(self._read_all(folders))
         self._read_lacking_metrics(folders, limit)

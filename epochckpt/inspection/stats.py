@@ -21,19 +21,27 @@ _CHUNK = 2**16  # elements; as float64 they stay in a core's cache
 _DOWN = 24  # rows of an array's picture
 _ACROSS = 48  # columns of it
 _BINS = 20  # of the histogram over [min, max]
-_KEEP_BYTES = 2**26  # a smaller array is read once and kept for the histogram
+_KEPT_BYTES = 2**26
 
 
-def of_leaf(pieces: Callable[[], Iterable[np.ndarray]], item: str, leaf: LeafRow, node: str = "") -> LeafStats:
+def of_leaf(
+    pieces: Callable[[], Iterable[np.ndarray]],
+    item: str,
+    leaf: LeafRow,
+    node: str = "",
+    *,
+    kept_bytes: int = _KEPT_BYTES,
+) -> LeafStats:
     """Statistics of one array. Typed PRNG keys count as their key data, datetimes as their integer counts.
 
-    `pieces` reads the array as consecutive one-dimensional pieces; it is called twice for a large array. Bin i of the
+    `pieces` reads the array as consecutive one-dimensional pieces; it is called twice for an array of more than
+    `kept_bytes`, a smaller one is read once and kept for the histogram. Bin i of the
     histogram holds the values from edge i to edge i + 1 (excluded, except in the last bin); an array with one value has
     one bin.
     """
     kept: list[np.ndarray] = []
     found = _Moments()
-    for values in _chunks(_keeping(pieces(), kept)):
+    for values in _chunks(_keeping(pieces(), kept, kept_bytes)):
         found.add(values)
     result = LeafStats(item, node, leaf, found.count, found.nans, found.infs, found.zeros, None, None, None, None, 0.0)
     if not found.finite:
@@ -80,13 +88,13 @@ def means(pieces: Iterable[np.ndarray], shape: tuple[int, ...]) -> tuple[tuple[f
     return tuple(map(tuple, found.reshape(down, across).tolist()))
 
 
-def _keeping(pieces: Iterable[np.ndarray], kept: list[np.ndarray]) -> Iterator[np.ndarray]:
+def _keeping(pieces: Iterable[np.ndarray], kept: list[np.ndarray], kept_bytes: int) -> Iterator[np.ndarray]:
     """Yields the pieces and collects them in `kept`, which is left empty if they are too large together."""
     nbytes = 0
     for piece in pieces:
         nbytes += piece.nbytes
         kept.append(piece)
-        if nbytes > _KEEP_BYTES:
+        if nbytes > kept_bytes:
             kept.clear()
         yield piece
 

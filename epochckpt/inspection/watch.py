@@ -12,7 +12,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import TYPE_CHECKING
 
 from epochckpt._threads import Deadline
@@ -51,10 +51,11 @@ class Event:
 
 
 class Watcher:
-    """Compares a directory with its state at the last look."""
+    """Compares a directory with its state at the last look; `clock_ns` gives the time since 1970."""
 
-    def __init__(self, epoch_directory: EpochDirectory):
+    def __init__(self, epoch_directory: EpochDirectory, clock_ns: Callable[[], int] = time.time_ns):
         self._epoch_directory = epoch_directory
+        self._clock_ns = clock_ns
         self._epochs: dict[int, EpochRow] = {}
         self._attempts: dict[str, EpochRow] = {}
 
@@ -70,7 +71,7 @@ class Watcher:
 
     def look(self) -> list[Event]:
         """The changes since the last look; at the first look, everything."""
-        now = time.time_ns()
+        now = self._clock_ns()
         # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
         attempts = {row.save_id: row for row in self._under_way(now)}
         gone = [row for save_id, row in self._attempts.items() if save_id not in attempts]

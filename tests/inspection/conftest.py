@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from epochckpt.directory import posix
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from epochckpt.testing.faults import Hold
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Saves stop just before they become visible: (one has come so far, go on)."""
-    reached, go_on = threading.Event(), threading.Event()
-    publish = posix.PosixWriter.publish
-
-    def wait(*args: Any) -> Any:
-        reached.set()
-        assert go_on.wait(60)
-        return publish(*args)
-
-    monkeypatch.setattr(posix.PosixWriter, "publish", wait)
-    yield reached, go_on
-    go_on.set()
+def hold_saves(faults: Faults) -> Callable[[], Hold]:
+    """From a call on, saves stop just before they become visible."""
+    return lambda: faults.hold(Store.rename, where=lambda call: call.target.isdigit())

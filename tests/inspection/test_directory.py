@@ -29,7 +29,8 @@ from epochckpt.errors import (
 )
 from epochckpt.inspection.directory import Inspection
 from epochckpt.inspection.rows import DAMAGED
-from epochckpt.manager import Readers
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.files import unchanged
 from tests.support.stock_steps import tree_of, write
 
@@ -423,20 +424,15 @@ def test_an_epoch_that_is_deleted_meanwhile_is_said(run: pathlib.Path) -> None:
         found[8]
 
 
-def test_an_epoch_whose_record_is_away_for_a_moment_is_said_to_be_gone(
-    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epoch_whose_record_is_away_for_a_moment_is_said_to_be_gone(run: pathlib.Path, faults: Faults) -> None:
     """It is there again when it is looked for a second time: what was asked for was another attempt."""
-
-    def missing(self: Readers, epoch: int) -> None:
-        raise EpochNotFoundError(epoch, "run", [])
-
     epoch = open_run(run)[8]
     item = epoch["state"]
-    monkeypatch.setattr(Readers, "open", missing)
     for call in (epoch.leaves, lambda: item["step"], epoch.verify):
-        with pytest.raises(EpochDeletedError):
+        away = faults.fail(Store.read, FileNotFoundError(), where=lambda call: call.path == "8/epoch.json", times=1)
+        with away, pytest.raises(EpochDeletedError):
             call()
+        assert away.hits == 1
 
 
 def test_an_item_is_of_one_attempt(run: pathlib.Path) -> None:
@@ -637,25 +633,27 @@ def test_no_backend_of_jax_is_started(saved: pathlib.Path, tmp_path: pathlib.Pat
 
 @pytest.mark.parametrize("which", ["latest", "best"])
 def test_an_epoch_that_is_deleted_while_it_is_chosen_gives_way_to_another(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, which: str
+    tmp_path: pathlib.Path, faults: Faults, which: str
 ) -> None:
     """A run deletes each newest epoch after the look that has chosen it, and saves a newer one."""
     with ec.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(2)}), metrics={"loss": 1.0})
         manager.wait_until_finished()
-        chosen, look = list[int](), Inspection._latest_and_best
+        chosen: list[int] = []
 
-        def overtaken(self: Inspection) -> tuple[int | None, int | None]:
-            found = look(self)
+        def overtake(call: StoreCall) -> None:
+            epoch = manager.latest_step()
+            assert epoch is not None
+            assert call.path.startswith(f"{epoch}/")
             if len(chosen) < 3:
-                epoch = found[0]
-                assert epoch is not None
                 chosen.append(epoch)
                 manager.delete(epoch)
                 manager.save(epoch + 1, args=ocp.args.StandardSave({"w": np.zeros(2)}), metrics={"loss": 1.0})
                 manager.wait_until_finished()
-            return found
 
-        monkeypatch.setattr(Inspection, "_latest_and_best", overtaken)
+        def checks_data(call: StoreCall) -> bool:
+            return call.store is not manager.components.directory.store and call.path.endswith(".safetensors")
+
+        faults.after(Store.size, overtake, where=checks_data)
         found = getattr(ec.inspect(tmp_path, metric="loss"), which)
         assert (chosen, found.epoch) == ([0, 1, 2], 3)

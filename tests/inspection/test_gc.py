@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import re
@@ -18,17 +19,15 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.directory import posix_contents
-from epochckpt.directory.bucket import BucketWriter
-from epochckpt.directory.bucket_sweep import BucketSweep
 from epochckpt.directory.contents import REMOVAL_PREFIX, DiskUsage
 from epochckpt.directory.epoch_directory import Rollback
-from epochckpt.directory.posix import PosixStaging, PosixWriter
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.inspection import gc, scan
 from epochckpt.inspection.rows import LeftoverRow
-from epochckpt.storage import PosixStore, Store, open_store
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, StoreCall
 from tests.support.killed import KilledJob
-from tests.support.taps import eventually
+from tests.support.taps import eventually, is_record
 
 Save = ocp.args.StandardSave
 TMP = ".orbax-checkpoint-tmp"
@@ -206,17 +205,14 @@ def test_links_are_not_followed(run: pathlib.Path, tmp_path: pathlib.Path) -> No
     assert (run / "17" / "file").read_text() == "mine"
 
 
-def test_what_is_written_to_while_it_is_removed_goes_back(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_to_while_it_is_removed_goes_back(run: pathlib.Path, faults: Faults) -> None:
     """Out of sight it is looked at once more; it is there again, whole, and the reason is told."""
     left = leave(run)
-    rename = PosixStore.rename
 
-    def race(self: PosixStore, src: str, dst: str, **kwargs: Any) -> None:
-        if src.endswith("/9-2"):
-            (run / src / "process_0" / "node.json").write_text("{}")
-        rename(self, src, dst, **kwargs)
+    def race(call: StoreCall) -> None:
+        (run / call.path / "process_0" / "node.json").write_text("{}")
 
-    monkeypatch.setattr(PosixStore, "rename", race)
+    faults.before(Store.rename, race, where=lambda call: call.path.endswith("/9-2"))
     found = gc.collect(run, delete=True, clock=next_week)
     path = left["attempt"].relative_to(run).as_posix()
     assert found.kept[path].reason == "something was written to it just now"
@@ -334,36 +330,41 @@ def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch:
 # -- object stores ---------------------------------------------------------------------------------------------------
 
 
-def left_in(directory: str, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is killed when all nodes have written."""
-    manager = ec.CheckpointManager(directory, node=["a", "b"])
-    with monkeypatch.context() as patch:
+def left_in(directory: str, epoch: int) -> None:
+    """A run whose save is cut off when all nodes have written, and cannot be given up."""
+    killed = OSError(errno.EIO, "killed")
+    with Faults().everywhere() as faults:
 
-        def die(*_: Any) -> None:
-            raise OSError("killed")
+        def die(call: StoreCall) -> None:
+            faults.fail(Store.replace, killed)
+            raise killed
 
-        patch.setattr(BucketWriter, "publish", die)
-        patch.setattr(BucketWriter, "discard", lambda *_: None)
+        faults.before(Store.create, die, where=lambda call: is_record(call.path))
+        manager = ec.CheckpointManager(directory, node=["a", "b"])
         manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
         with pytest.raises(ec.errors.SaveError):
             manager.wait_until_finished()
     manager.close()
 
 
-def test_on_an_object_store_what_nobody_commits_any_more_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_an_object_store_what_nobody_commits_any_more_is_removed(faults: Faults) -> None:
     """Attempts, be they dead or begun long ago, and what a dead run wrote after it was swept; not what is not ours,
     nor the data of an epoch that was rolled back or replaced, unless that is asked for."""
     directory = f"memory://{uuid.uuid4().hex}/"
-    monkeypatch.setattr(BucketSweep, "remove_dead", lambda *_: None)  # what a claim would remove by itself
+
+    def is_left(call: StoreCall) -> bool:
+        return call.path.startswith(("5/", "6/"))
+
+    faults.fail(Store.remove_all, OSError(errno.EIO, "killed"), where=is_left)  # a claim would remove that by itself
     with ec.CheckpointManager(directory, node=["a", "b"]) as manager:
         for epoch in (1, 2, 3):
             manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
         manager.wait_until_finished()
         manager.rollback_to(2)
         incarnation = manager.components.directory.job_directory.incarnation
-    left_in(directory, 5, monkeypatch)
-    left_in(directory, 6, monkeypatch)
-    monkeypatch.undo()
+    left_in(directory, 5)
+    left_in(directory, 6)
+    faults.clear()
     store = open_store(directory)
     store.create(f"2/a/{incarnation}-2-7/late", b"x")
     store.create("2/a/00ab00ab00ab00ab-2-1/node.json", b"{}")  # of no run that was here
@@ -426,21 +427,21 @@ def test_the_metrics_of_an_epoch_go_with_it_where_its_small_copy_is_missing() ->
     assert not store.exists("1")
 
 
-def test_an_attempt_that_gc_takes_for_dead_is_never_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_that_gc_takes_for_dead_is_never_committed(faults: Faults) -> None:
     """On an object store: a save that wakes up after it finds that out at its commit; the next one succeeds."""
     directory = f"memory://{uuid.uuid4().hex}/"
-    publish = BucketWriter.publish
+    removed: list[LeftoverRow] = []
 
-    def late(*args: Any) -> Any:
-        monkeypatch.setattr(BucketWriter, "publish", publish)
-        assert len(gc.collect(directory, delete=True, clock=next_week).rows) == 1
-        return publish(*args)
+    def collect(call: StoreCall) -> None:
+        if not removed:
+            removed.extend(gc.collect(directory, delete=True, clock=next_week).rows)
 
-    monkeypatch.setattr(BucketWriter, "publish", late)
+    faults.before(Store.create, collect, where=lambda call: is_record(call.path))
     with ec.CheckpointManager(directory) as manager:
         manager.save(1, args=Save({"x": np.arange(4)}))
         with pytest.raises(ec.errors.SaveError, match="given up"):
             manager.wait_until_finished()
+        assert len(removed) == 1
         assert manager.save(1, args=Save({"x": np.arange(4)}))
         manager.wait_until_finished()
         np.testing.assert_array_equal(manager.restore(1)["x"], np.arange(4))
@@ -474,17 +475,14 @@ def test_epochs_in_a_todelete_folder_of_an_object_store_keep_their_data() -> Non
     assert not store.exists("trash")
 
 
-def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, faults: Faults) -> None:
     """A save that fails and whose remains cannot be removed, and a deletion that is cut off: both are found."""
-    monkeypatch.setattr(PosixStore, "remove_tree", lambda *_: None)
-    publish = PosixWriter.publish
+    faults.instead(Store.remove_tree, lambda call: None)
 
-    def fail(self: PosixWriter, staging: PosixStaging, *args: Any) -> Any:
-        if staging.epoch == 3:
-            raise OSError("no")
-        return publish(self, staging, *args)
+    def is_third(call: StoreCall) -> bool:
+        return re.search(r"/3-\d+/epoch\.json\Z", call.path) is not None
 
-    monkeypatch.setattr(PosixWriter, "publish", fail)
+    faults.fail(Store.create, OSError(errno.EIO, "no"), where=is_third)
     manager = ec.CheckpointManager(tmp_path / "run")
     for epoch in (1, 2):
         manager.save(epoch, args=Save({"x": np.zeros(1)}))
@@ -493,7 +491,7 @@ def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, monkeypat
     manager.save(3, args=Save({"x": np.zeros(1)}))
     with pytest.raises(ec.errors.SaveError):
         manager.wait_until_finished()
-    monkeypatch.undo()
+    faults.clear()
     details = {row.detail.partition(",")[0]: row for row in gc.collect(tmp_path / "run", clock=next_week).rows}
     assert details.keys() == {"a deleted or replaced epoch", "a failed save"}
     assert details["a deleted or replaced epoch"].epochs == (1,)

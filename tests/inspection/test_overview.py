@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-import types
+import typing
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -25,17 +27,18 @@ import pytest
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt.arrays import planner
 from epochckpt.caffe2.epochs import NodeEpochs
-from epochckpt.directory import epoch_directory
 from epochckpt.directory.epoch_directory import Rollback
+from epochckpt.directory.posix import PosixDirectory
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
 from epochckpt.format import checksums, parsing
 from epochckpt.inspection import leftovers, opening, rows, scan
 from epochckpt.jobs.backends.base import NOTES
+from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
-from epochckpt.storage.object_store import ObjectStore
-from tests.support.taps import eventually
+from epochckpt.testing import Faults, StoreCall
+from epochckpt.testing.faults import Hold
+from tests.support.taps import eventually, is_record
 
 Save = ocp.args.StandardSave
 NOBODY = 65534
@@ -262,30 +265,35 @@ def test_a_damaged_epoch_is_not_the_best(run: pathlib.Path) -> None:
     assert found.hidden == 1
 
 
-def test_unchecked_rows_say_so(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Thrifty(PosixDirectory):
+    """A look at it may check four epochs' worth less than all: two of two nodes."""
+
+    @property
+    def check_budget(self) -> int:
+        return 8
+
+
+def test_unchecked_rows_say_so(run: pathlib.Path) -> None:
     """Only so many files are looked at, of the newest epochs first; without a check none is."""
     cut(run / "1" / "a" / "default.safetensors")
     found = by_epoch(scan.look(run, check=False))
     assert [row.checked for row in found.values()] == [False] * 4
-    monkeypatch.setattr(epoch_directory, "CHECKED_FILES", 8)
-    found = by_epoch(scan.look(run))
+    found = by_epoch(scan.look(run, known=Thrifty(open_store(run), StepNames.of(ocp.CheckpointManagerOptions()))))
     assert {epoch: row.checked for epoch, row in found.items()} == {1: False, 2: False, 3: True, 4: True}
     assert found[1].state == "committed"
 
 
-def test_no_tree_is_parsed_for_an_overview(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tree_is_parsed_for_an_overview(run: pathlib.Path) -> None:
     """What it costs does not depend on how many leaves epochs have: the items are cut out of the text."""
-
-    def refuse(*args: Any) -> Any:
-        raise AssertionError("the whole record was parsed")
-
-    texts: list[bytes] = []
-    parse = checksums.parse_sealed
-    monkeypatch.setattr(parsing, "parse_epoch", refuse)
-    monkeypatch.setattr(checksums, "parse_sealed", lambda path, data: (texts.append(data), parse(path, data))[1])
-    assert len(scan.look(saved).epochs) == 4
-    assert texts
-    assert not any(b'"leaves"' in text for text in texts)
+    for epoch in range(1, 5):
+        record = run / str(epoch) / "epoch.json"
+        text = record.read_bytes()
+        no_json = text.replace(b'"leaves":[', b'"leaves":[no JSON,')
+        assert no_json != text
+        record.write_bytes(sealed(without_checksum(no_json)))
+        with pytest.raises(EpochCheckpointError):
+            parsing.parse_epoch("epoch.json", record.read_bytes())
+    assert [(row.epoch, row.state) for row in scan.look(run).epochs] == [(e, "committed") for e in range(1, 5)]
 
 
 # -- the light parse -------------------------------------------------------------------------------------------------
@@ -336,6 +344,11 @@ def test_the_light_parse_gives_what_the_full_parse_gives(records: list[bytes]) -
         assert parsing.parse_head("", data) == dataclasses.replace(parsing.parse_epoch("", data), items={})
 
 
+def without_checksum(record: bytes) -> bytes:
+    """The text of a record, see `sealed`."""
+    return b"{" + record.partition(b",")[2]
+
+
 def sealed(text: bytes) -> bytes:
     """A record with a checksum that fits, whatever its text is."""
     zeroed = b'{"checksum":"xxh3:' + b"0" * 16 + b'",' + text[1:]
@@ -378,7 +391,7 @@ def test_no_record_makes_the_light_parse_say_something_else(records: list[bytes]
 @hypothesis.settings(max_examples=200, suppress_health_check=list(hypothesis.HealthCheck))
 def test_garbled_text_is_refused_or_read_alike(records: list[bytes], data: st.DataObject) -> None:
     """Bytes removed, doubled or replaced, under a checksum that fits: refused with our errors, or the same record."""
-    text = b"{" + data.draw(st.sampled_from(records))[37:]
+    text = without_checksum(data.draw(st.sampled_from(records)))
     at = data.draw(st.integers(1, len(text) - 1))
     piece = data.draw(
         st.sampled_from([b"", b'"', b"{", b"}", b"\\", b",", b',"items":{', b',"default_item":', b"\xff"])
@@ -390,19 +403,17 @@ def test_garbled_text_is_refused_or_read_alike(records: list[bytes], data: st.Da
 # -- attempts --------------------------------------------------------------------------------------------------------
 
 
-def later(monkeypatch: pytest.MonkeyPatch, secs: float) -> None:
-    """The look comes so much later."""
-    now = scan.time.time_ns
-    monkeypatch.setattr(scan, "time", types.SimpleNamespace(time_ns=lambda: now() + int(secs * 1e9)))
+def later() -> int:
+    """The clock of a look after the time in which an attempt may be silent."""
+    return time.time_ns() + int((leftovers.LIVE_SECS + 1) * 1e9)
 
 
-def test_a_save_under_way_is_seen(
-    run: pathlib.Path, held: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_under_way_is_seen(run: pathlib.Path, hold_saves: Callable[[], Hold]) -> None:
     """With its nodes and bytes as they are now; in progress, after ten silent minutes left over, at last committed."""
     with ec.CheckpointManager(run, node=["a", "b"]) as manager:
+        hold = hold_saves()
         manager.save(7, args=Save({"w": np.arange(1000.0)}))
-        assert held[0].wait(60)
+        assert hold.reached.wait(60)
         found = scan.look(run, limit=1)
         committed, row = found.epochs
         assert (committed.epoch, committed.latest) == (4, True)
@@ -415,12 +426,10 @@ def test_a_save_under_way_is_seen(
         assert row.age_secs is not None
         assert row.age_secs < leftovers.LIVE_SECS
         assert (run / row.folder / "a" / "node.json").exists()
-        with monkeypatch.context() as patch:
-            later(patch, leftovers.LIVE_SECS + 1)
-            (old,) = [r for r in scan.look(run).epochs if r.epoch == 7]
+        (old,) = [r for r in scan.look(run, clock_ns=later).epochs if r.epoch == 7]
         assert old.state == "abandoned"
         assert "10 min" in old.detail
-        held[1].set()
+        hold.let_go()
         manager.wait_until_finished()
         after = by_epoch(scan.look(run))
         assert (after[7].state, after[7].save_id) == ("committed", row.save_id)
@@ -596,20 +605,21 @@ def test_epochs_of_single_nodes_are_one_row(shared: pathlib.Path) -> None:
     assert [n.state for n in found[2].nodes] == ["damaged", "damaged"]
 
 
-def test_an_attempt_of_a_single_node_is_seen(shared: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_of_a_single_node_is_seen(shared: pathlib.Path, faults: Faults) -> None:
     """In the staging folder that carries the node's name; a record that is not listed is not asked for."""
     read: list[str] = []
-    original = parsing.read_record
-    monkeypatch.setattr(parsing, "read_record", lambda *args: read.append(args[1]) or original(*args))
+    for method in (Store.read, Store.open_reader, Store.exists):
+        faults.before(method, lambda call: read.append(call.path))
     staging = shared / f"node-n2-{'cd' * 8}.orbax-checkpoint-tmp" / "3-1"
     staging.mkdir(parents=True)
     (staging / "b.safetensors").write_bytes(bytes(50))
     (row,) = [r for r in scan.look(shared).epochs if r.epoch == 3]
     assert (row.state, [(n.name, n.nbytes, n.state) for n in row.nodes]) == ("in progress", [("n2", 50, "writing")])
+    assert read
     assert [path for path in read if path.endswith("node.json")] == []
 
 
-def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_is_looked_at(faults: Faults) -> None:
     """Epochs as elsewhere; attempts of the newest run may be under way, those of earlier runs are left over."""
     directory = f"memory://{uuid.uuid4().hex}/"
     fill(directory, range(1, 5))
@@ -621,24 +631,23 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert (found.hidden, found.epochs[0].best, found.epochs[2].latest) == (1, True, True)
     manager = ec.CheckpointManager(directory, node=["a", "b"])
-    create = ObjectStore.create
+    away = OSError(errno.EIO, "the store is away")
 
-    def fail(self: Store, path: str, data: bytes) -> None:
-        if path.startswith("9/") and path.count("/") == 1:  # the commit record
-            raise OSError("the store is away")
-        create(self, path, data)
+    def go_away(call: StoreCall) -> None:
+        """Nothing can be written, so that the attempt cannot be given up, either."""
+        faults.fail(Store.replace, away)
+        raise away
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "create", fail)
-        patch.setattr("epochckpt.directory.bucket.BucketWriter.discard", lambda *_: None)
-        manager.save(9, args=Save({"w": np.zeros(3)}))
-        with pytest.raises(SaveError):
-            manager.wait_until_finished()
+    faults.before(Store.create, go_away, where=lambda call: is_record(call.path))
+    manager.save(9, args=Save({"w": np.zeros(3)}))
+    with pytest.raises(SaveError):
+        manager.wait_until_finished()
+    faults.clear()
     manager.close()
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]
     assert row.state == "in progress"
     assert [(n.name, n.state) for n in row.nodes] == [("a", "written"), ("b", "written")]
-    monkeypatch.setattr("epochckpt.directory.bucket.BucketSweep.remove_dead", lambda *_: None)
+    faults.fail(Store.remove_all, away)
     with ec.CheckpointManager(directory) as newer:
         newer.claim()
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]
@@ -756,21 +765,27 @@ def test_without_permission_and_without_a_backend(run: pathlib.Path, tmp_path: p
     assert lines[6] == "backends False"
 
 
-def test_a_save_begins_when_it_is_called(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Flattened:
+    """A part of a state that notes when it is flattened, which a save does before anything else with it."""
+
+    times_ns: typing.ClassVar[list[int]] = []
+
+    def flatten(self) -> tuple[tuple[tuple[Any, Any]], None]:
+        self.times_ns.append(time.time_ns())
+        return ((jax.tree_util.GetAttrKey("w"), np.zeros(3)),), None
+
+
+jax.tree_util.register_pytree_with_keys(Flattened, Flattened.flatten, lambda _, children: Flattened())
+
+
+def test_a_save_begins_when_it_is_called(tmp_path: pathlib.Path) -> None:
     """Its duration has the time in it that it held the training thread."""
-    planned: list[int] = []
-    prepare = planner.Planner.plan
-
-    def prepared(*args: Any) -> Any:
-        planned.append(time.time_ns())
-        return prepare(*args)
-
-    monkeypatch.setattr(planner.Planner, "plan", prepared)
+    Flattened.times_ns.clear()
     with ec.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+        manager.save(1, args=ocp.args.StandardSave({"state": Flattened()}))
     (row,) = scan.look(tmp_path).epochs
     assert row.started_ns is not None
-    assert row.started_ns <= planned[0]
+    assert row.started_ns <= Flattened.times_ns[0]
 
 
 def test_a_directory_that_has_vanished_is_not_an_empty_one(tmp_path: pathlib.Path) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib.axes
@@ -19,11 +20,11 @@ import pytest
 import epochckpt as ec
 from epochckpt.cli import main
 from epochckpt.errors import NotACheckpointDirectoryError, UnknownNameError
-from epochckpt.format import items
-from epochckpt.format.codec import Fields
 from epochckpt.inspection import runs as looking
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, IN_PROGRESS, DirectoryRow, EpochRow, Overview
-from epochckpt.storage.object_client import Client
+from epochckpt.storage import Store
+from epochckpt.testing import Faults
+from tests.support.small_saves import edit_record
 
 
 def save(directory: pathlib.Path, losses: list[float]) -> None:
@@ -218,7 +219,7 @@ def test_secrets_are_no_values_of_configs(tmp_path: pathlib.Path, capsys: pytest
         assert "hidden" not in shown
 
 
-def test_configs_are_read_without_the_arrays(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configs_are_read_without_the_arrays(tmp_path: pathlib.Path) -> None:
     """Their cost does not depend on how many leaves a run saves: of a record only short items are parsed."""
     with ec.CheckpointManager(tmp_path / "a") as manager:
         for epoch in range(2):
@@ -228,45 +229,48 @@ def test_configs_are_read_without_the_arrays(tmp_path: pathlib.Path, monkeypatch
             values = ocp.args.StandardSave({"depth": 3, "width": 4})
             args = {"state": state, "config": config, "values": values}
             manager.save(epoch, args=ocp.args.Composite(**args))
-    parsed: list[int] = []
-    parse_leaf = items._parse_leaf
 
-    def counted(fields: Fields, number: int, *rest: Any) -> Any:
-        parsed.append(number)
-        return parse_leaf(fields, number, *rest)
+    def leaf_lost(item: str) -> Callable[[dict[str, Any]], None]:
+        """Has no leaf where an item's first one is: whoever parses it refuses the record."""
 
-    monkeypatch.setattr(items, "_parse_leaf", counted)
+        def edit(body: dict[str, Any]) -> None:
+            body["items"][item]["leaves"][0] = None
+
+        return edit
+
+    for epoch in range(2):
+        edit_record(tmp_path / "a" / str(epoch) / "epoch.json", leaf_lost("state"))
     assert ec.inspect_runs(tmp_path).rows()[0].config == {"lr": 0.1, "depth": 3, "width": 4}
-    assert parsed == [0, 1, 0, 1]
+    edit_record(tmp_path / "a" / "1" / "epoch.json", leaf_lost("values"))
+    assert ec.inspect_runs(tmp_path).rows()[0].config != {"lr": 0.1, "depth": 3, "width": 4}
 
 
-def test_in_a_bucket_no_request_is_made_for_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_bucket_no_request_is_made_for_configs(faults: Faults) -> None:
     root = f"memory://{uuid.uuid4().hex}"
     with ec.CheckpointManager(f"{root}/runs/a", metadata={"lr": 1}) as manager:
         manager.save(3, args=ocp.args.JsonSave({"lr": 0.1}), metrics={"loss": 1.0})
     asked: list[str] = []
-    get = Client.get
-
-    def counted(self: Client, path: str, limit_bytes: int) -> Any:
-        asked.append(path)
-        return get(self, path, limit_bytes)
-
-    monkeypatch.setattr(Client, "get", counted)
+    for method in (Store.read, Store.open_reader):
+        faults.before(method, lambda call: asked.append(f"{call.store.root}/{call.path}"))
     (row,) = ec.inspect_runs(f"{root}/runs").rows()
     assert (row.latest, row.config) == (3, {})
     assert asked
     assert not [path for path in asked if "a/3/" in path or path.endswith("ROOT_METADATA")]
 
 
-def test_rows_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time to order many runs does not grow with the square of their number."""
+class Incomparable(DirectoryRow):
+    """A row that is compared with no other."""
 
-    def refuse(self: DirectoryRow, other: object) -> bool:
+    def __eq__(self, other: object) -> bool:
         raise AssertionError(f"{self.name} is compared with {other}")
 
-    monkeypatch.setattr(DirectoryRow, "__eq__", refuse)
-    rows = [DirectoryRow(str(n), "closed", best_value=float(n) if n % 2 else None) for n in range(4)]
-    assert [row.name for row in looking._sorted(rows, "-best")] == ["3", "1", "0", "2"]
+    __hash__ = DirectoryRow.__hash__
+
+
+def test_rows_are_not_compared_with_each_other() -> None:
+    """The time to order many runs does not grow with the square of their number."""
+    rows = [Incomparable(str(n), "closed", best_value=float(n) if n % 2 else None) for n in range(4)]
+    assert [row.name for row in looking.ordered(rows, "-best")] == ["3", "1", "0", "2"]
 
 
 def test_a_column_that_no_run_has_is_answered_with_near_ones(

@@ -236,13 +236,12 @@ def test_a_range_beyond_float64_has_a_histogram() -> None:
     assert found.norm == math.inf
 
 
-def test_large_arrays_are_read_twice_and_small_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_arrays_are_read_twice_and_small_ones_once() -> None:
     """What is kept between the passes is bounded; both ways give the same."""
     array = np.random.default_rng(0).standard_normal((300, 1000)).astype(np.float32)
     once, twice = Pieces(array, 70_000), Pieces(array, 70_000)
     small = stats.of_leaf(once, "default", row(array))
-    monkeypatch.setattr(stats, "_KEEP_BYTES", array.nbytes - 1)
-    large = stats.of_leaf(twice, "default", row(array))
+    large = stats.of_leaf(twice, "default", row(array), kept_bytes=array.nbytes - 1)
     assert (once.reads, twice.reads) == (1, 2)
     assert small == large
     assert small.mean == pytest.approx(array.mean(dtype=np.float64), abs=1e-14)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pathlib
 import re
 import threading
-import types
+import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,16 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import watch as cli_watch
-from epochckpt.directory import EpochDirectory, directory_of, posix
+from epochckpt.directory import EpochDirectory, directory_of
 from epochckpt.errors import InvalidArgumentError, SaveError
 from epochckpt.inspection import leftovers, text
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.rows import COMMITTED, IN_PROGRESS, EpochRow, NodeRow
 from epochckpt.inspection.watch import DELETED, FAILED, PRESENT, SAVED, SAVING, Event, Watcher, watch
 from epochckpt.orbax import StepNames
-from epochckpt.storage import open_store
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, StoreCall
+from epochckpt.testing.faults import Hold
 
 Save = ocp.args.StandardSave
 
@@ -67,19 +71,16 @@ def test_epochs_are_seen_as_they_are_committed_and_deleted(directory: str) -> No
 
 
 def test_a_save_under_way_is_measured_against_the_epoch_before(
-    tmp_path: pathlib.Path, held: tuple[threading.Event, threading.Event]
+    tmp_path: pathlib.Path, hold_saves: Callable[[], Hold]
 ) -> None:
     """It is told of when it has written something since the last look, and becomes the epoch, not a failure."""
-    reached, go_on = held
     with manager_of(tmp_path) as manager:
         watcher = Watcher(epoch_directory(tmp_path))
-        go_on.set()
         save(manager, 1)
         assert seen(watcher.look()) == [(SAVED, 1)]
-        go_on.clear()
-        reached.clear()
+        hold = hold_saves()
         manager.save(2, args=Save({"w": np.arange(1000.0)}), force=True)
-        assert reached.wait(60)
+        assert hold.reached.wait(60)
         (event,) = watcher.look()
         assert (event.kind, event.row.epoch) == (SAVING, 2)
         assert {(node.name, node.state) for node in event.row.nodes} == {("a", "written"), ("b", "written")}
@@ -96,21 +97,21 @@ def test_a_save_under_way_is_measured_against_the_epoch_before(
         assert re.match(rf"{head}[▁▂▃▄▅▆▇█]{{2}}  2 of t.*….*n\n", drawn[60])
         unmeasured = text.to_text(cli_watch.under_way(dataclasses.replace(event, before=None)), 80)
         assert re.match(rf"epoch 2 saving  [\d.]+ kB  [▁▂▃▄▅▆▇█]{{2}}  {said}\n", unmeasured)
-        go_on.set()
+        hold.let_go()
         manager.wait_until_finished()
         assert seen(watcher.look()) == [(SAVED, 2)]
 
 
-def test_a_save_that_fails_is_seen_to_fail(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_is_seen_to_fail(tmp_path: pathlib.Path, faults: Faults) -> None:
     """Its attempt is there, then gone, and no epoch has come."""
     reached, go_on = threading.Event(), threading.Event()
 
-    def refuse(self: Any, staging: posix.PosixStaging, *args: Any) -> Any:
+    def refuse(call: StoreCall) -> None:
         reached.set()
         assert go_on.wait(60)
-        raise SaveError(staging.epoch, "the disk is full")
+        raise OSError(errno.ENOSPC, "the disk is full")
 
-    monkeypatch.setattr(posix.PosixWriter, "publish", refuse)
+    faults.before(Store.create, refuse, where=lambda call: call.path.endswith("/epoch.json"))
     with manager_of(tmp_path) as manager:
         watcher = Watcher(epoch_directory(tmp_path))
         manager.save(4, args=Save({"w": np.arange(10.0)}), force=True)
@@ -125,21 +126,18 @@ def test_a_save_that_fails_is_seen_to_fail(tmp_path: pathlib.Path, monkeypatch: 
         assert watcher.look() == []
 
 
-def test_an_attempt_that_falls_silent_has_failed_once(
-    tmp_path: pathlib.Path, held: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_that_falls_silent_has_failed_once(tmp_path: pathlib.Path, hold_saves: Callable[[], Hold]) -> None:
     """After ten minutes without a byte; it is not told again, nor a second time when it is swept away."""
-    reached, go_on = held
     with manager_of(tmp_path) as manager:
+        hold = hold_saves()
         manager.save(4, args=Save({"w": np.arange(10.0)}), force=True)
-        assert reached.wait(60)
-        watcher = Watcher(epoch_directory(tmp_path))
-        now = watching.time.time_ns() + int((leftovers.LIVE_SECS + 60) * 1e9)
-        monkeypatch.setattr(watching, "time", types.SimpleNamespace(time_ns=lambda: now))
+        assert hold.reached.wait(60)
+        now = time.time_ns() + int((leftovers.LIVE_SECS + 60) * 1e9)
+        watcher = Watcher(epoch_directory(tmp_path), clock_ns=lambda: now)
         (event,) = watcher.look()
         assert (event.kind, event.row.epoch) == (FAILED, 4)
         assert watcher.look() == []
-        go_on.set()
+        hold.let_go()
         manager.wait_until_finished()
         assert seen(watcher.look()) == [(SAVED, 4)]
 
@@ -250,22 +248,26 @@ def test_an_interval_must_be_positive() -> None:
         next(watch(epoch_directory(f"memory://{uuid.uuid4().hex}/"), interval_secs=0))
 
 
-def test_a_look_costs_no_record_that_was_read_before(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run with many epochs is followed by listing it."""
+def test_a_look_costs_no_record_that_was_read_before(tmp_path: pathlib.Path, faults: Faults) -> None:
+    """A run with many epochs is followed by listing it, but for the record of the newest epoch."""
     with manager_of(tmp_path) as manager:
         for epoch in range(3):
             save(manager, epoch)
-        watcher = Watcher(epoch_directory(tmp_path))
+        directory = epoch_directory(tmp_path)
+        watcher = Watcher(directory)
         watcher.look()
-        read: list[int] = []
-        original = watching.epoch_rows.read
-        monkeypatch.setattr(
-            watching.epoch_rows, "read", lambda *args, **kw: read.append(args[2]) or original(*args, **kw)
-        )
+        read: list[str] = []
+
+        def is_record(call: StoreCall) -> bool:
+            return call.store is directory.store and call.path.endswith("/epoch.json")
+
+        for method in (Store.read, Store.open_reader):
+            faults.before(method, lambda call: read.append(call.path), where=is_record)
         save(manager, 3)
-        watcher.look()
-        watcher.look()
-    assert read == [3]
+        assert seen(watcher.look()) == [(SAVED, 3)]
+        assert read == ["2/epoch.json", "3/epoch.json"]
+        assert watcher.look() == []
+        assert read == ["2/epoch.json", "3/epoch.json", "3/epoch.json"]
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 120, 200])
