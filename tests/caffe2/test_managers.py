@@ -1,13 +1,17 @@
 """`ec.caffe2`: Caffe2's managers, name for name, on epochs that exist per node."""
 
 import contextlib
+import errno
 import gc
 import inspect
+import io
 import json
+import os
 import pathlib
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,13 +22,10 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import caffe2, errors
-from epochckpt._threads import Deadline
-from epochckpt.arrays.snapshot import SavePlan
-from epochckpt.caffe2 import epochs as caffe2_epochs
 from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.format import paths
-from epochckpt.saving import Save
-from epochckpt.storage import posix
+from epochckpt.storage import Store
+from epochckpt.testing import Faults, StoreCall
 from tests.support import caffe2_jobs
 from tests.support.caffe2_jobs import (
     BIAS,
@@ -39,11 +40,14 @@ from tests.support.caffe2_jobs import (
     staging,
     train,
 )
+from tests.support.passing_time import SlowSave, passing
 from tests.support.processes import parse_result, run_worker, start_processes
-from tests.support.replace_jobs import no_exchange
+from tests.support.taps import NO_SPACE
 
 NODES = ["trainer_0", "trainer_1", "reader_0"]
 JOB = "tests.support.caffe2_jobs:job"
+BAD_DISK = OSError(errno.EIO, os.strerror(errno.EIO))
+NO_EXCHANGE = io.UnsupportedOperation("no exchange here")
 
 
 def single(directory: Any, node: str = "a", **more: Any) -> caffe2.CheckpointManager:
@@ -229,16 +233,13 @@ def test_a_subset_of_blobs(tmp_path: pathlib.Path) -> None:
         single(tmp_path).load_blobs_from_checkpoint(TOTAL, 1)
 
 
-def test_a_subset_reads_only_its_own_bytes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subset_reads_only_its_own_bytes(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The files of the other blobs are not even opened."""
     session, manager = filled(), single(tmp_path)
     session.run(manager.init())
     session.run(manager.save(1))
     opened: list[str] = []
-    original = posix.PosixStore.open_reader
-    monkeypatch.setattr(
-        posix.PosixStore, "open_reader", lambda self, path, *more: (opened.append(path), original(self, path, *more))[1]
-    )
+    faults.before(Store.open_reader, lambda call: opened.append(call.path))
     ec.LocalSession().run(single(tmp_path).load_blobs_from_checkpoint([BIAS], 1))
     data = [path for path in opened if path.endswith(".safetensors")]
     assert len(set(data)) == 1
@@ -300,11 +301,11 @@ def test_the_handler_is_given_the_paths_and_may_override_the_user(tmp_path: path
         manager.report_checkpoint_stats("checkpoint_save")
 
 
-def test_a_handler_is_looked_at_and_so_are_its_answers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_is_looked_at_and_so_are_its_answers(tmp_path: pathlib.Path) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="expected an object with set_params"):
         single(tmp_path, metadata_handler=object())
     handler = Recorded()
-    monkeypatch.setattr(handler, "last_epoch", lambda user_epoch=None: "3")
+    handler.last_epoch = lambda user_epoch=None: "3"
     with pytest.raises(errors.InvalidArgumentError, match="answered last_epoch"):
         multi(tmp_path, metadata_handler=handler).get_resume_from_epoch_id()
     with pytest.raises(errors.InvalidArgumentError, match="epoch"):
@@ -617,26 +618,21 @@ def test_a_job_that_is_killed_while_it_replaces_without_exchange(tmp_path: pathl
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_replacing_at_any_moment_there_is_one(
-    tmp_path: pathlib.Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacing_at_any_moment_there_is_one(tmp_path: pathlib.Path, exchange: bool, faults: Faults) -> None:
     """Looked at around every call that changes a name; only without an exchange there is a moment without it."""
     session, manager = filled(), single(tmp_path)
     session.run(manager.init())
     session.run(manager.save(0))
     seen: list[bool] = []
     if not exchange:
-        monkeypatch.setattr(posix.PosixStore, "exchange", no_exchange)
-    for name in ("rename", "exchange"):
-        original = getattr(posix.PosixStore, name)
+        faults.fail(Store.exchange, NO_EXCHANGE)
 
-        def looking(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> None:
-            try:
-                original(self, *args, **kwargs)
-            finally:
-                seen.append((tmp_path / "0" / "a" / "epoch.json").is_file())
+    def look(call: StoreCall) -> None:
+        seen.append((tmp_path / "0" / "a" / "epoch.json").is_file())
 
-        monkeypatch.setattr(posix.PosixStore, name, looking)
+    for method in (Store.rename, Store.exchange):
+        faults.before(method, look)
+        faults.after(method, look)
     session.run(ec.Task(lambda ws: fill(ws, 0, branch=1), node="a"))
     session.run(manager.save(0))
     assert all(seen) is exchange
@@ -734,21 +730,15 @@ def test_a_directory_that_goes_away_meanwhile(tmp_path: pathlib.Path) -> None:
     assert NodeEpochs(tmp_path / "run", "a").epoch_directory.list_epochs() == [0, 1]
 
 
-@pytest.mark.parametrize("verb", ["create", "sync_folder", "rename"])
+@pytest.mark.parametrize("verb", [Store.create, Store.sync_folder, Store.rename], ids=lambda verb: verb.__name__)
 def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, verb: str
+    tmp_path: pathlib.Path, faults: Faults, verb: Callable[..., None]
 ) -> None:
     session, manager = filled(), single(tmp_path)
     session.run(manager.init())
     session.run(manager.save(0))
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(posix.PosixStore, verb, fails)
-        with pytest.raises(errors.SaveError, match="No space left"):
-            session.run(manager.save(1))
+    with faults.fail(verb, NO_SPACE), pytest.raises(errors.SaveError, match="No space left"):
+        session.run(manager.save(1))
     session.run(manager.save(0))
     session.run(manager.save(1))
     assert NodeEpochs(tmp_path, "a").epoch_directory.list_epochs() == [0, 1]
@@ -757,27 +747,19 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_a_rename_that_is_not_durable_is_taken_back(
-    tmp_path: pathlib.Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rename_that_is_not_durable_is_taken_back(tmp_path: pathlib.Path, exchange: bool, faults: Faults) -> None:
     """The epoch that was there is there again; the caller hears that it is uncertain."""
     session, manager = filled(), single(tmp_path)
     session.run(manager.init())
     session.run(manager.save(0))
     before = files(tmp_path / "0")
-    original = posix.PosixStore.sync_folder
-
-    def fails(self: Any, path: str) -> None:
-        if path == "0":
-            raise OSError(5, "Input/output error")
-        original(self, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(posix.PosixStore, "sync_folder", fails)
-        if not exchange:
-            patch.setattr(posix.PosixStore, "exchange", no_exchange)
-        with pytest.raises(errors.UncertainError, match="taken out of sight"):
-            session.run(manager.save(0))
+    if not exchange:
+        faults.fail(Store.exchange, NO_EXCHANGE)
+    with (
+        faults.fail(Store.sync_folder, BAD_DISK, where=lambda call: call.path == "0"),
+        pytest.raises(errors.UncertainError, match="taken out of sight"),
+    ):
+        session.run(manager.save(0))
     assert files(tmp_path / "0") == before
     (home,) = staging(tmp_path)
     assert [entry.name.partition("-")[0] for entry in (tmp_path / home).iterdir()] == ["removed"]
@@ -785,26 +767,20 @@ def test_a_rename_that_is_not_durable_is_taken_back(
 
 @pytest.mark.parametrize("happens", [True, False])
 def test_a_rename_of_which_nothing_can_be_seen_is_uncertain(
-    tmp_path: pathlib.Path, happens: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, happens: bool, faults: Faults
 ) -> None:
     """It reports an error, and the epoch cannot be read: "not committed" might not be true."""
     session, manager = filled(), single(tmp_path)
     session.run(manager.init())
-    rename = posix.PosixStore.rename
 
-    def fails(self: Any, src: str, dst: str, **given: Any) -> None:
-        if happens:
-            rename(self, src, dst, **given)
-        patch.setattr(posix.PosixStore, "read", lambda *given, **named: refuse())
-        refuse()
+    def fail(call: StoreCall) -> None:
+        faults.fail(Store.read, BAD_DISK)
+        raise BAD_DISK
 
-    def refuse() -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(posix.PosixStore, "rename", fails)
-        with pytest.raises(errors.UncertainError, match="cannot be seen"):
-            session.run(manager.save(0))
+    (faults.after if happens else faults.before)(Store.rename, fail)
+    with pytest.raises(errors.UncertainError, match="cannot be seen"):
+        session.run(manager.save(0))
+    faults.clear()
     assert NodeEpochs(tmp_path, "a").epoch_directory.list_epochs() == ([0] if happens else [])
 
 
@@ -911,35 +887,20 @@ def test_staging_names_carry_the_node() -> None:
 
 def test_the_snapshots_time_is_not_the_saves_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save's bound, which handlers have to keep, begins after the snapshot."""
-    now, left, snapshot, write = [0.0], list[float](), SavePlan.snapshot, caffe2_epochs.write_nodes
-
-    def slow(plan: SavePlan) -> Any:
-        now[0] += 100.0
-        return snapshot(plan)
-
-    def looked(*, save: Save, **more: Any) -> Any:
-        left.append(save.deadline.left())
-        return write(save=save, **more)
-
-    monkeypatch.setattr(SavePlan, "snapshot", slow)
-    monkeypatch.setattr(caffe2_epochs, "write_nodes", looked)
-    monkeypatch.setattr(caffe2_epochs, "Deadline", lambda secs: Deadline(secs, clock=lambda: now[0]))
-    NodeEpochs(tmp_path, "a", ec.StorageOptions(save_timeout_secs=10.0)).save(0, ocp.args.StandardSave({"x": 1}))
-    assert left == [10.0]
+    passes = passing(monkeypatch)
+    epochs = NodeEpochs(tmp_path, "a")
+    epochs.save(0, SlowSave(lambda: passes(1e6)))
+    assert epochs.epoch_directory.list_epochs() == [0]
 
 
-def test_ctrl_c_in_a_save_leaves_nothing_staged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_save_leaves_nothing_staged(tmp_path: pathlib.Path, faults: Faults) -> None:
     """In a notebook a save may be interrupted many times; what was staged goes, and the next save works."""
     session, manager = filled(), single(tmp_path)
     session.run(manager.init())
-
-    def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(caffe2_epochs.NodeWriter, "publish", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            session.run(manager.save(0))
+    interrupted = faults.fail(Store.rename, KeyboardInterrupt(), where=lambda call: call.target == "0/a")
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        session.run(manager.save(0))
+    assert interrupted.hits
     (home,) = staging(tmp_path, "a")
     assert [p.name for p in (tmp_path / home).iterdir() if p.name.startswith("0-")] == []
     session.run(manager.save(0))
