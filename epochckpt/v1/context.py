@@ -77,7 +77,7 @@ def entered(context: Any) -> contextlib.AbstractContextManager[Any]:
 def check(context: Any) -> Any:
     """Refuses what is not supported, and logs hints; returns the context."""
     hints = []
-    for name in _changed(context, _defaults()):
+    for name in _changed(context, defaults()):
         if (why := _of(REFUSED, name)) is not None and not _asks_for_nothing(name, context):
             raise UnsupportedError(f"Context: {name} is not supported: {why}")
         if name == "checkpoint_layout":
@@ -103,7 +103,8 @@ def _asks_for_nothing(name: str, context: Any) -> bool:
 
 
 @functools.cache
-def _defaults() -> Any:
+def defaults() -> Any:
+    """The context of Orbax's in which nothing is set."""
     return ocp.v1.Context()
 
 
@@ -138,7 +139,7 @@ def v0_options(context: Any) -> dict[str, Any]:
     for group, kind in groups.items():
         given = getattr(context, group)
         fields = {field.name for field in dataclasses.fields(kind)}
-        default = getattr(_defaults(), group)
+        default = getattr(defaults(), group)
         names = [f.name for f in dataclasses.fields(given) if f.name in fields]
         changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
         options[group] = kind(**changed)

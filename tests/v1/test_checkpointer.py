@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -753,6 +753,31 @@ def options_of(value: Any, name: str) -> list[str]:
     return [n for f in dataclasses.fields(value) for n in options_of(getattr(value, f.name), f"{name}.{f.name}")]
 
 
+@pytest.fixture
+def newer_orbax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An Orbax whose FileOptions have one option more."""
+    kind = type(stock.Context().file_options)
+    frozen = kind.__dataclass_params__.frozen  # in older Orbax
+    wider = dataclasses.make_dataclass("Wider", [("novelty", int, 0)], bases=(kind,), frozen=frozen)
+
+    class Newer(stock.Context):
+        def __init__(self, novelty: int = 0):
+            super().__init__()
+            object.__setattr__(self, "_file_options", wider(novelty=novelty))
+
+    monkeypatch.setattr(stock, "Context", Newer)
+    contexts.defaults.cache_clear()
+    yield
+    contexts.defaults.cache_clear()
+
+
+def test_an_option_of_a_newer_orbax_is_refused_if_it_is_set(newer_orbax: None) -> None:
+    """Nobody has looked yet at what it means here."""
+    contexts.check(stock.Context())
+    with pytest.raises(errors.UnsupportedError, match=r"file_options\.novelty is an option of a newer Orbax"):
+        contexts.check(stock.Context(novelty=1))
+
+
 def test_every_option_of_orbaxs_context_is_known() -> None:
     """One that a newer Orbax adds has to be looked at; until then it is refused, if it is set."""
     made = stock.Context()
@@ -763,18 +788,6 @@ def test_every_option_of_orbaxs_context_is_known() -> None:
     for name in names:
         parts = name.split(".")
         assert any(".".join(parts[:count]) in known for count in range(1, len(parts) + 1)), name
-
-    kind = type(made.file_options)
-    frozen = kind.__dataclass_params__.frozen  # in older Orbax
-    wider = dataclasses.make_dataclass("Wider", [("novelty", int, 0)], bases=(kind,), frozen=frozen)
-    object.__setattr__(made, "_file_options", wider())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contexts, "_defaults", lambda: made)
-        contexts.check(made)
-        other = stock.Context()
-        object.__setattr__(other, "_file_options", wider(novelty=1))
-        with pytest.raises(errors.UnsupportedError, match=r"file_options\.novelty is an option of a newer Orbax"):
-            contexts.check(other)
 
 
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
