@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,10 @@ from safetensors import numpy
 import epochckpt as ec
 from epochckpt.cli import main
 from epochckpt.directory import directory_of
-from epochckpt.manager import changes
+from epochckpt.format import paths
 from epochckpt.orbax import StepNames
-from epochckpt.storage import open_store
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import Faults, StoreCall
 from epochckpt.tiers import host_record
 
 Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions
@@ -79,62 +82,93 @@ def test_epochs_are_deleted_and_rolled_back_when_it_is_asked_for(said: Any, dire
     assert "Nothing was changed; --yes does it." in text
 
 
-@pytest.mark.parametrize("argv", [["rm", 3], ["rollback", 1], ["cp"]], ids=lambda argv: argv[0])
-def test_a_live_run_is_not_harmed(said: Any, directory: str, argv: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that was there, nor one that begins after the command has looked; --take-over fences it off."""
-    command, *epochs = argv
+@pytest.fixture(params=["rm", "rollback", "cp"])
+def line(request: pytest.FixtureRequest, directory: str) -> list[Any]:
+    """A command that changes the directory, which has the epochs; without --yes."""
     save(directory)
+    if request.param != "cp":
+        return [request.param, directory, 1]
     source = f"memory://{uuid.uuid4().hex}/"
-    save(source, [7])
-    line = ["cp", source, directory] if command == "cp" else [command, directory, *epochs]
+    save(source, [70])
+    return ["cp", source, directory]
 
-    def refused(*more: str) -> str:
+
+def test_a_live_run_is_not_harmed(said: Any, directory: str, line: list[Any]) -> None:
+    """The command is refused, as a dry run, too; --take-over fences the run off."""
+    run = ec.CheckpointManager(directory)
+    run.claim()
+    for more in ([], ["--yes"]):
         code, _, err = said(*line, *more)
         assert code == 2
         assert "may be alive" in err
-        return err
-
-    with ec.CheckpointManager(directory) as run:
-        run.claim()
-        refused()
-        refused("--yes")
-        run.save(4, args=Save({"w": np.zeros(3)}))
+    run.save(4, args=Save({"w": np.zeros(3)}))
+    run.wait_until_finished()
     assert steps(directory) == [*EPOCHS, 4]
-    begun: list[ec.CheckpointManager] = []
-    check = changes.check_changeable
-
-    def then_a_run_begins(*given: Any) -> None:
-        check(*given)
-        if not begun:
-            begun.append(ec.CheckpointManager(directory))
-            begun[0].claim()
-
-    with monkeypatch.context() as patched:
-        # The run begins after the last look, just before the claim.
-        patched.setattr(changes, "check_changeable", then_a_run_begins)
-        refused("--yes")
-    begun[0].save(5, args=Save({"w": np.zeros(3)}))
-    begun[0].wait_until_finished()
-    assert steps(directory) == [*EPOCHS, 4, 5]
     assert said(*line, "--yes", "--take-over")[0] == 0
-    begun[0].save(6, args=Save({"w": np.zeros(3)}))
+    run.save(5, args=Save({"w": np.zeros(3)}))
     with pytest.raises(ec.errors.FencedError):
-        begun[0].close()
+        run.close()
 
 
-def test_a_run_that_begins_during_a_change_stops_it(said: Any, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def begin_run(faults: Faults, directory: str, is_time: Callable[[], bool]) -> list[ec.CheckpointManager]:
+    """Has a run begin before a command looks whether there is one, once it `is_time`; gives the run that has begun."""
+    root = open_store(directory).root
+    asking = threading.Lock()
+    begun: list[ec.CheckpointManager] = []
+
+    def look(call: StoreCall) -> None:
+        if begun or not asking.acquire(blocking=False):
+            return
+        try:  # what it asks for itself is no look of the command
+            if is_time():
+                run = ec.CheckpointManager(directory)
+                run.claim()
+                begun.append(run)
+        finally:
+            asking.release()
+
+    def is_look(path: str) -> Callable[[StoreCall], bool]:
+        return lambda call: (call.store.root, call.path) == (root, path)
+
+    faults.before(Store.list, look, where=is_look(""))
+    faults.before(Store.read, look, where=is_look(paths.HEAD))
+    return begun
+
+
+def test_a_run_that_begins_after_the_command_has_looked_is_not_harmed(
+    said: Any, directory: str, line: list[Any], faults: Faults
+) -> None:
+    """Whenever it begins, up to the last look that the command makes before it claims the directory."""
+    root = open_store(directory).root
+    for moment in itertools.count():
+        looks = iter(range(moment))
+        changes: list[StoreCall] = []
+
+        def is_time(looks: Iterator[int] = looks, changes: list[StoreCall] = changes) -> bool:
+            return not changes and next(looks, None) is None
+
+        begun = begin_run(faults, directory, is_time)
+        for method in (Store.make_folder, Store.replace):
+            faults.before(method, changes.append, where=lambda call: call.store.root == root)
+        code, _, err = said(*line, "--yes")
+        faults.clear()
+        if not begun:  # the command has made fewer looks
+            break
+        assert code == 2
+        assert "may be alive" in err
+        (run,) = begun
+        run.save(4 + moment, args=Save({"w": np.zeros(3)}))
+        run.close()
+        assert steps(directory) == [*EPOCHS, *range(4, 5 + moment)]
+    assert code == 0
+    assert moment > 3
+
+
+def test_a_run_that_begins_during_a_change_stops_it(said: Any, directory: str, faults: Faults) -> None:
     """What was deleted before is named; the run has every other epoch."""
     save(directory)
-    runs: list[ec.CheckpointManager] = []
-    delete = ec.CheckpointManager.delete
-
-    def then_a_run_begins(manager: ec.CheckpointManager, epoch: int) -> None:
-        delete(manager, epoch)
-        manager.wait_until_finished()
-        runs.append(ec.CheckpointManager(directory))
-        runs[0].claim()
-
-    monkeypatch.setattr(ec.CheckpointManager, "delete", then_a_run_begins)
+    epoch_directory = directory_of(open_store(directory), StepNames.of(Options()))
+    runs = begin_run(faults, directory, lambda: 0 not in epoch_directory.list_epochs())
     code, _, err = said("rm", directory, 0, 1, "--yes")
     assert code == 4
     assert "deleted before that: epoch 0" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import io
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tomllib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,11 +24,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt import _progress
 from epochckpt.cli import arguments, main
-from epochckpt.errors import AccessError, StorageError
-from epochckpt.inspection import opening, plain, scan
-from epochckpt.inspection.epoch import EpochInspection
+from epochckpt.inspection import plain, scan
+from epochckpt.storage import Store, opening_through
+from epochckpt.testing import Faults
 from tests.support.processes import ROOT
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
@@ -358,14 +358,16 @@ def test_watch_says_by_its_code_that_an_epoch_is_damaged(run_cli: Any, tmp_path:
         assert f"epoch 3 {word}" in said.out
 
 
-def test_watch_looks_once_for_each_event(run_cli: Any, saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_looks_once_for_each_event(run_cli: Any, saved: pathlib.Path) -> None:
     """To tell whether its epoch is the best so far."""
-    opened: list[Any] = []
-    open_directory = opening.open_directory
-    monkeypatch.setattr(
-        opening, "open_directory", lambda *given, **more: opened.append(given) or open_directory(*given, **more)
-    )
-    said = run_cli("watch", saved, "--until", 3, "--metric", "loss")
+    opened: list[Store] = []
+
+    def noted(store: Store) -> Store:
+        opened.append(store)
+        return store
+
+    with opening_through(noted):
+        said = run_cli("watch", saved, "--until", 3, "--metric", "loss")
     assert (said.code, said.out.count("best"), len(opened)) == (0, 1, 1 + 3)
 
 
@@ -413,23 +415,16 @@ def test_no_permission_is_exit_code_4(run_cli: Any, saved: pathlib.Path, tmp_pat
     assert "Permission denied" in said.err
 
 
-@pytest.mark.parametrize("error", [AccessError("not permitted"), StorageError("2/epoch.json", OSError(5, "away"))])
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "not permitted"), OSError(errno.EIO, "away")])
 @pytest.mark.parametrize("more", [(), ("--repair-view",)])
 def test_what_cannot_be_reached_is_not_called_damaged(
-    run_cli: Any, saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: Exception, more: tuple[str, ...]
+    run_cli: Any, saved: pathlib.Path, faults: Faults, error: OSError, more: tuple[str, ...]
 ) -> None:
     """The other epochs are verified all the same."""
-    leaves = EpochInspection.leaves
-
-    def read(self: EpochInspection) -> Any:
-        if self.epoch == 2:
-            raise error
-        return leaves(self)
-
-    monkeypatch.setattr(EpochInspection, "leaves", read)
+    faults.fail(Store.read, error, where=lambda call: call.path == "2/epoch.json")
     said = run_cli("verify", saved, "--json", *more)
     assert (said.code, [(one["epoch"], one["ok"]) for one in said.json["epochs"]]) == (4, [(1, True), (3, True)])
-    assert str(error)[:20] in said.err
+    assert str(error.strerror) in said.err
 
 
 def test_a_hostile_message_does_nothing_to_a_terminal(run_cli: Any, saved: pathlib.Path) -> None:
@@ -594,13 +589,12 @@ def test_a_terminal_without_unicode_gets_what_it_has(saved: pathlib.Path, monkey
 
 
 def test_long_work_shows_its_progress_on_a_terminal(
-    terminal: Any, saved: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    terminal: Any, saved: pathlib.Path, tmp_path: pathlib.Path, patience: Callable[..., None]
 ) -> None:
     """And takes it away at the end; what is done soon shows none."""
-    monkeypatch.setattr(_progress, "DELAY_SECS", 1e6)
+    patience(bar_delay_secs=1e6)
     assert "verifying" not in terminal("verify", saved)
-    monkeypatch.setattr(_progress, "DELAY_SECS", 0.0)
-    monkeypatch.setattr(_progress, "LAST_SECS", 100.0)
+    patience(bar_delay_secs=0.0, bar_removal_secs=100.0)
     assert "verifying" in terminal("verify", saved)
     assert "exporting epoch 1" in terminal(*export_args(saved, tmp_path / "out"), "--skip-unsupported")
 
