@@ -236,8 +236,8 @@ def test_a_clock_that_is_ahead_of_the_storage_makes_nothing_old(
     """What counts for a removal is the clock of the storage, which dates a folder that is made there now."""
     leave(run)
     now = time.time
-    monkeypatch.setattr(gc.time, "time", lambda: now() + 7 * gc.DAY_SECS)
-    assert gc.collect(run, delete=True, clock=gc.time.time).rows == ()
+    monkeypatch.setattr(time, "time", lambda: now() + 7 * gc.DAY_SECS)
+    assert gc.collect(run, delete=True, clock=time.time).rows == ()
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
