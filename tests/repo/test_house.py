@@ -148,3 +148,50 @@ def test_only_the_table_of_schemes_knows_one_by_name() -> None:
         for line in hits(test, path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+MOST_PATCHES = 20
+
+
+def patches_of_ours(source: str) -> list[int]:
+    """Lines that set an attribute of something that is imported from epochckpt."""
+    tree = ast.parse(source)
+    ours = set[str]()
+    for node in ast.walk(tree):
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            aliases = [each for each in node.names if f"{module}.{each.name}".strip(".").startswith("epochckpt")]
+            ours |= {each.asname or each.name.partition(".")[0] for each in aliases}
+    found = list[int]()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != "setattr":
+            continue
+        owner = ast.unparse(node.args[0])
+        if owner.partition(".")[0] in ours or owner.strip("'\"").startswith("epochckpt"):
+            found.append(node.lineno)
+    return found
+
+
+def test_tests_patch_few_of_our_modules() -> None:
+    """A test that patches a module is written anew with it: `faults`, `patience` and arguments give what tests need."""
+    found = [
+        f"{path.relative_to(ROOT).as_posix()}:{line}"
+        for path in python_files("tests")
+        for line in patches_of_ours(path.read_text(encoding="utf-8"))
+    ]
+    assert len(found) <= MOST_PATCHES, found
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from epochckpt.saving import queue\npatch.setattr(queue, 'a', 1)", [2]),
+        ("from epochckpt.storage import PosixStore as S\npatch.setattr(S.create, 'a', 1)", [2]),
+        ("import epochckpt as ec\nsetattr(ec.manager, 'a', 1)", [2]),
+        ("import epochckpt.flags\nsetattr(epochckpt.flags, 'a', 1)", [2]),
+        ("patch.setattr('epochckpt.storage.posix._renameat2', None)", [1]),
+        ("import os\npatch.setattr(os, 'link', 1)", []),
+    ],
+)
+def test_a_patch_of_ours_is_found(source: str, expected: list[int]) -> None:
+    assert patches_of_ours(source) == expected
