@@ -217,9 +217,9 @@ def verify(args: argparse.Namespace, output: Output) -> int:
                 verifications.append(Verification(epoch, nbytes, (error,)))
     answer = {"directory": run.directory, "epochs": [_plain(one) for one in verifications]}
     output.rows(answer, lambda: Group(*_verifications(verifications, unit)))
-    if unread:
+    if unread or any(one.unread for one in verifications):
         return UNREACHABLE
-    if any(not one.ok for one in verifications):
+    if any(one.damage for one in verifications):
         return FOUND
     return VIEW if any(one.view_damage for one in verifications) else OK
 
@@ -249,18 +249,28 @@ def _plain(one: Verification) -> dict[str, Any]:
         leaves = getattr(error, "leaves", 1)
         return {"path": path or "", "leaf": leaf, "leaves": leaves, "problem": problem or str(error)}
 
-    damage, view = (list(map(place, errors)) for errors in (one.damage, one.view_damage))
-    rest = {"nbytes": one.nbytes, "note": one.note, "damage": damage, "view_damage": view}
-    return {"epoch": one.epoch, "ok": one.ok, **rest}
+    return {
+        "epoch": one.epoch,
+        "ok": one.ok,
+        "nbytes": one.nbytes,
+        "note": one.note,
+        "damage": [place(error) for error in one.damage],
+        "view_damage": [place(error) for error in one.view_damage],
+        "unread": [place(error) for error in one.unread],
+    }
 
 
 def _verifications(verifications: Sequence[Verification], unit: str) -> Iterator[RenderableType]:
     width = max((len(str(one.epoch)) for one in verifications), default=1) + len(f"{unit} ")
     for one in verifications:
-        state = Text.assemble(("ok", GOOD) if one.ok else ("damaged", BAD))
+        if one.ok:
+            state = Text.assemble(("ok", GOOD))
+        else:
+            state = Text.assemble(("damaged", BAD) if one.damage else ("not all of it was read", WARN))
         value = state.append(f"  {_units.nbytes(one.nbytes)}", "").append("  *" if one.note else "", FAINT)
         yield Fact(Text(f"{unit} {one.epoch}", HEAD), value, width)
         yield from _places(one.damage, BAD)
+        yield from _places(one.unread, WARN)
         if one.view_damage:
             yield Text("  the Orbax view is damaged: stock Orbax may not read it (--repair-view)", WARN)
             yield from _places(one.view_damage, WARN)

@@ -62,7 +62,7 @@ class PerNodeReader(NativeReader):
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         each = [reader.verify(progress) for reader in self.nodes.values()]
-        damage = [error for one in each for error in one.damage]
+        errors = [error for one in each for error in (*one.damage, *one.unread)]
         above = self.folder.rpartition("/")[0]
-        damage += [DamagedError(paths.join(above, paths.folder_name(n)), why) for n, why in self.unread.items()]
-        return Verification(self.record.epoch, sum(one.nbytes for one in each), tuple(damage))
+        errors += [DamagedError(paths.join(above, paths.folder_name(n)), why) for n, why in self.unread.items()]
+        return Verification.of(self.record.epoch, sum(one.nbytes for one in each), errors)

@@ -146,7 +146,7 @@ class OrbaxReader(CheckpointReader):
         if damage:
             self._check_present("files of it were missing")
         known = {str(error): error for error in damage}  # what is missing is found twice
-        return Verification(self.record.epoch, nbytes, tuple(known.values()), NOTE)
+        return Verification.of(self.record.epoch, nbytes, known.values(), NOTE)
 
     def _verify_item(self, name: str, progress: Callable[[int], None]) -> list[errors.EpochCheckpointError]:
         kind = self._kind(name)

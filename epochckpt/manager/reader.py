@@ -282,15 +282,15 @@ class NativeReader(CheckpointReader):
         return EpochStatus(self.record.epoch, "committed", "", nodes)
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
-        damage = tuple(self.native.verify_all(progress))
+        errors = self.native.verify_all(progress)
         if (names := self.native.local_node_names) is not None:
             note = f"only what this host has was read: the files of {names or 'no node'}"
-            return Verification(self.record.epoch, self.native.nbytes, damage, note)
+            return Verification.of(self.record.epoch, self.native.nbytes, errors, note)
         found = (object_view if self.record.objects else linked_view).check(self.store, self.folder, self.record)
         if found is None or found:
             self.native.check_present("it was being verified")
         note = NO_VIEW if found is None else ""
-        return Verification(self.record.epoch, self.record.nbytes, damage, note, tuple((found or {}).values()))
+        return Verification.of(self.record.epoch, self.record.nbytes, errors, note, (found or {}).values())
 
     def _storage(self, item: str, arrays: ArrayItem, number: int) -> ocp.metadata.StorageMetadata:
         cell = arrays.cell_shape(number)

@@ -217,7 +217,7 @@ class Readers:
         except (EpochNotFoundError, FormatVersionError):
             raise
         except EpochCheckpointError as error:
-            return Verification(epoch, 0, (error,))
+            return Verification.of(epoch, 0, [error])
 
     def status(self, epoch: int) -> EpochStatus:
         """Committed, damaged, newer or absent; raises AccessError or StorageError if storage does not say."""

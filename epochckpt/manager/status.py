@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from epochckpt._lazy import ocp
-from epochckpt.errors import DamagedError, EpochCheckpointError, kept
+from epochckpt.errors import AccessError, DamagedError, EpochCheckpointError, StorageError, kept
 from epochckpt.format import checksums, paths
 from epochckpt.storage import Store, read_json
 
+_UNREAD = (AccessError, StorageError)  # what says nothing about the data
 NO_VIEW = "the Orbax view is not there, as in a copy that left it out: stock Orbax cannot read it, epochckpt can"
 
 
@@ -80,6 +81,8 @@ class Verification:
         note: what could not be checked: epochs of stock Orbax have no checksums.
         view_damage: one error per damaged place of the Orbax view. The epoch itself is whole nevertheless; stock Orbax
             may not be able to read it until `repair_view` has rebuilt its view.
+        unread: one AccessError or StorageError per place that this user may not read, or that storage did not answer
+            for. That says nothing about the data: verify it again.
     """
 
     epoch: int
@@ -87,20 +90,42 @@ class Verification:
     damage: tuple[EpochCheckpointError, ...] = ()
     note: str = ""
     view_damage: tuple[EpochCheckpointError, ...] = ()
+    unread: tuple[EpochCheckpointError, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        epoch: int,
+        nbytes: int,
+        found: Iterable[EpochCheckpointError],
+        note: str = "",
+        view: Iterable[EpochCheckpointError] = (),
+    ) -> Verification:
+        """Tells damage from what was not read, among the errors that were found in the epoch and in its Orbax view."""
+        errors = list(found)
+        of_view = list(view)
+        return cls(
+            epoch=epoch,
+            nbytes=nbytes,
+            damage=tuple(error for error in errors if not isinstance(error, _UNREAD)),
+            note=note,
+            view_damage=tuple(error for error in of_view if not isinstance(error, _UNREAD)),
+            unread=tuple(error for error in (*errors, *of_view) if isinstance(error, _UNREAD)),
+        )
 
     def __post_init__(self) -> None:
-        for error in (*self.damage, *self.view_damage):
+        for error in (*self.damage, *self.view_damage, *self.unread):
             kept(error)  # without the blocks that were read
 
     @property
     def ok(self) -> bool:
-        """Whether the epoch is as it was written, as far as that can be checked; the Orbax view apart."""
-        return not self.damage
+        """Whether all of it was read, and is as it was written as far as can be checked; the Orbax view apart."""
+        return not self.damage and not self.unread
 
     def raise_if_damaged(self) -> None:
-        """Raises the first damage, if there is any."""
-        if self.damage:
-            raise self.damage[0]
+        """Raises the first damage, or the first error of a place that was not read, if there is one."""
+        for error in (*self.damage, *self.unread):
+            raise error
 
 
 def custom_metadata(store: Store, *, limit_bytes: int = 2**24) -> dict[str, Any] | None:

@@ -25,8 +25,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import arguments, main
+from epochckpt.errors import AccessError, StorageError
 from epochckpt.inspection import plain, scan
-from epochckpt.storage import Store, opening_through
+from epochckpt.storage import Reader, Store, opening_through
 from epochckpt.testing import Faults
 from tests.support.processes import ROOT
 
@@ -425,6 +426,29 @@ def test_what_cannot_be_reached_is_not_called_damaged(
     said = run_cli("verify", saved, "--json", *more)
     assert (said.code, [(one["epoch"], one["ok"]) for one in said.json["epochs"]]) == (4, [(1, True), (3, True)])
     assert str(error.strerror) in said.err
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "not permitted"), OSError(errno.EIO, "away")])
+@pytest.mark.parametrize("method", [Store.open_reader, Reader.read_into])
+def test_a_file_that_cannot_be_reached_is_not_called_damaged(
+    run_cli: Any, saved: pathlib.Path, faults: Faults, error: OSError, method: Any
+) -> None:
+    """Its place is listed; a damaged file of the same epoch is damage all the same."""
+    faults.fail(method, error, where=lambda call: call.path.startswith("2/process_0/model"))
+    said = run_cli("verify", saved, "--json")
+    epochs = {one["epoch"]: one for one in said.json["epochs"]}
+    assert (said.code, [epoch for epoch, one in epochs.items() if not one["ok"]]) == (4, [2])
+    assert epochs[2]["damage"] == epochs[2]["view_damage"] == []
+    assert epochs[2]["unread"]
+    assert all(str(error.strerror) in one["problem"] for one in epochs[2]["unread"])
+    with ec.CheckpointManager(saved, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        found = manager.verify(2)
+    assert (found.ok, found.damage) == (False, ())
+    with pytest.raises((AccessError, StorageError), match=str(error.strerror)):
+        found.raise_if_damaged()
+    text = run_cli("verify", saved, "2")
+    assert text.code == 4
+    assert "not all of it was read" in text.out
 
 
 def test_a_hostile_message_does_nothing_to_a_terminal(run_cli: Any, saved: pathlib.Path) -> None:
