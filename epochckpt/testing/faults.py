@@ -305,13 +305,22 @@ class FaultyStore(Store):
     """A store whose calls follow rules; without a rule, it does what the store does that it stands for.
 
     Args:
-        store: what does the work.
+        store: what does the work. If it is such a store itself, calls follow its rules as well, after these.
         faults: the rules. None: new ones, which `faults` gives.
+
+    Attributes:
+        inner: the store that does the work, without rules.
+        faults: the rules.
     """
 
     def __init__(self, store: Store, faults: Faults | None = None):
-        self.inner = store
         self.faults = faults or Faults()
+        if isinstance(store, FaultyStore):
+            self.inner: Store = store.inner
+            self._followed: tuple[Faults, ...] = (*store._followed, self.faults)
+        else:
+            self.inner = store
+            self._followed = (self.faults,)
         self.root = store.root
         self.atomic_folder_rename = store.atomic_folder_rename
         self.symlinks = store.symlinks
@@ -456,7 +465,13 @@ class FaultyStore(Store):
             content=content,
             nbytes=len(content or b""),
         )
-        return self.faults.make(call, made)
+        return self.make(call, made)
+
+    def make(self, call: StoreCall, made: Callable[[], T]) -> T:
+        """What a call of this store, or of a reader or writer of it, returns by the rules; `made` makes it."""
+        for faults in self._followed:
+            made = functools.partial(faults.make, call, made)
+        return made()
 
 
 class SlowStore(FaultyStore):
@@ -486,7 +501,7 @@ class _FaultyReader(Reader):
             paths=(self._path,),
             nbytes=buffer.nbytes,
         )
-        self._store.faults.make(call, lambda: self._reader.read_into(offset, buffer))
+        self._store.make(call, lambda: self._reader.read_into(offset, buffer))
 
     def close(self) -> None:
         self._reader.close()
@@ -508,12 +523,12 @@ class _FaultyWriter(Writer):
             content=data,
             nbytes=memoryview(data).nbytes,
         )
-        self._store.faults.make(call, lambda: self._writer.write(offset, data))
+        self._store.make(call, lambda: self._writer.write(offset, data))
 
     def finish(self) -> None:
         call = StoreCall(store=self._store, method=Writer.finish.__qualname__, paths=(self._path,))
-        self._store.faults.make(call, self._writer.finish)
+        self._store.make(call, self._writer.finish)
 
     def abort(self) -> None:
         call = StoreCall(store=self._store, method=Writer.abort.__qualname__, paths=(self._path,))
-        self._store.faults.make(call, self._writer.abort)
+        self._store.make(call, self._writer.abort)

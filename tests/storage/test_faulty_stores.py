@@ -137,6 +137,18 @@ def test_a_held_call_waits_until_it_is_let_go(store: FaultyStore) -> None:
         hold.remove()
 
 
+def test_rules_about_one_store_add_up(store: FaultyStore) -> None:
+    """Those that were there first see a call last, also the calls of which a put consists."""
+    seen: list[str] = []
+    outer = FaultyStore(store)
+    for name, faults in (("inner", store.faults), ("outer", outer.faults)):
+        for method in (Store.put, Store.rename):
+            faults.before(method, lambda call, name=name: seen.append(f"{name} {call.method}"))
+    outer.put("a", b"", draft="draft")
+    assert seen == ["outer Store.put", "inner Store.put", "outer Store.rename", "inner Store.rename"]
+    assert outer.inner is store.inner
+
+
 def test_a_slow_store_takes_its_time(tmp_path: pathlib.Path) -> None:
     """For each call, and for each byte."""
     store = SlowStore(open_store(tmp_path), latency_secs=0.01, bytes_per_sec=1e5)
