@@ -24,8 +24,7 @@ class Patience:
         upload_late_secs: without progress of an upload, before a piece that came too early is taken all the same.
         upload_still_secs: without progress of an upload, before it is said.
         verdict_margin_secs: by how much the other processes of a save wait longer than the primary does.
-        hear_margin_secs: by how much the other processes wait longer for what the primary decides than they do for each
-            other.
+        hear_margin_secs: the other processes wait so much longer for the primary, which may come late itself.
         report_secs: how long nodes may take to report, once all older saves are decided, before a new save fails.
         long_save_secs: a save that holds training for longer says why.
         long_exit_secs: an exit that takes longer says why.

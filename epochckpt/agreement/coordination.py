@@ -58,7 +58,7 @@ class Coordinator:
         """Deletes a key and everything under `prefix/`; failures are ignored, the keys only cost memory."""
 
     def next_opening(self, prefix: str) -> int:
-        """The number of what is opened now under a prefix of keys: every process that takes part counts alike."""
+        """The number of this opening under a prefix of keys. Every process that takes part gets the same number."""
         del prefix
         return 0  # a single process agrees by no keys
 

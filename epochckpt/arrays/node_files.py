@@ -24,7 +24,7 @@ from epochckpt.format import ArrayItem, DataFile, NodeRecord, PartCells, checksu
 from epochckpt.storage import Reader, Store, writing
 
 _Move = tuple[int, int, memoryview]  # bytes of a file, from start to end, and where they go
-_GAP_PART = 16  # unwanted bytes that a request may read to save another request: this part of what it may read at all
+_GAP_PART = 16  # this part of a request may be unwanted bytes, where they save another request
 
 
 class Epoch(Protocol):

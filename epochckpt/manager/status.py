@@ -101,7 +101,7 @@ class Verification:
         note: str = "",
         view: Iterable[EpochCheckpointError] = (),
     ) -> Verification:
-        """Tells damage from what was not read, among the errors that were found in the epoch and in its Orbax view."""
+        """Sorts the errors that were found in the epoch and in its Orbax view: damage, and what was not read."""
         errors = list(found)
         of_view = list(view)
         return cls(

@@ -36,7 +36,7 @@ class StoreCall:
 
     Attributes:
         store: the store.
-        method: name of the method with that of its class, such as `Store.rename`.
+        method: the method, with its class: `Store.rename`.
         paths: the paths that it is about, relative to the root of the store.
         content: the bytes that it writes. None if it writes none.
         nbytes: how many bytes it reads or writes, as far as is known before the call.
@@ -238,7 +238,7 @@ class Faults:
         *,
         where: Callable[[StoreCall], bool] = _every_call,
     ) -> Before:
-        """`action` is called before each call. What it raises, the call raises."""
+        """`action` is called before each call. An error of `action` is the error of the call, which is not made."""
         return self._added(Before(self, method, where, action))
 
     def after(
@@ -248,7 +248,7 @@ class Faults:
         *,
         where: Callable[[StoreCall], bool] = _every_call,
     ) -> After:
-        """`action` is called after each call that has succeeded. What it raises, the call raises."""
+        """`action` is called after each call that has succeeded. An error of `action` is the error of the call."""
         return self._added(After(self, method, where, action))
 
     def instead(
