@@ -257,7 +257,7 @@ class World:
             newest = max(manager.all_steps(), key=lambda epoch: committed_ns[epoch])
             for epoch in manager.all_steps():
                 found = manager.verify(epoch)
-                if found.damage or (found.view_damage and epoch != newest):
+                if not found.ok or (found.view_damage and epoch != newest):
                     raise Wrong("epochckpt verify finds damage", f"{epoch}: {found}")
 
     def _listed(self, url: str) -> list[int]:
