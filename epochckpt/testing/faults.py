@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 from epochckpt.storage import Entry, File, Reader, Store, Tally, Writer, opening_through
 
 T = TypeVar("T")
+R = TypeVar("R", bound="Rule")
 
 _HELD_SECS = 120.0  # how long a held call waits to be let go
 
@@ -68,19 +69,25 @@ def _every_call(call: StoreCall) -> bool:
 class Rule(ABC):
     """What happens at some calls of a method. A context manager: at the end of the block, the rule is removed.
 
+    Args:
+        faults: the rules that it is one of.
+        method: what the calls are of. None: every method.
+        where: tells which of these calls.
+
     Attributes:
         hits: how many calls it has met.
     """
 
-    def __init__(self, faults: Faults, method: Callable[..., Any], where: Callable[[StoreCall], bool]):
+    def __init__(self, faults: Faults, method: Callable[..., Any] | None, where: Callable[[StoreCall], bool]):
         self.hits = 0
         self._faults = faults
-        self._method = method.__qualname__
+        self._method = None if method is None else method.__qualname__
         self._where = where
+        self._lock = threading.Lock()
 
     def is_about(self, call: StoreCall) -> bool:
         """Whether the rule says what happens at a call."""
-        return call.method == self._method and self._where(call)
+        return self._method in (None, call.method) and self._where(call)
 
     @abstractmethod
     def make(self, call: StoreCall, go_on: Callable[[], T]) -> T:
@@ -89,6 +96,10 @@ class Rule(ABC):
     def remove(self) -> None:
         """From now on, calls do not follow the rule. It may be removed again."""
         self._faults.remove(self)
+
+    def _hit(self) -> None:
+        with self._lock:
+            self.hits += 1
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +122,6 @@ class Failure(Rule):
         super().__init__(faults, method, where)
         self._error = error
         self._times = times
-        self._lock = threading.Lock()
 
     def make(self, call: StoreCall, go_on: Callable[[], T]) -> T:
         with self._lock:
@@ -135,7 +145,7 @@ class Hold(Rule):
         self._go = threading.Event()
 
     def make(self, call: StoreCall, go_on: Callable[[], T]) -> T:
-        self.hits += 1
+        self._hit()
         self.reached.set()
         if not self._go.wait(_HELD_SECS):
             raise TimeoutError(f"{call.method} of {call.path!r} was held, and nobody let it go in {_HELD_SECS:.0f} s")
@@ -151,8 +161,8 @@ class Hold(Rule):
         self._go.set()
 
 
-class Before(Rule):
-    """Calls before which something else happens. If that raises an error, the call raises it and is not made."""
+class Action(Rule):
+    """Calls beside which something else happens: `action`, which gets the call."""
 
     def __init__(
         self,
@@ -164,27 +174,31 @@ class Before(Rule):
         super().__init__(faults, method, where)
         self._action = action
 
+
+class Before(Action):
+    """Calls before which something else happens. If that raises an error, the call raises it and is not made."""
+
     def make(self, call: StoreCall, go_on: Callable[[], T]) -> T:
-        self.hits += 1
+        self._hit()
         self._action(call)
         return go_on()
 
 
-class After(Before):
+class After(Action):
     """Calls after which something else happens. If that raises an error, the call raises it, and has been made."""
 
     def make(self, call: StoreCall, go_on: Callable[[], T]) -> T:
-        self.hits += 1
+        self._hit()
         result = go_on()
         self._action(call)
         return result
 
 
-class Instead(Before):
+class Instead(Action):
     """Calls in place of which something else happens; they return what that returns."""
 
     def make(self, call: StoreCall, go_on: Callable[[], T]) -> T:
-        self.hits += 1
+        self._hit()
         return self._action(call)  # type: ignore[return-value]
 
 
@@ -192,15 +206,12 @@ class Slowness(Rule):
     """Calls that take longer: `latency_secs` each, and the time that their bytes take at `bytes_per_sec`."""
 
     def __init__(self, faults: Faults, latency_secs: float, bytes_per_sec: float):
-        super().__init__(faults, Store.exists, _every_call)
+        super().__init__(faults, None, _every_call)
         self._latency_secs = latency_secs
         self._bytes_per_sec = bytes_per_sec
 
-    def is_about(self, call: StoreCall) -> bool:
-        return True
-
     def make(self, call: StoreCall, go_on: Callable[[], T]) -> T:
-        self.hits += 1
+        self._hit()
         threading.Event().wait(self._latency_secs + call.nbytes / self._bytes_per_sec)
         return go_on()
 
@@ -294,8 +305,7 @@ class Faults:
                 made = functools.partial(rule.make, call, made)
         return made()
 
-    def _added(self, rule: T) -> T:
-        assert isinstance(rule, Rule)
+    def _added(self, rule: R) -> R:
         with self._lock:
             self._rules = (*self._rules, rule)
         return rule
@@ -346,129 +356,132 @@ class FaultyStore(Store):
         return self.inner.address
 
     def exists(self, path: str) -> bool:
-        return self._make(Store.exists, lambda: self.inner.exists(path), (path,))
+        return self.make(Store.exists, lambda: self.inner.exists(path), (path,))
 
     def existing(self, paths: Iterable[str]) -> set[str]:
         names = tuple(paths)
-        return self._make(Store.existing, lambda: self.inner.existing(names), names)
+        return self.make(Store.existing, lambda: self.inner.existing(names), names)
 
     def size(self, path: str) -> int:
-        return self._make(Store.size, lambda: self.inner.size(path), (path,))
+        return self.make(Store.size, lambda: self.inner.size(path), (path,))
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
-        return self._make(Store.read, lambda: self.inner.read(path, limit_bytes=limit_bytes), (path,))
+        return self.make(Store.read, lambda: self.inner.read(path, limit_bytes=limit_bytes), (path,))
 
     def open_reader(self, path: str, size: int | None = None) -> Reader:
-        reader = self._make(Store.open_reader, lambda: self.inner.open_reader(path, size), (path,))
+        reader = self.make(Store.open_reader, lambda: self.inner.open_reader(path, size), (path,))
         return _FaultyReader(self, path, reader)
 
     def uncache(self, path: str) -> None:
-        return self._make(Store.uncache, lambda: self.inner.uncache(path), (path,))
+        return self.make(Store.uncache, lambda: self.inner.uncache(path), (path,))
 
     def create(self, path: str, data: bytes) -> None:
-        return self._make(Store.create, lambda: self.inner.create(path, data), (path,), content=data)
+        return self.make(Store.create, lambda: self.inner.create(path, data), (path,), content=data)
 
     def open_writer(self, path: str, size: int) -> Writer:
-        writer = self._make(Store.open_writer, lambda: self.inner.open_writer(path, size), (path,))
+        writer = self.make(Store.open_writer, lambda: self.inner.open_writer(path, size), (path,))
         return _FaultyWriter(self, path, writer)
 
     def list(self, path: str) -> list[Entry]:
-        return self._make(Store.list, lambda: self.inner.list(path), (path,))
+        return self.make(Store.list, lambda: self.inner.list(path), (path,))
 
     def each(self, call: Callable[[T], object], values: Iterable[T]) -> None:
         return self.inner.each(call, values)
 
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
-        return self._make(Store.find, lambda: self.inner.find(prefix, folder), (folder or "",))
+        return self.make(Store.find, lambda: self.inner.find(prefix, folder), (folder or "",))
 
     def files(self, path: str, limit: int | None = None) -> list[File]:
-        return self._make(Store.files, lambda: self.inner.files(path, limit), (path,))
+        return self.make(Store.files, lambda: self.inner.files(path, limit), (path,))
 
     def remove_all(self, paths: Iterable[str]) -> None:
         names = tuple(paths)
-        return self._make(Store.remove_all, lambda: self.inner.remove_all(names), names)
+        return self.make(Store.remove_all, lambda: self.inner.remove_all(names), names)
 
     def check_conditions(self, path: str) -> None:
-        return self._make(Store.check_conditions, lambda: self.inner.check_conditions(path), (path,))
+        return self.make(Store.check_conditions, lambda: self.inner.check_conditions(path), (path,))
 
     def confirming_damage(self, read: Callable[[], T]) -> T:
         return self.inner.confirming_damage(read)
 
     def make_folder(self, path: str) -> None:
-        return self._make(Store.make_folder, lambda: self.inner.make_folder(path), (path,))
+        return self.make(Store.make_folder, lambda: self.inner.make_folder(path), (path,))
 
     def check_root(self) -> bool:
-        return self._make(Store.check_root, self.inner.check_root)
+        return self.make(Store.check_root, self.inner.check_root)
 
     def is_reachable(self) -> bool:
-        return self._make(Store.is_reachable, self.inner.is_reachable)
+        return self.make(Store.is_reachable, self.inner.is_reachable)
 
     def make_root(self) -> None:
-        return self._make(Store.make_root, self.inner.make_root)
+        return self.make(Store.make_root, self.inner.make_root)
 
     def root_id(self) -> tuple[int, ...]:
-        return self._make(Store.root_id, self.inner.root_id)
+        return self.make(Store.root_id, self.inner.root_id)
 
     def may_write(self) -> bool:
-        return self._make(Store.may_write, self.inner.may_write)
+        return self.make(Store.may_write, self.inner.may_write)
 
     def link(self, path: str, target: str) -> None:
-        return self._make(Store.link, lambda: self.inner.link(path, target), (path, target))
+        return self.make(Store.link, lambda: self.inner.link(path, target), (path, target))
 
     def sync_folder(self, path: str) -> None:
-        return self._make(Store.sync_folder, lambda: self.inner.sync_folder(path), (path,))
+        return self.make(Store.sync_folder, lambda: self.inner.sync_folder(path), (path,))
 
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
-        return self._make(Store.rename, lambda: self.inner.rename(src, dst, replace=replace), (src, dst))
+        return self.make(Store.rename, lambda: self.inner.rename(src, dst, replace=replace), (src, dst))
 
     def copy(self, src: str, dst: str, *, replace: bool = True) -> None:
-        return self._make(Store.copy, lambda: self.inner.copy(src, dst, replace=replace), (src, dst))
+        return self.make(Store.copy, lambda: self.inner.copy(src, dst, replace=replace), (src, dst))
 
     def copy_tree(self, src: str, dst: str) -> None:
-        return self._make(Store.copy_tree, lambda: self.inner.copy_tree(src, dst), (src, dst))
+        return self.make(Store.copy_tree, lambda: self.inner.copy_tree(src, dst), (src, dst))
 
     def exchange(self, one: str, other: str) -> None:
-        return self._make(Store.exchange, lambda: self.inner.exchange(one, other), (one, other))
+        return self.make(Store.exchange, lambda: self.inner.exchange(one, other), (one, other))
 
     def put(self, path: str, data: bytes, *, draft: str, replace: bool = False) -> None:
         if type(self.inner).put is Store.put:  # it consists of other calls, which follow rules, too
             made = functools.partial(super().put, path, data, draft=draft, replace=replace)
         else:
             made = functools.partial(self.inner.put, path, data, draft=draft, replace=replace)
-        return self._make(Store.put, made, (path,), content=data)
+        return self.make(Store.put, made, (path,), content=data)
 
     def append_line(self, path: str, line: bytes, *, limit_bytes: int) -> bool:
         made = functools.partial(self.inner.append_line, path, line, limit_bytes=limit_bytes)
-        return self._make(Store.append_line, made, (path,), content=line)
+        return self.make(Store.append_line, made, (path,), content=line)
 
     def replace(self, path: str, old: bytes, new: bytes, *, patient: bool = True) -> None:
         made = functools.partial(self.inner.replace, path, old, new, patient=patient)
-        return self._make(Store.replace, made, (path,), content=new)
+        return self.make(Store.replace, made, (path,), content=new)
 
     def remove(self, path: str) -> None:
-        return self._make(Store.remove, lambda: self.inner.remove(path), (path,))
+        return self.make(Store.remove, lambda: self.inner.remove(path), (path,))
 
     def remove_tree(self, path: str) -> None:
-        return self._make(Store.remove_tree, lambda: self.inner.remove_tree(path), (path,))
+        return self.make(Store.remove_tree, lambda: self.inner.remove_tree(path), (path,))
 
-    def _make(
+    def make(
         self,
         method: Callable[..., Any],
         made: Callable[[], T],
         paths: tuple[str, ...] = (),
-        content: bytes | None = None,
+        content: bytes | memoryview | None = None,
+        nbytes: int | None = None,
     ) -> T:
+        """What a call of this store, or of a reader or writer of it, returns by the rules; `made` makes it.
+
+        The other arguments are as in `StoreCall`; without `nbytes` it is the length of the content.
+        """
+        if nbytes is None:
+            nbytes = 0 if content is None else memoryview(content).nbytes
         call = StoreCall(
             store=self,
             method=method.__qualname__,
             paths=paths,
             content=content,
-            nbytes=len(content or b""),
+            nbytes=nbytes,
         )
-        return self.make(call, made)
-
-    def make(self, call: StoreCall, made: Callable[[], T]) -> T:
-        """What a call of this store, or of a reader or writer of it, returns by the rules; `made` makes it."""
         for faults in self._followed:
             made = functools.partial(faults.make, call, made)
         return made()
@@ -495,13 +508,8 @@ class _FaultyReader(Reader):
         return self._reader.size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        call = StoreCall(
-            store=self._store,
-            method=Reader.read_into.__qualname__,
-            paths=(self._path,),
-            nbytes=buffer.nbytes,
-        )
-        self._store.make(call, lambda: self._reader.read_into(offset, buffer))
+        made = functools.partial(self._reader.read_into, offset, buffer)
+        self._store.make(Reader.read_into, made, (self._path,), nbytes=buffer.nbytes)
 
     def close(self) -> None:
         self._reader.close()
@@ -516,19 +524,11 @@ class _FaultyWriter(Writer):
         self._writer = writer
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        call = StoreCall(
-            store=self._store,
-            method=Writer.write.__qualname__,
-            paths=(self._path,),
-            content=data,
-            nbytes=memoryview(data).nbytes,
-        )
-        self._store.make(call, lambda: self._writer.write(offset, data))
+        made = functools.partial(self._writer.write, offset, data)
+        self._store.make(Writer.write, made, (self._path,), content=data)
 
     def finish(self) -> None:
-        call = StoreCall(store=self._store, method=Writer.finish.__qualname__, paths=(self._path,))
-        self._store.make(call, self._writer.finish)
+        self._store.make(Writer.finish, self._writer.finish, (self._path,))
 
     def abort(self) -> None:
-        call = StoreCall(store=self._store, method=Writer.abort.__qualname__, paths=(self._path,))
-        self._store.make(call, self._writer.abort)
+        self._store.make(Writer.abort, self._writer.abort, (self._path,))
