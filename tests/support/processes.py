@@ -13,6 +13,7 @@ Guarantees:
   interpreter.
 * Every wait is bounded and wakes by events, none polls.
 * A child that is late is made to print the stacks of all its Python threads before it is killed.
+* A module (`-m`) starts with jax, Orbax and epochckpt imported, see `tests.support.prepared`; all else starts anew.
 * stdout and stderr of a child come together, in order, in one file; both are unbuffered.
 
 The children find their place in the job in `EPOCHCKPT_TEST_{PROCESS_ID,NUM_PROCESSES,COORDINATOR}`.
@@ -33,6 +34,8 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from tests.support import prepared
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 RESULT_PREFIX = "RESULT "
@@ -73,7 +76,7 @@ class Process:
     def __init__(
         self,
         index: int,
-        command: Sequence[str],
+        program: Sequence[str],
         env: Mapping[str, str],
         output_path: pathlib.Path,
         changed: threading.Condition,
@@ -83,17 +86,7 @@ class Process:
         self.returncode: int | None = None
         self._changed = changed  # the job's: notified whenever a process prints or ends
         self._output = bytearray()
-        # A session, and so a process group, of its own: grandchildren are killed with it.
-        self._popen = subprocess.Popen(
-            command,
-            env=dict(env),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            bufsize=0,
-        )
+        self._popen = _start(program, env)
         self.pid = self._popen.pid
         self._pump = threading.Thread(target=self._read, name=f"output of process {index}", daemon=True)
         self._pump.start()
@@ -156,6 +149,22 @@ class Process:
         raise AssertionError(f"process {self.index} {state}, it never printed {text!r}:\n{self.output()}")
 
 
+def _start(program: Sequence[str], env: Mapping[str, str]) -> prepared.Prepared | subprocess.Popen[bytes]:
+    """Starts `python *program` in a session, and so a process group, of its own: grandchildren are killed with it."""
+    if program[0] == "-m" and prepared.POSSIBLE:
+        return prepared.start(program[1], program[2:], env)
+    return subprocess.Popen(
+        [sys.executable, *program],
+        env=dict(env),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
 class Processes(Sequence[Process]):
     """The processes of one job, by process id. A context manager: leaving it kills what still runs.
 
@@ -165,7 +174,7 @@ class Processes(Sequence[Process]):
 
     def __init__(self, program: Sequence[str], num_processes: int, env: Mapping[str, str]):
         self.timed_out = False
-        self._command = [sys.executable, *program]
+        self._program = program
         self._port = contextlib.ExitStack()
         coordinator = f"localhost:{self._port.enter_context(reserved_port())}"
         self._env = {"EPOCHCKPT_TEST_COORDINATOR": coordinator, **env}
@@ -185,7 +194,7 @@ class Processes(Sequence[Process]):
         env = {**self._env, "EPOCHCKPT_TEST_PROCESS_ID": str(index)}
         self._starts += 1
         path = pathlib.Path(self._folder.name) / f"{self._starts}-process-{index}.txt"
-        return Process(index, self._command, env, path, self._changed)
+        return Process(index, self._program, env, path, self._changed)
 
     def __len__(self) -> int:
         return len(self._processes)

@@ -1,0 +1,208 @@
+"""Processes that have jax, Orbax and epochckpt imported when they start: they are forked from one that has.
+
+    child = start("tests.support.worker", ["module:function", "{}"], environment)
+    text = child.stdout.read()
+    returncode = child.wait()
+
+These imports take two seconds of a processor, and the suite starts hundreds of processes. A fork takes 20 ms.
+
+Such a process is in all else what `python -m MODULE ARGUMENTS` would be: it has its own session, environment and exit
+through the end of the interpreter, and no backend or thread was there before it. Two servers are forked from in turn,
+so that neighbours in a job hash strings differently: what depends on the order of a set shows. Variables that Python
+or jax read as they start need a server of their own, see `_EARLY`.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import pathlib
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO, NamedTuple
+
+POSSIBLE = hasattr(os, "pidfd_open")  # on Linux
+_ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+_EARLY = ("JAX_", "PYTHON", "LD_")  # prefixes of variables that are read as Python starts, or as jax is imported
+_SERVERS = 2  # for each set of such variables
+_REQUEST_BYTES = 1 << 20
+_STATUS_BYTES = 16
+
+
+class Prepared:
+    """One such process, as `subprocess.Popen` would have it.
+
+    Attributes:
+        pid: its pid, which is its process group's id too. No other process gets it before `wait` has returned.
+        stdout: what it prints to stdout and stderr, unbuffered.
+    """
+
+    def __init__(self, server: socket.socket, request: Mapping[str, object]):
+        read_end, write_end = os.pipe()
+        self.stdout: BinaryIO = os.fdopen(read_end, "rb", buffering=0)
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                socket.send_fds(server, [json.dumps(request).encode()], [write_end, theirs.fileno()])
+            finally:
+                os.close(write_end)
+        self.pid = self._next_number()
+
+    def wait(self) -> int:
+        """Waits until it has ended; returns its exit status, negative: the signal that ended it. For one call."""
+        with self._connection:  # the server reaps it once this is closed
+            return self._next_number()
+
+    def _next_number(self) -> int:
+        found = self._connection.recv(_STATUS_BYTES)
+        assert found, "the server that it was to be forked from has ended"
+        return int(found)
+
+
+def start(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> Prepared:
+    """Starts `python -m module *arguments` in the root of the repository, with `env` as its whole environment."""
+    global _started
+    early = tuple(sorted((name, value) for name, value in env.items() if name.startswith(_EARLY)))
+    request = {"module": module, "arguments": list(arguments), "env": dict(env)}
+    with _lock:
+        _started += 1
+        place = (early, _started % _SERVERS)
+        if place not in _servers:
+            _servers[place] = _start_server(env)
+        return Prepared(_servers[place], request)
+
+
+_lock = threading.Lock()
+_servers: dict[object, socket.socket] = {}
+_started = 0
+
+
+def _start_server(env: Mapping[str, str]) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.prepared", str(theirs.fileno())],
+            env=dict(env),
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # or a Ctrl-C at the terminal would end it
+        )
+    atexit.register(_end_server, ours, server)
+    return ours
+
+
+def _end_server(connection: socket.socket, server: subprocess.Popen[bytes]) -> None:
+    connection.close()
+    server.wait()
+
+
+class _Request(NamedTuple):
+    """What a forked process is to run."""
+
+    module: str
+    arguments: list[str]
+    env: dict[str, str]
+
+
+class _Child(NamedTuple):
+    """One process that was forked, in its server.
+
+    Attributes:
+        pid: its pid.
+        ended: a file descriptor of the process, which can be read once it has ended.
+        starter: the connection to whoever asked for it.
+    """
+
+    pid: int
+    ended: int
+    starter: socket.socket
+
+    def forget(self) -> None:
+        os.close(self.ended)
+        self.starter.close()
+
+
+def _serve(control: socket.socket) -> _Request | None:
+    """Forks for each request; returns in each forked process with its request, and with None at the server's end."""
+    running: dict[int, _Child] = {}
+    reported: dict[int, _Child] = {}
+    while True:
+        readable, _, _ = select.select([control, *running, *reported], [], [])
+        for fd in readable:
+            if fd is control:
+                message, fds, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 2)
+                if not message:
+                    _kill([*running.values()])
+                    return None
+                output, connection = fds
+                starter = socket.socket(fileno=connection)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # jax and Python warn of forks; no thread of theirs runs yet
+                    pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    starter.close()
+                    for child in [*running.values(), *reported.values()]:
+                        child.forget()
+                    request = _Request(**json.loads(message))
+                    _become(request, output)
+                    return request
+                os.close(output)
+                starter.send(str(pid).encode())
+                child = _Child(pid=pid, ended=os.pidfd_open(pid), starter=starter)
+                running[child.ended] = child
+            elif fd in running:
+                child = running.pop(fd)
+                found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+                assert found is not None
+                status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                with contextlib.suppress(BrokenPipeError):
+                    child.starter.send(str(status).encode())
+                reported[child.starter.fileno()] = child
+            else:
+                child = reported.pop(fd)
+                os.waitpid(child.pid, 0)
+                child.forget()
+
+
+def _kill(children: Sequence[_Child]) -> None:
+    """Whoever had asked for them is gone: they, and what they have started, end as well."""
+    for child in children:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _become(request: _Request, output: int) -> None:
+    """Makes this process, which was forked a moment ago, what `subprocess.Popen` would have started."""
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(request.env)
+    sys.argv[1:] = request.arguments
+
+
+def _import() -> None:
+    import jax.numpy  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
+
+    import epochckpt
+
+    for name in ("CheckpointManager", "JobRunner"):
+        getattr(epochckpt, name)
+
+
+if __name__ == "__main__":
+    _import()
+    if (wanted := _serve(socket.socket(fileno=int(sys.argv[1])))) is None:
+        os._exit(0)
+    runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
