@@ -57,7 +57,7 @@ def save_job(directory: str) -> None:
 
 def stock(function: str, arguments: dict[str, Any]) -> Any:
     """What a function of tests/support/stock_reader.py answers."""
-    (answer,) = run_worker(f"tests.support.stock_reader:{function}", arguments, 1, DEVICES, timeout=100)
+    (answer,) = run_worker(f"tests.support.stock_reader:{function}", arguments, 1, DEVICES, timeout=100, anew=True)
     return answer
 
 

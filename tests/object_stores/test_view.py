@@ -280,7 +280,9 @@ def stock(cloud: Bucket, function: str, devices: int, **arguments: Any) -> Any:
     """What a function of stock_buckets answers, in a process with so many devices."""
     pytest.importorskip("gcsfs")  # how stock Orbax reaches gs://
     env = {**cloud.environment, "TENSORSTORE_GCS_HTTP_URL": cloud.proxy.url}
-    (found,) = run_worker(f"tests.support.stock_buckets:{function}", arguments, 1, devices, timeout=110, env=env)
+    (found,) = run_worker(
+        f"tests.support.stock_buckets:{function}", arguments, 1, devices, timeout=110, env=env, anew=True
+    )
     return found
 
 
@@ -372,7 +374,7 @@ def test_every_reader_restores_every_state_bit_for_bit(cloud: Bucket, name: str)
         assert manager.save(5, args=Save(stock_states.STATES[name]()))
     env = {**cloud.environment, "TENSORSTORE_GCS_HTTP_URL": cloud.proxy.url}
     arguments = {"directory": url, "epoch": 5, "state": name}
-    (found,) = run_worker("tests.support.stock_reader:read", arguments, 1, 4, timeout=300, env=env)
+    (found,) = run_worker("tests.support.stock_reader:read", arguments, 1, 4, timeout=300, env=env, anew=True)
     assert len(found) >= 10
     assert {k: v for k, v in found.items() if v} == {}
 

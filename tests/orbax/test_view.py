@@ -66,7 +66,9 @@ def array(folder: pathlib.Path, name: str) -> np.ndarray:
 def stock(function: str, arguments: dict[str, Any], num_processes: int = 1) -> Any:
     """Runs a function of tests/support/stock_reader.py and returns what each process answered."""
     devices = DEVICES // num_processes
-    return run_worker(f"tests.support.stock_reader:{function}", arguments, num_processes, devices, timeout=100)
+    return run_worker(
+        f"tests.support.stock_reader:{function}", arguments, num_processes, devices, timeout=100, anew=True
+    )
 
 
 @pytest.mark.parametrize(

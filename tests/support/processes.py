@@ -13,7 +13,8 @@ Guarantees:
   interpreter.
 * Every wait is bounded and wakes by events, none polls.
 * A child that is late is made to print the stacks of all its Python threads before it is killed.
-* A module (`-m`) starts with jax, Orbax and epochckpt imported, see `tests.support.prepared`; all else starts anew.
+* A module (`-m`) starts with jax, Orbax and epochckpt imported, see `tests.support.prepared`, unless it is to
+  start anew; all other programs do.
 * stdout and stderr of a child come together, in order, in one file; both are unbuffered.
 
 The children find their place in the job in `EPOCHCKPT_TEST_{PROCESS_ID,NUM_PROCESSES,COORDINATOR}`.
@@ -76,8 +77,7 @@ class Process:
     def __init__(
         self,
         index: int,
-        program: Sequence[str],
-        env: Mapping[str, str],
+        started: prepared.Prepared | subprocess.Popen[bytes],
         output_path: pathlib.Path,
         changed: threading.Condition,
     ):
@@ -86,7 +86,7 @@ class Process:
         self.returncode: int | None = None
         self._changed = changed  # the job's: notified whenever a process prints or ends
         self._output = bytearray()
-        self._popen = _start(program, env)
+        self._popen = started
         self.pid = self._popen.pid
         self._pump = threading.Thread(target=self._read, name=f"output of process {index}", daemon=True)
         self._pump.start()
@@ -149,10 +149,8 @@ class Process:
         raise AssertionError(f"process {self.index} {state}, it never printed {text!r}:\n{self.output()}")
 
 
-def _start(program: Sequence[str], env: Mapping[str, str]) -> prepared.Prepared | subprocess.Popen[bytes]:
+def _start_anew(program: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts `python *program` in a session, and so a process group, of its own: grandchildren are killed with it."""
-    if program[0] == "-m" and prepared.POSSIBLE:
-        return prepared.start(program[1], program[2:], env)
     return subprocess.Popen(
         [sys.executable, *program],
         env=dict(env),
@@ -172,8 +170,9 @@ class Processes(Sequence[Process]):
         timed_out: whether the last `wait` had to kill a process.
     """
 
-    def __init__(self, program: Sequence[str], num_processes: int, env: Mapping[str, str]):
+    def __init__(self, program: Sequence[str], num_processes: int, env: Mapping[str, str], anew: bool):
         self.timed_out = False
+        self._anew = anew or program[0] != "-m" or not prepared.POSSIBLE
         self._program = program
         self._port = contextlib.ExitStack()
         coordinator = f"localhost:{self._port.enter_context(reserved_port())}"
@@ -194,7 +193,9 @@ class Processes(Sequence[Process]):
         env = {**self._env, "EPOCHCKPT_TEST_PROCESS_ID": str(index)}
         self._starts += 1
         path = pathlib.Path(self._folder.name) / f"{self._starts}-process-{index}.txt"
-        return Process(index, self._program, env, path, self._changed)
+        if self._anew:
+            return Process(index, _start_anew(self._program, env), path, self._changed)
+        return Process(index, prepared.start(self._program[1], self._program[2:], env), path, self._changed)
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -290,6 +291,7 @@ def start_processes(
     *,
     devices_per_process: int = 1,
     env: Mapping[str, str] | None = None,
+    anew: bool = False,
 ) -> Processes:
     """Starts `python *program` once per process of a job.
 
@@ -300,6 +302,8 @@ def start_processes(
             program; `tests.support.worker` does it.
         devices_per_process: how many CPU devices each of them sees.
         env: variables to set over those that this helper sets and those of this process.
+        anew: start Python itself, with nothing imported. For a program that must not have imported anything of ours,
+            and for a test that waits for a child as its parent.
     """
     own = {
         "JAX_PLATFORMS": "cpu",
@@ -308,7 +312,7 @@ def start_processes(
         "PYTHONUNBUFFERED": "1",
         "EPOCHCKPT_TEST_NUM_PROCESSES": str(num_processes),
     }
-    return Processes(program, num_processes, {**os.environ, **own, **(env or {})})
+    return Processes(program, num_processes, {**os.environ, **own, **(env or {})}, anew)
 
 
 def parse_result(stdout: str) -> Any:
@@ -330,6 +334,7 @@ def run_worker(
     timeout: float = 180.0,
     *,
     env: Mapping[str, str] | None = None,
+    anew: bool = False,
     after_failure_secs: float = 40.0,
 ) -> list[Any]:
     """Calls a function in every process of a job and returns what each call returned.
@@ -341,6 +346,7 @@ def run_worker(
         devices_per_process: how many CPU devices each of them sees.
         timeout: seconds for all of them together.
         env: as in `start_processes`.
+        anew: as in `start_processes`.
         after_failure_secs: seconds that the others have left once one has failed.
 
     Returns:
@@ -350,7 +356,7 @@ def run_worker(
         AssertionError: a process failed or was late; names every process's exit status and output.
     """
     program = ["-m", "tests.support.worker", fn_path, json.dumps(dict(args or {}))]
-    with start_processes(program, num_processes, devices_per_process=devices_per_process, env=env) as job:
+    with start_processes(program, num_processes, devices_per_process=devices_per_process, env=env, anew=anew) as job:
         outcomes = job.wait(timeout, after_failure_secs)
         if any(outcome.returncode for outcome in outcomes):
             raise AssertionError(
