@@ -330,6 +330,7 @@ def real_calls() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_real_processes_get_one_decision_and_one_error() -> None:
     """Three processes over the service of `jax.distributed`."""
     found = run_worker("tests.agreement.test_collective:real_calls", {}, 3)

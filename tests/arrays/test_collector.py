@@ -65,6 +65,7 @@ def test_a_child_that_is_forked_in_a_pause_has_its_collector() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_the_collector_hardly_runs_while_many_leaves_are_restored(tmp_path: pathlib.Path) -> None:
     state = {f"leaf_{i}": np.full(4, i, np.float32) for i in range(4000)}
     runs = []
@@ -85,6 +86,7 @@ def test_the_collector_hardly_runs_while_many_leaves_are_restored(tmp_path: path
     assert len(runs) < 30, len(runs)  # without pauses 150
 
 
+@pytest.mark.slow
 def test_a_restore_leaves_nothing_for_the_collector(tmp_path: pathlib.Path) -> None:
     """A cycle of references would keep the record, three objects for each leaf, until a full collection."""
     tree = {f"leaf_{i:03}": np.full(3, i) for i in range(500)} | {"large": np.ones(2**19)}

@@ -228,6 +228,7 @@ def test_a_hosted_save_that_fails_fails_for_all_its_nodes(tmp_path: pathlib.Path
 # -- between processes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_hosted_nodes_go_on_in_three_processes_and_back(tmp_path: pathlib.Path) -> None:
     """Each process gets its node's values, and the arrays; one process then hosts what three have saved."""
     one, three = tmp_path / "one", tmp_path / "three"
@@ -265,6 +266,7 @@ def refused_in_two_processes(directory: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_in_several_processes_each_is_one_node(tmp_path: pathlib.Path) -> None:
     """Both counts are named."""
     for found in run_worker("tests.arrays.test_nodes:refused_in_two_processes", {"directory": str(tmp_path)}, 2):

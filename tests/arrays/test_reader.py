@@ -79,6 +79,7 @@ def boxes(name: str) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
     return st.tuples(*axes)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_any_parts_are_read_with_few_requests(source: EpochReader, data: st.DataObject) -> None:
@@ -119,6 +120,7 @@ def test_a_whole_restore_is_one_request_for_as_much_as_it_may_read(source: Epoch
         np.testing.assert_array_equal(request.out, TREE[arrays.leaves[request.leaf].name])
 
 
+@pytest.mark.slow
 @settings(max_examples=8, derandomize=True)
 @given(st.data())
 def test_small_leaves_that_are_read_together_are_what_was_saved(data: st.DataObject) -> None:

@@ -229,6 +229,7 @@ def test_what_does_not_fit_is_named_by_both_names(run: pathlib.Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rename", "words"),
     [

@@ -71,6 +71,7 @@ class Watched:
         self.now -= nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 6 * LEAF_BYTES, 1])
 def test_buffers_stay_below_the_limit(tmp_path: pathlib.Path, limit: int | None) -> None:
     """Leaves are cast, so that no buffer becomes the result; a leaf counts with its cast, and may exceed the limit."""
@@ -119,6 +120,7 @@ def test_small_leaves_are_read_once(tmp_path: pathlib.Path, save: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
+@pytest.mark.slow
 def test_restored_arrays_share_memory_and_give_it_back(tmp_path: pathlib.Path) -> None:
     """Whole leaves lie in few maps, on several devices, too; each goes with the last array in it."""
     place = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:4], ("x",)), jax.sharding.PartitionSpec())

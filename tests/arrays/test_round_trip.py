@@ -127,6 +127,7 @@ def zeros_like(tree: Any) -> Any:
 # -- types ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_jax_type_and_shape(tmp_path: pathlib.Path) -> None:
     """Every type that JAX holds without x64, in every kind of shape, also without a target."""
     tree = {
@@ -149,6 +150,7 @@ def wide_job(directory: str) -> int:
     return len(tree)
 
 
+@pytest.mark.slow
 def test_64_bit_types_with_x64_and_without(tmp_path: pathlib.Path) -> None:
     """A job with x64 gets them back; one without gets NumPy arrays without a target, and is refused with one."""
     assert run_worker(
@@ -389,6 +391,7 @@ class Net(nn.Module):
         return nn.Dense(2)(nn.LayerNorm()(nn.Dense(3)(x)))
 
 
+@pytest.mark.slow
 def test_flax_train_state(tmp_path: pathlib.Path) -> None:
     """A Linen TrainState comes back into a fresh one."""
 
@@ -405,6 +408,7 @@ def test_flax_train_state(tmp_path: pathlib.Path) -> None:
     assert_same(got, state)
 
 
+@pytest.mark.slow
 def test_nnx_state(tmp_path: pathlib.Path) -> None:
     """An nnx State with parameters and typed RNG keys comes back, and merges into a working module."""
 
@@ -786,6 +790,7 @@ CASTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["numpy", "jax"])
 @pytest.mark.parametrize(("saved", "asked", "expected"), CASTS, ids=lambda x: getattr(x, "__name__", None) or str(x))
 def test_casts(tmp_path: pathlib.Path, saved: np.ndarray, asked: Any, expected: np.ndarray | None, form: str) -> None:

@@ -111,6 +111,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("faults")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["sharded", slow("one device"), slow("replicated")])
@@ -161,6 +162,7 @@ def test_without_the_copies_donation_harms_what_is_saved(
             manager.wait_until_finished()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_cells_are_the_parts_of_arrays_that_they_stand_for(mode: str) -> None:
     """Whole shards, single parts of shards, and all parts of one; in pieces and not; while training has set a mesh."""
@@ -338,6 +340,7 @@ def moves_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moves]:
         yield moves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["posix", "memory"])
 def test_copies_on_a_device_pass_through_bounded_host_memory(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -495,6 +495,7 @@ def test_a_node_without_blobs_has_epochs_too(tmp_path: pathlib.Path) -> None:
     assert again.blob_list() == []
 
 
+@pytest.mark.slow
 def test_processes_of_one_job_run_their_own_nodes(tmp_path: pathlib.Path) -> None:
     """In a `jax.distributed` job; the handler hears the primary alone, arrays over processes are refused by name."""
     for me, out in enumerate(run_worker("tests.support.caffe2_jobs:distributed", {"directory": str(tmp_path)}, 2)):
@@ -527,6 +528,7 @@ def test_jobs_one_after_the_other_share_a_directory(tmp_path: pathlib.Path) -> N
     assert multi(tmp_path).load_blobs_locally(["a", "b", "c"], BLOBS, 1, ec.LocalSession())
 
 
+@pytest.mark.slow
 def test_jobs_at_once_share_a_directory(tmp_path: pathlib.Path) -> None:
     with contextlib.ExitStack() as stack:
         jobs = []
@@ -541,6 +543,7 @@ def test_jobs_at_once_share_a_directory(tmp_path: pathlib.Path) -> None:
     assert [content(str(tmp_path), node, 20) for node in ("a", "b", "c")] == [(0, 20)] * 3
 
 
+@pytest.mark.slow
 def test_running_again_from_scratch_replaces_only_its_own_epochs(tmp_path: pathlib.Path) -> None:
     train(multi(tmp_path), ec.LocalSession(), ["a", "b"], 2)
     other = files(tmp_path / "1" / "b")
@@ -604,6 +607,7 @@ def test_a_job_that_is_killed_while_it_replaces(tmp_path: pathlib.Path, path: st
     assert not list((tmp_path / home).iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_job_that_is_killed_while_it_replaces_without_exchange(tmp_path: pathlib.Path, count: int) -> None:
     """What was to be replaced comes back with the next job, unless its successor is in its place."""
@@ -746,6 +750,7 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(
     assert not list((tmp_path / home).iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_rename_that_is_not_durable_is_taken_back(tmp_path: pathlib.Path, exchange: bool, faults: Faults) -> None:
     """The epoch that was there is there again; the caller hears that it is uncertain."""
@@ -796,6 +801,7 @@ def test_damage_is_found_and_stays_with_its_blob(tmp_path: pathlib.Path) -> None
         multi(tmp_path).load_blobs_locally(["a"], [TOTAL, WEIGHTS], 0, ec.LocalSession())
 
 
+@pytest.mark.slow
 def test_somebody_elses_epoch_is_not_touched(tmp_path: pathlib.Path) -> None:
     with ec.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=ocp.args.StandardSave({"x": jnp.arange(3)}))
@@ -806,6 +812,7 @@ def test_somebody_elses_epoch_is_not_touched(tmp_path: pathlib.Path) -> None:
     assert files(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_what_is_no_epoch_is_not_touched(tmp_path: pathlib.Path) -> None:
     session, one = filled(), single(tmp_path, "process_0")
     session.run(one.init())
@@ -831,6 +838,7 @@ def test_a_record_that_belongs_elsewhere_is_refused(tmp_path: pathlib.Path) -> N
         ec.LocalSession().run(single(tmp_path, "c").load_blobs_from_checkpoint([TOTAL], 0))
 
 
+@pytest.mark.slow
 def test_other_readers_of_such_a_directory(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """A `CheckpointManager` sees no epoch and says what is there; so does a save of that number; nothing is deleted."""
     train(multi(tmp_path), ec.LocalSession(), ["a", "b"], 1)

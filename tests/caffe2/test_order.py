@@ -35,6 +35,7 @@ def test_the_order_in_the_docstring_runs_as_it_stands(tmp_path: pathlib.Path, ma
         session.run(manager.save(1))
 
 
+@pytest.mark.slow
 def test_the_order_in_the_docstring_runs_in_processes(tmp_path: pathlib.Path) -> None:
     """The session takes the nodes from the first group; what Caffe2's managers cannot save is refused after init."""
     directories = [str(tmp_path / "named"), str(tmp_path / "unnamed")]

@@ -222,6 +222,7 @@ def test_single_blobs_are_loaded_by_the_managers_own_load_blobs_locally(tmp_path
     assert asked == [(list(NODES), ["total"], 1), (list(NODES), ["total"], 8)]
 
 
+@pytest.mark.slow
 def test_a_process_whose_node_is_not_checkpointed(tmp_path: pathlib.Path) -> None:
     """It has no part in the epochs, and keeps nobody from resuming; blobs of one name may differ in kind."""
     arguments = {"directory": str(tmp_path)}
@@ -231,6 +232,7 @@ def test_a_process_whose_node_is_not_checkpointed(tmp_path: pathlib.Path) -> Non
     assert {p.name for p in (tmp_path / "4").iterdir()} == {"trainer_0", "trainer_1"}
 
 
+@pytest.mark.slow
 def test_three_processes_of_one_job(tmp_path: pathlib.Path) -> None:
     """Each runs its own node, all agree, the primary talks to the handler."""
     arguments: dict[str, Any] = {"directory": str(tmp_path), "epochs": 4}

@@ -135,6 +135,7 @@ def begin_run(faults: Faults, directory: str, is_time: Callable[[], bool]) -> li
     return begun
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_after_the_command_has_looked_is_not_harmed(
     said: Any, directory: str, line: list[Any], faults: Faults
 ) -> None:

@@ -629,6 +629,7 @@ def start(*argv: object, **given: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, **(pipes | given))
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_silently(tmp_path: pathlib.Path) -> None:
     """`| head`: no traceback, and an exit code of its own."""
     with ec.CheckpointManager(tmp_path / "run") as manager:
@@ -642,6 +643,7 @@ def test_a_reader_that_goes_away_ends_it_silently(tmp_path: pathlib.Path) -> Non
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_watch(saved: pathlib.Path) -> None:
     """With its exit code, without a traceback."""
     with start("watch", saved) as process:
@@ -653,6 +655,7 @@ def test_ctrl_c_ends_watch(saved: pathlib.Path) -> None:
     assert "Traceback" not in said[1]
 
 
+@pytest.mark.slow
 def test_no_command_starts_a_backend_that_disturbs_training(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """With a platform that does not exist all work; export and what changes something have the CPU's alone."""
     commands = every_command(saved, tmp_path / "out")

@@ -39,6 +39,7 @@ def test_a_look_imports_neither_jax_nor_orbax(asked: str, runs: pathlib.Path) ->
     assert {"help": "usage:", "a run": "latest 3", "runs": "1 run"}[asked] in done.stdout
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_orbax_where_a_manager_raises_them(runs: pathlib.Path) -> None:
     """Also where epochckpt was imported before Orbax."""
     program = (

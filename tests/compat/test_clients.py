@@ -331,6 +331,7 @@ class Net(nnx.Module):
         self.adapter = nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(seed + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("v1", TRAINERS)
 def test_adapters_are_saved_alone_and_restored_into_a_model(tmp_path: pathlib.Path, v1: Any) -> None:
     """As Tunix: a context with Pathways' options at what asks for nothing; a KeyError says that the tree is another."""

@@ -397,6 +397,7 @@ def test_epochs_of_single_nodes_are_read(folders: dict[str, pathlib.Path]) -> No
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kinds", "in-memory", "steps", "single-nodes"])
 def test_today_s_code_writes_the_same(folders: dict[str, pathlib.Path], tmp_path: pathlib.Path, name: str) -> None:
     """Data files byte for byte, and records but for ids and times: here in this process."""

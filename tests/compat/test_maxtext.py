@@ -240,6 +240,7 @@ def run(manager: Any, until: int) -> train_state.TrainState:
 # -- one process ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_run_is_saved_and_resumed(manager_class: ManagerClass, tmp_path: pathlib.Path, asynchronous: bool) -> None:
     """At the interval and, by force, at the end; a second run continues and ends as one uninterrupted would."""

@@ -57,6 +57,7 @@ def _names() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_would_break_is_known() -> None:
     """Each name that is used is in one of the three sets above, so that whoever moves to 1.0 knows what to change."""
     names = _names() - {"__version__", "options", "training"}  # the last two where `ocp` stands for the v1 style
@@ -65,6 +66,7 @@ def test_what_would_break_is_known() -> None:
     assert {name for name in TAKEN | STAY - {"v1"} if not hasattr(v1, name)} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["ec.CheckpointManager", "ec.args.StandardSave", "ec.v1.training", "ec.JobRunner"])
 def test_it_is_refused_by_its_name(use: str, tmp_path: pathlib.Path) -> None:
     """Whoever installs it all the same, past pip, is told which version does; not of an attribute that is missing."""

@@ -679,6 +679,7 @@ ARRAY_RESTORE_ARGS: dict[str, Callable[[], ocp.RestoreArgs]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ARRAY_RESTORE_ARGS)
 @pytest.mark.parametrize("with_item", [True, False])
 def test_pytrees_array_restore_args(
@@ -787,6 +788,7 @@ def test_pytrees_shardings_as_a_tree_of_their_own(manager_class: ManagerClass, t
     assert jax.tree.map(lambda x: x.sharding, restored) == shardings
 
 
+@pytest.mark.slow
 def test_pytrees_containers_come_back_as_in_the_target(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """A TrainState with its optimizer; without a target the same leaves in plain containers."""
     state = linen_state()
@@ -803,6 +805,7 @@ def test_pytrees_containers_come_back_as_in_the_target(manager_class: ManagerCla
         assert int(raw["step"]) == 1
 
 
+@pytest.mark.slow
 def test_pytrees_nnx_state(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """The Flax NNX guide: split, save the state, restore it into the abstract model's, merge."""
 
@@ -1304,6 +1307,7 @@ POINT_HANDLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", POINT_HANDLERS)
 def test_custom_a_handler_of_ones_own(manager_class: ManagerClass, tmp_path: pathlib.Path, how: str) -> None:
     """Beside arrays; its files lie in `<step>/<item>/`; a later manager restores it, with options, and its metadata."""
@@ -1462,6 +1466,7 @@ CHECKPOINTERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTERS)
 def test_legacy_a_checkpointer_and_options_by_position(
     manager_class: ManagerClass, tmp_path: pathlib.Path, name: str

@@ -148,6 +148,7 @@ def test_items_of_other_handlers_come_along(tmp_path: pathlib.Path, kind: str) -
     assert tensors_of(tmp_path / "tensors")["value"][2] == np.arange(5, dtype=np.int32).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["posix", "memory"])
 def test_items_metrics_and_metadata_come_along(tmp_path: pathlib.Path, kind: str) -> None:
     """From a folder and from an object store, where an epoch has no Orbax view of its own."""
@@ -171,6 +172,7 @@ def test_items_metrics_and_metadata_come_along(tmp_path: pathlib.Path, kind: str
     assert arrays_of(stock_states.plain()) == {n: data for n, (_, _, data) in tensors_of(tmp_path / "tensors").items()}
 
 
+@pytest.mark.slow
 def test_what_two_processes_wrote_becomes_whole(tmp_path: pathlib.Path) -> None:
     """Sharded over both, replicated and split, in several parts: whole tensors, and a checkpoint of stock Orbax."""
     run_worker("tests.convert.test_export:save_job", {"directory": str(tmp_path / "run")}, 2, DEVICES // 2, timeout=100)
@@ -333,6 +335,7 @@ def test_a_flipped_bit_in_a_json_item_is_refused(tmp_path: pathlib.Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     "method", [Writer.finish, Store.rename, Store.sync_folder], ids=lambda method: method.__qualname__

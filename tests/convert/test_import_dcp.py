@@ -157,6 +157,7 @@ def test_values_may_be_trees_and_tensors(saved: pathlib.Path, tmp_path: pathlib.
     assert restored(tmp_path / "run", 1)["optimizer"]["step"].tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_small_pickle_of_very_many_values_is_refused(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """One list in two places of a list, which is in two places of another: 2^60 values."""
     value: list[Any] = [1]
@@ -167,6 +168,7 @@ def test_a_small_pickle_of_very_many_values_is_refused(saved: pathlib.Path, tmp_
         ec.plan_import(saved, tmp_path / "run", 0)
 
 
+@pytest.mark.slow
 def test_any_byte_of_a_directory_may_be_another(saved: pathlib.Path) -> None:
     """It is read, or refused with an error of ours."""
     rng = np.random.default_rng(0)

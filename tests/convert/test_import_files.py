@@ -397,6 +397,7 @@ def refused(source: str, directory: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_job_of_several_processes_is_told_to_import_before(tmp_path: pathlib.Path) -> None:
     """Every process, at once, instead of waiting for the others."""
     arguments = {"source": str(tmp_path / "x.msgpack"), "directory": str(tmp_path / "run")}
@@ -704,6 +705,7 @@ def test_maps_of_an_import_are_not_copied_and_those_of_a_caller_are(tmp_path: pa
     same(restored(tmp_path / "run"), expected)
 
 
+@pytest.mark.slow
 def test_arrays_in_pieces_are_read_from_anywhere_to_anywhere(tmp_path: pathlib.Path) -> None:
     """Every range of elements, whole and of parts, as NumPy has them; also of no dimension."""
     np.arange(64, dtype=np.float64).tofile(tmp_path / "data")

@@ -181,6 +181,7 @@ def test_keeping_the_best_goes_by_metrics_that_another_job_attached(directory: s
         assert manager.best_step() == 3
 
 
+@pytest.mark.slow
 def test_all_processes_know_the_same_attached_metrics(tmp_path: pathlib.Path) -> None:
     """Three real processes: the primary's word counts, at the opening, at a commit and at a reload."""
     answers = run_worker("tests.support.attached_jobs:best_at_every_moment", {"directory": str(tmp_path / "run")}, 3)

@@ -154,6 +154,7 @@ def in_a_pid_namespace(*program: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_live_run_in_another_pid_namespace_is_not_fenced_off(
     run: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +275,7 @@ def shared() -> Iterator[pathlib.Path]:
         yield pathlib.Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "end"), [("0", "is killed"), ("0", "closes"), ("2775", "is killed")])
 def test_what_another_user_left_is_named_with_its_owner_and_the_remedy(
     shared: pathlib.Path, mode: str, end: str

@@ -132,6 +132,7 @@ def test_an_epoch_that_is_to_be_kept_survives_every_kill(
     assert moment > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("whose", ["job", "nodes"])
 def test_an_upload_that_replaces_is_never_half_done(

@@ -111,6 +111,7 @@ def save_with_raising_client(directory: str) -> Any:
         return list(m.all_steps()), client.calls > before
 
 
+@pytest.mark.slow
 def test_save_does_not_talk_to_the_coordinator_on_the_training_thread(tmp_path: pathlib.Path) -> None:
     """With JAX's coordination client made to raise there, save() returns and the epochs commit."""
     results = run_worker(

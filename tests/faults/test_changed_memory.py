@@ -57,6 +57,7 @@ def shardings() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one device", "sharded", "replicated"])
 def test_a_jax_array_may_be_donated_right_after_save(tmp_path: pathlib.Path, faults: Faults, kind: str) -> None:
     """Donated to jit before a byte is written, with new arrays over its memory: what is saved does not change, also

@@ -205,6 +205,7 @@ def test_10000_bit_flips_never_restore_silently_wrong(saved: pathlib.Path) -> No
     check_flips(saved, 10_000, seed=2)
 
 
+@pytest.mark.slow
 def test_without_verification_a_flip_does_restore_wrong(saved: pathlib.Path) -> None:
     """The control of the test above: it can see a wrong value."""
     wrong = 0
@@ -258,6 +259,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("harm", HARM)
 def test_a_file_that_is_not_what_was_written_is_refused(saved: pathlib.Path, harm: str, file: str) -> None:

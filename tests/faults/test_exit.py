@@ -10,6 +10,7 @@ import epochckpt as ec
 from tests.support.processes import run_worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_saves_in_flight_are_drained_before_the_processes_leave_the_job(tmp_path: pathlib.Path, processes: int) -> None:
     """Every process ends without close(); all its saves are committed before jax.distributed shuts down."""

@@ -172,6 +172,7 @@ def run_script(code: str, *args: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.slow
 def test_a_forked_child_reads_and_leaves_its_parents_saves_alone(tmp_path: pathlib.Path) -> None:
     """It restores, it may not write, and when it ends in the usual way the parent's save in flight is committed."""
     done = run_script(FORK, tmp_path / "run")
@@ -207,6 +208,7 @@ print("exits", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rename", "remove_tree"])
 def test_a_file_system_that_is_gone_does_not_keep_the_program_from_ending(tmp_path: pathlib.Path, method: str) -> None:
     """It ends within the bound of a save, for all managers together, and says what it gave up."""

@@ -79,6 +79,7 @@ def test_every_value_has_a_reason_above_it(name: str) -> None:
         assert line.startswith(("#", "--ckpt_")) or not line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FLAGFILES if name not in READERS])
 def test_a_flagfile_saves_and_restores(name: str, tmp_path: pathlib.Path) -> None:
     """By its manager and by its runner, which goes on after the latest; on the kind of store that it is for."""
@@ -152,6 +153,7 @@ def run(program: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_config_file_of_ml_collections(tmp_path: pathlib.Path) -> None:
     """Loaded by `DEFINE_config_file`, values overridden on the command line; references follow."""
     given = [

@@ -66,6 +66,7 @@ print(sorted(after - before), len(set(flags.FLAGS) - after), {n[:5] for n in set
 """
 
 
+@pytest.mark.slow
 def test_importing_defines_no_flag() -> None:
     """`define` does, and only its own; neither parses, imports ml_collections or starts a backend."""
     done = program(IMPORTING)
@@ -85,6 +86,7 @@ app.run(main)
 """
 
 
+@pytest.mark.slow
 def test_a_program_takes_its_flags_from_the_command_line(tmp_path: pathlib.Path) -> None:
     """Two prefixes side by side, a flagfile, what comes later wins, defaults of the program, its `--help`."""
     (tmp_path / "a.flags").write_text(
@@ -128,6 +130,7 @@ def test_a_wrong_command_line_ends_the_program_before_it_begins(arguments: list[
     assert all(words in str(caught.value) for words in said)
 
 
+@pytest.mark.slow
 def test_what_app_run_says_of_a_contradiction() -> None:
     """The same through `app.run`, in a process."""
     done = program(MAIN, "--ckpt_read_only")

@@ -92,6 +92,7 @@ def arithmetic_job() -> int:
     return cases
 
 
+@pytest.mark.slow
 def test_cells_and_boxes_are_those_of_jax() -> None:
     """For many meshes of eight devices and every PartitionSpec, index arithmetic gives JAX's own map."""
     (cases,) = run_worker("tests.format.test_grid:arithmetic_job", devices_per_process=8)
@@ -198,6 +199,7 @@ def small_state(mesh: Mesh) -> list[Spec]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "per_process"), [((4, 2), 2), ((2, 4), 2), ((4, 2), 1), ((2, 2), 4)])
 @pytest.mark.parametrize("replica_split_bytes", [1, 1024, 16 * 2**20])
 @pytest.mark.parametrize("part_bytes", [None, 40, 1000])
@@ -521,6 +523,7 @@ def test_a_record_does_not_grow_with_leaves_times_nodes() -> None:
     assert size[1000, 5000] - size[1000, 500] == pytest.approx(by_leaves, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_a_node_owns_is_found_without_walking_all_cells_in_python() -> None:
     """The cells of one of 1000 nodes: each appears once, and all nodes together own every cell."""
     item = record_of(1000, 50).items["default"].arrays

@@ -88,6 +88,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
     return where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "features"), FUTURE, ids=IDS)
 @pytest.mark.parametrize("newer", [1, 2])
 def test_an_epoch_that_needs_a_newer_epochckpt_closes_only_itself(

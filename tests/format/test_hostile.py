@@ -136,6 +136,7 @@ def wrong(record: Any, every: bool) -> Iterator[tuple[Any, Any]]:
             yield mutate(record, place, value), (place, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_any_field_of_another_type_in_a_record_of_stock_orbax_is_borne(
     pristine: pathlib.Path, tmp_path: pathlib.Path, name: str

@@ -115,6 +115,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
+@pytest.mark.slow
 def test_arrays_that_lie_over_nodes_are_put_together(job: pathlib.Path) -> None:
     """Cut in every direction, replicated, split among holders: the same bits, in pieces as well."""
     leaves = open_reader(epoch_directory(job), 8)
@@ -159,6 +160,7 @@ def test_the_owner_of_each_part_has_it_in_its_file(job: pathlib.Path) -> None:
     assert (s.counts, s.replicas, s.owners) == ((4, 1), 1, ("worker-0", "worker-0", "worker-1", "worker-1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_leaf_of_stock_orbax_is_told_as_it_was_saved(stock: dict[str, pathlib.Path], layout: str) -> None:
     """All layouts: shapes, dtypes, keys, the values of numbers and text, how arrays lay on devices."""

@@ -449,6 +449,7 @@ def test_an_item_is_of_one_attempt(run: pathlib.Path) -> None:
     assert list(found[8]["state"]) == ["params"]
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_being_written_can_be_looked_at(tmp_path: pathlib.Path) -> None:
     """Beside a manager that saves and deletes: every look is a whole one, and sees what is new."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
@@ -622,6 +623,7 @@ print("none")
 """
 
 
+@pytest.mark.slow
 def test_no_backend_of_jax_is_started(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """On a TPU host a second process that starts one breaks training: here starting one would fail."""
     write(tmp_path / "stock", "ocdbt-zarr3-single", {1: tree_of(1), 2: tree_of(2)})

@@ -50,6 +50,7 @@ def test_each_kind_of_character_that_does_something_is_made_visible(text: str, e
     assert _text.shown(text) == expected
 
 
+@pytest.mark.slow
 def test_every_character_is_shown_or_escaped() -> None:
     """Over all of Unicode: no control, format, surrogate or separator character comes through."""
     shown = set(itertools.chain.from_iterable(_text.shown(chr(i), 20) for i in range(0x110000)))

@@ -278,6 +278,7 @@ def aged(monkeypatch: pytest.MonkeyPatch, is_old: Callable[[str], bool]) -> None
     monkeypatch.setattr(posix_contents, "extent", older)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gc over and over beside saves, replacements and deletions: what is dead goes, every save commits."""
     directory = tmp_path / "run"

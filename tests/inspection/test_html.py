@@ -249,6 +249,7 @@ def skeleton(page: Page) -> list[tuple[str, tuple[str, ...]]]:
     return [(tag, tuple(attributes)) for tag, attributes in page.starts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 # Without shrinking, which takes minutes for rows that deep; what is hostile is drawn from a list anyhow.
 @settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -361,6 +362,7 @@ def test_a_damaged_node_and_nodes_that_write_differ_in_more_than_colour() -> Non
     assert {"process_0 · 1.0 MB · written", "process_1 · 1.0 MB · writing"} <= titles(page)
 
 
+@pytest.mark.slow
 def test_five_hundred_epochs_of_64_nodes_are_bounded_and_mostly_folded() -> None:
     """The newest are seen, older ones are one click away, and the page stays below a megabyte."""
     found = Overview("d", tuple(epoch_row(i, 64, best=i == 3) for i in range(500)))
@@ -406,6 +408,7 @@ def listed(page: Page) -> tuple[int, int]:
     return len(page.of_class("leaf")) - len(counted), sum(counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

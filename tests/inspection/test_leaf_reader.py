@@ -30,6 +30,7 @@ from tests.support.leaves import stock as stock
 from tests.support.stock_steps import CONFIG, LAYOUTS, full
 
 
+@pytest.mark.slow
 def test_every_kind_of_leaf_comes_back_as_it_was_saved(ours: pathlib.Path) -> None:
     """All dtypes, cut and whole; keys as their data; numbers, text, bytes, None, empty containers; and in pieces."""
     with unchanged(ours):
@@ -47,6 +48,7 @@ def test_a_node_s_own_leaves_and_files_are_read(ours: pathlib.Path) -> None:
     assert json.loads(leaves.file("config", "metadata")) == CONFIG
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_said(ours: pathlib.Path, stock: dict[str, pathlib.Path]) -> None:
     """Items, leaves, nodes and files that do not exist, and pieces of what is no array."""
     leaves, theirs = open_reader(epoch_directory(ours), 3), open_reader(epoch_directory(stock["ocdbt-zarr2-multi"]), 3)
@@ -74,6 +76,7 @@ def test_what_is_not_there_is_said(ours: pathlib.Path, stock: dict[str, pathlib.
         theirs.file("config", "nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_leaves_of_stock_orbax_are_what_orbax_itself_restores(stock: dict[str, pathlib.Path], layout: str) -> None:
     """OCDBT or folders, zarr 2 or 3, one item or several: arrays, keys, numbers, text, None, empty containers."""
@@ -251,6 +254,7 @@ def test_an_epoch_that_goes_away_is_no_damage(
             call()
 
 
+@pytest.mark.slow
 def test_pieces_of_a_large_array_are_bounded_in_memory(tmp_path: pathlib.Path) -> None:
     """What is held while 64 MiB are read in pieces is a few pieces, not the array."""
     import tracemalloc

@@ -368,6 +368,7 @@ NAMES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=400, suppress_health_check=list(hypothesis.HealthCheck))
 def test_no_record_makes_the_light_parse_say_something_else(records: list[bytes], data: st.DataObject) -> None:
@@ -447,6 +448,7 @@ def test_a_node_that_has_not_written_yet_is_seen(run: pathlib.Path) -> None:
     assert "1 of the 2 nodes" in row.detail
 
 
+@pytest.mark.slow
 def test_looking_at_a_directory_that_is_being_written_to(tmp_path: pathlib.Path) -> None:
     """Epochs come, are replaced by newer ones and go: no look fails, and none misses what stays, or sees it damaged."""
     run, failures, done = tmp_path / "run", list[BaseException](), threading.Event()
@@ -531,6 +533,7 @@ def test_a_rollback_under_way_hides_its_epochs(run: pathlib.Path) -> None:
 # -- stock Orbax, single nodes, object stores ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_folders_that_lie_very_deep_are_looked_at(tmp_path: pathlib.Path) -> None:
     """In a step of stock Orbax, and in an attempt; removing such a thing ends with an OSError."""
     with ocp.CheckpointManager(tmp_path) as manager:

@@ -173,6 +173,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_whatever_users_attach_is_json(value: Any) -> None:
     """Any metadata and metrics in a row are strict JSON, and no entry of a mapping is lost."""

@@ -67,6 +67,7 @@ def legend(ax: Any) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "values"),
     [
@@ -131,6 +132,7 @@ def test_metrics_are_drawn_over_the_whole_run() -> None:
     drawn(runs.metrics().axes[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["default", "dark_background"])
 @pytest.mark.parametrize("name", PLOTS)
 def test_everything_is_drawn(name: str, style: str) -> None:

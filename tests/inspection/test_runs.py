@@ -129,6 +129,7 @@ def test_runs_are_in_the_order_of_any_column(
     assert [row.name for row in rows] == order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sort", ["latest", "age", "trained", "best", "epochs", "bytes", "eval/acc", "lr", "seen_by"])
 def test_the_column_of_the_order_has_room(sweep: pathlib.Path, tmp_path: pathlib.Path, sort: str) -> None:
     """Also where another metric is asked for, and where all runs have the same value."""
@@ -147,6 +148,7 @@ def json_runs(folder: pathlib.Path, config: dict[str, object], **kwargs: object)
             manager.save(0, args=args, metrics={"loss": 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "found"),
     [

@@ -108,6 +108,7 @@ def floats(name: str) -> st.SearchStrategy[np.ndarray]:
     return raw.map(lambda a: a.view(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats_of_any_bits(name: str) -> None:
     """NaN, infinities, subnormals, signed zeros and large values, in pieces of any size."""
@@ -132,6 +133,7 @@ def test_values_about_any_mean(array: np.ndarray, mean: float, scale: float) -> 
     check(array * scale + mean, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers(name: str) -> None:
     """Integers of every width, up to both ends of their range."""
@@ -176,6 +178,7 @@ def test_bools() -> None:
 PARTS = st.one_of(st.complex_numbers(max_magnitude=1e150), st.sampled_from([complex("nan"), complex("inf+nanj")]))
 
 
+@pytest.mark.slow
 @given(hnp.arrays(np.complex128, st.integers(0, 30), elements=PARTS), st.integers(1, 40))
 def test_complex_numbers_count_by_their_absolute_value(array: np.ndarray, size: int) -> None:
     """All is of the absolute values; what is not a number in one of its parts is NaN."""

@@ -132,6 +132,7 @@ def test_markup_and_emoji_codes_are_shown_as_they_are() -> None:
     assert ":smile:" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", ["overview", "epoch", "item", "stats", "look", "diff"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_than_the_terminal(view: str, width: int) -> None:
@@ -640,6 +641,7 @@ def test_a_change_beyond_measure_has_a_bar(relative: float) -> None:
     assert line_with(lines[2:], "~").split()[4] == "▁"
 
 
+@pytest.mark.slow
 def test_500_epochs_are_a_line_each() -> None:
     """A long run is a long list, and quickly made."""
     seen = Overview("/data/run", tuple(epoch_row(i, 64) for i in range(500)), metric="loss", mode="min")

@@ -55,6 +55,7 @@ def stored(runner: ec.JobRunner, epochs: Any) -> dict[int, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_blobs_that_are_loaded_into_another_session_stay_there(manager: Any) -> None:
     """The run, and `save_checkpoints` after it, save the session that they were given, and its blobs."""
 

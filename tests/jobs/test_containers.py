@@ -156,6 +156,7 @@ def alike(a: ec.Workspace, b: ec.Workspace) -> None:
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_containers_that_init_made_and_trains_on(
     make: Callable[[], Any], tmp_path: pathlib.Path, caplog: Any
 ) -> None:

@@ -376,6 +376,7 @@ def expected(number: int, epochs: int) -> list[int]:
 NODES = ("trainer_0", "trainer_1", "trainer_2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch", range(7))
 @pytest.mark.parametrize("nodes", [(), NODES], ids=["one node", "three nodes"])
 def test_totals_are_reproduced_from_every_resume_epoch(

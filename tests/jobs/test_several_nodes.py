@@ -41,6 +41,7 @@ def test_nodes_of_one_process_leave_an_epoch_together(tmp_path: pathlib.Path) ->
         assert [session.workspace(node)["total"] for node in "ab"] == [4 * epoch] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -56,12 +57,14 @@ def test_what_fails_on_one_process_is_raised_on_all_at_once(tmp_path: pathlib.Pa
         assert end["secs"] < 100.0  # the timeout is 120 s
 
 
+@pytest.mark.slow
 def test_a_blob_may_be_a_reader_on_one_node_and_nothing_on_another(tmp_path: pathlib.Path) -> None:
     """Only arrays of the whole job have to be alike everywhere."""
     for end in run_worker("tests.support.several_nodes_jobs:reader_on_one", {"directory": str(tmp_path / "c")}, 2):
         assert end == {"error": "", "failed": [], "epochs": [0, 1]}
 
 
+@pytest.mark.slow
 def test_a_task_that_exits_one_process_is_heard_of_by_the_others(tmp_path: pathlib.Path) -> None:
     """`sys.exit` is no Exception; nobody waits for the one that left."""
     found = run_worker("tests.support.several_nodes_jobs:one_exits", {"directory": str(tmp_path)}, 2)

@@ -204,6 +204,7 @@ def test_views_speak_of_steps(tmp_path: pathlib.Path, capsys: pytest.CaptureFixt
         ec.inspect(tmp_path / "a", unit="batch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", [False, True])
 def test_commands_speak_of_steps(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], bucket: bool) -> None:
     """Each command, of what a job that counts steps has saved, on disk and in a bucket; errors name a checkpoint."""

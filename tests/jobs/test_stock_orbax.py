@@ -16,6 +16,7 @@ from epochckpt import errors
 from tests.support.short_jobs import job_of, run
 
 
+@pytest.mark.slow
 def test_stock_orbax_saves_values_as_they_were(tmp_path: pathlib.Path) -> None:
     """It writes JSON in the background, while the next epoch already changes the list."""
     job = job_of(20, lambda ws: ws["list"].append(ws.epoch), list=[0] * 20_000)

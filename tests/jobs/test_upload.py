@@ -120,6 +120,7 @@ def test_several_nodes_of_one_process(tmp_path: pathlib.Path) -> None:
         assert manager.verify(2).ok
 
 
+@pytest.mark.slow
 def test_real_processes_copy_their_own_folders(tmp_path: pathlib.Path) -> None:
     """Then one of two finds its disk full: both say so, nothing is left. Then other processes send what those saved."""
     arguments = {"directory": str(tmp_path / "run"), "destination": str(tmp_path / "final")}
@@ -199,6 +200,7 @@ def test_another_epoch_of_that_number_is_replaced_only_if_asked(tmp_path: pathli
             send(tmp_path / "run", destination, replace=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["data", "record", "commit", "rename", "durable"])
 def test_a_killed_upload_is_not_seen_and_the_next_one_cleans_up(tmp_path: pathlib.Path, place: str) -> None:
     """SIGKILL while a node's folder is copied, before the record, before and after the rename."""

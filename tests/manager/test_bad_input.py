@@ -136,6 +136,7 @@ except errors.EpochCheckpointError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "path", "mode"),
     [
@@ -416,6 +417,7 @@ def nested_text(depth: int) -> bytes:
     return zeroed.replace(b"0" * 16, f"{checksums.xxh3(zeroed):016x}".encode(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [100, 300, 480, 700, 900])
 @pytest.mark.parametrize("field", ["metrics", "custom_metadata", "leaf path", "sharding", "values"])
 def test_deep_nesting_is_refused_or_read(run: pathlib.Path, depth: int, field: str) -> None:
@@ -470,6 +472,7 @@ def test_metadata_of_the_directory_that_is_nested_deeply_is_refused(run: pathlib
         manager.metadata()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [101, 900, 960, 985])
 @pytest.mark.parametrize("field", ["metrics", "custom_metadata", "init_timestamp_nsecs", "item_handlers"])
 def test_a_step_of_stock_orbax_that_is_nested_deeply_says_so(tmp_path: pathlib.Path, depth: int, field: str) -> None:
@@ -489,6 +492,7 @@ def test_a_step_of_stock_orbax_that_is_nested_deeply_says_so(tmp_path: pathlib.P
         manager.reload()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "metrics", [{"loss": "high"}, {"loss": [1]}, {"loss": None}, [1], "high", 7, {"x": {}}, nested(90)]
 )
@@ -666,6 +670,7 @@ def one_leaf(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return load(run, EPOCH), load(run, NODE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consistent", ["leaf only", "records", "records and file size"])
 @pytest.mark.parametrize("shape", [[2**38], [2**34], [2**28], [2**20, 2**18], [1, 2**38, 1]])
 def test_an_enormous_array_is_refused_before_memory_is_taken(
@@ -1000,6 +1005,7 @@ def local_array(directory: str) -> Any:
         return told, before, list(m.all_steps())
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one_name_are_refused_on_every_process(tmp_path: pathlib.Path) -> None:
     """Both processes get the error, which names both; nothing is written."""
     for answer in run_worker("tests.manager.test_bad_input:duplicate_nodes", {"directory": str(tmp_path / "run")}, 2):
@@ -1008,6 +1014,7 @@ def test_two_nodes_of_one_name_are_refused_on_every_process(tmp_path: pathlib.Pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_array_of_one_process_is_refused_in_a_job_of_several(tmp_path: pathlib.Path) -> None:
     """Names the leaf and the remedy, on every process; nothing is begun."""
     for told, before, steps in run_worker(

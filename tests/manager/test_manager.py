@@ -503,6 +503,7 @@ def test_saving_goes_on_after_a_failure(m: ec.CheckpointManager) -> None:
     assert m.all_steps() == [1]
 
 
+@pytest.mark.slow
 def test_a_failed_save_keeps_nothing_of_its_snapshot(directory: str, m: ec.CheckpointManager) -> None:
     """Its memory is free when it has ended, without help of the garbage collector; its error still says where."""
     tap = fail_writes(m)
@@ -742,6 +743,7 @@ def test_a_save_that_storage_is_behind_with_fails_and_training_goes_on(
         assert m.status(late).state == "committed"
 
 
+@pytest.mark.slow
 def test_the_arrays_of_a_save_are_not_even_copied_while_storage_is_behind(directory: str) -> None:
     """Nothing of it is held, and no handler is called for it."""
     with ec.CheckpointManager(directory, storage=ec.StorageOptions(max_blocked_secs=BOUND_SECS)) as m:

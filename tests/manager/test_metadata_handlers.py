@@ -323,6 +323,7 @@ def test_without_the_directory_writing_fails_and_makes_none(tmp_path: pathlib.Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_write_that_is_killed_leaves_a_whole_file(tmp_path: pathlib.Path) -> None:
     """The old one or the new one."""
     for round_ in range(3):
@@ -479,6 +480,7 @@ def test_reading_makes_no_database(tmp_path: pathlib.Path) -> None:
     assert database(tmp_path).runs() == database(tmp_path).epochs() == database(tmp_path).stats() == []
 
 
+@pytest.mark.slow
 def test_processes_write_at_once(tmp_path: pathlib.Path) -> None:
     """Real ones, from a database that none has made yet: runs of their own, and one that all share; no row is lost."""
     args = {"path": str(tmp_path / "runs.db"), "prefix": str(tmp_path), "count": 10, "runs": ["shared", "run ME"]}
@@ -491,6 +493,7 @@ def test_processes_write_at_once(tmp_path: pathlib.Path) -> None:
     assert all(s.epoch is not None for s in handler.stats())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waiting", [False, True])
 def test_a_process_that_holds_the_database_is_waited_for_and_survived(tmp_path: pathlib.Path, waiting: bool) -> None:
     """With a bound, an error that says so, and nothing written; what a killed writer left half done is undone."""

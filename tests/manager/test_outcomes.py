@@ -55,6 +55,7 @@ def test_every_save_that_ended_is_told_once_in_order(tmp_path: pathlib.Path, fau
             first.epoch = 5  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_outcomes_that_nobody_takes_are_bounded(tmp_path: pathlib.Path, faults: Faults) -> None:
     """The newest are kept: here of saves that fail at once, because storage is behind."""
     with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(max_blocked_secs=1e-6)) as manager:
@@ -203,6 +204,7 @@ def hear_in_a_job(directory: str) -> dict[str, Any]:
         return {"calls": handler.calls, "nodes": sorted(outcome.nodes), "committed": outcome.committed}
 
 
+@pytest.mark.slow
 def test_in_a_job_only_the_primary_tells(tmp_path: pathlib.Path) -> None:
     """With the seconds of every node; the outcome is known on all processes."""
     first, second = run_worker("tests.manager.test_outcomes:hear_in_a_job", {"directory": str(tmp_path)}, 2)
@@ -218,6 +220,7 @@ def test_in_a_job_only_the_primary_tells(tmp_path: pathlib.Path) -> None:
     assert second["committed"]
 
 
+@pytest.mark.slow
 def test_an_error_is_logged_before_the_manager_that_it_leaves_waits(
     tmp_path: pathlib.Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -157,6 +157,7 @@ atexit.register(hold.let_go)  # the first one
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_when_what_it_reads_is_read(saved: pathlib.Path) -> None:
     """Also one that may only read: the end of the interpreter would abort a thread that is in jax."""
     done = subprocess.run([sys.executable, "-c", EXITING, str(saved)], capture_output=True, text=True)

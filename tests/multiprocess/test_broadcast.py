@@ -13,6 +13,7 @@ from tests.support.processes import parse_result, run_worker, start_processes
 JOB = "tests.support.broadcast_jobs:"
 
 
+@pytest.mark.slow
 def test_every_byte_is_read_once_and_a_failure_of_one_process_is_raised_by_all(tmp_path: pathlib.Path) -> None:
     """Values are exact; no process waits for one that has failed, and the next restore works."""
     found = run_worker(JOB + "failures", {"directory": str(tmp_path)}, 2)

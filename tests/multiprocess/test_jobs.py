@@ -60,6 +60,7 @@ def test_a_job_goes_on_where_it_was(tmp_path: pathlib.Path, stock: bool) -> None
     assert {one["reason"] for one in found} == {"was finished already"}
 
 
+@pytest.mark.slow
 def test_a_stop_that_is_decided_on_one_node_stops_all_after_the_same_epoch(tmp_path: pathlib.Path) -> None:
     """Also when it is not the primary."""
     for who in (0, 2):
@@ -80,6 +81,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run("one_after_the_other", 2, directory=str(tmp_path_factory.mktemp("on_two")), functions=functions)
 
 
+@pytest.mark.slow
 def test_an_output_or_a_blob_of_one_node_stops_all(on_two: list[dict[str, Any]]) -> None:
     """A process without that node has no vote; what no node has is an error on all."""
     for ends in on_two:
@@ -131,6 +133,7 @@ def test_a_node_that_does_not_arrive_makes_the_others_raise_and_is_named(tmp_pat
         assert manager.latest_step() in (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["setup", "init", "epoch"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_task_that_raises_on_one_node_is_raised_on_all(tmp_path: pathlib.Path, phase: str, who: int) -> None:
@@ -161,6 +164,7 @@ def test_a_resume_on_another_number_of_processes(tmp_path: pathlib.Path, before:
         assert (one["weights"], one["steps"], one["resumed"]) == ([6.0], 3, 2)
 
 
+@pytest.mark.slow
 def test_arrays_of_another_number_of_processes_ask_for_a_target(tmp_path: pathlib.Path) -> None:
     """1 → 2 is refused by the blob's name; what the error says to write works; 2 → 1 gives NumPy, and a warning."""
     directory = str(tmp_path / "run")
@@ -184,6 +188,7 @@ def test_arrays_of_another_number_of_processes_ask_for_a_target(tmp_path: pathli
     ] * 2
 
 
+@pytest.mark.slow
 def test_stock_orbax_of_another_number_of_processes_is_told_of_targets(tmp_path: pathlib.Path) -> None:
     """In the words of jobs, with what Orbax says; the target that it asks for works."""
     directory = str(tmp_path / "run")
@@ -196,6 +201,7 @@ def test_stock_orbax_of_another_number_of_processes_is_told_of_targets(tmp_path:
     assert (one["resumed"], one["least"]) == (1, {"spread": 2.0})
 
 
+@pytest.mark.slow
 def test_a_session_for_one_process_is_refused_in_a_job_of_several() -> None:
     """And the right one is named."""
     assert all("use DistributedSession" in text for text in run("wrong_session", 2))

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.processes import run_worker
 
+pytestmark = pytest.mark.slow
+
 SAVERS = (1, 2, 4)
 RESTORERS = {"1": (1, 4), "2": (2, 2), "4": (4, 1), "2x3": (2, 3)}  # processes, devices of each
 WAYS = ("same", "moved", "numpy", "without target")

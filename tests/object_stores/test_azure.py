@@ -127,6 +127,7 @@ def test_what_azure_refuses_is_said(cloud: Bucket, monkeypatch: pytest.MonkeyPat
     )
 
 
+@pytest.mark.slow
 def test_stock_orbax_has_no_files_in_azure(cloud: Bucket) -> None:
     """It reads no such path, so none are written for it."""
     url = cloud.new_url()

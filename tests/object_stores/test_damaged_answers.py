@@ -87,6 +87,7 @@ def test_one_damaged_answer_costs_no_epoch(name: str, cloud: Bucket, url: str) -
     assert number >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "written_by"),
     [("gs", "epochckpt"), ("s3", "epochckpt"), ("gs", "stock Orbax")],
@@ -111,6 +112,7 @@ def test_one_damaged_answer_of_a_named_epoch_is_no_damage(
     assert number >= 3
 
 
+@pytest.mark.slow
 def test_part_of_an_array_survives_a_damaged_answer(cloud: Bucket, url: str) -> None:
     """Single leaves, and what `verify` looks at, go other ways."""
     with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:

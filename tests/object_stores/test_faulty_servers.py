@@ -22,6 +22,7 @@ def check(found: FaultyRun, faults: int) -> None:
     assert found.faults.total() >= faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", SCHEMES, indirect=True)
 def test_faults_that_pass_lose_nothing(cloud: Bucket) -> None:
     """The short form."""

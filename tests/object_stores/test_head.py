@@ -174,6 +174,7 @@ def test_a_store_that_does_not_enforce_conditions_is_refused(cloud: Bucket) -> N
             manager.wait_until_finished()
 
 
+@pytest.mark.slow
 def test_requests_of_a_head(cloud: Bucket) -> None:
     """Opening, following and saving cost the same, whatever the number of epochs."""
     url = cloud.new_url()
@@ -191,6 +192,7 @@ def test_requests_of_a_head(cloud: Bucket) -> None:
     assert "LIST" not in requests
 
 
+@pytest.mark.slow
 def test_keeping_the_metrics_of_deleted_epochs_costs_no_request(cloud: Bucket) -> None:
     """They go with the change that deletes the epoch."""
     counts = []

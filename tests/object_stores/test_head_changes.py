@@ -185,6 +185,7 @@ def writers(url: str) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["claim", "change", "put"])
 def test_reads_that_are_out_of_date_end_in_an_error_that_says_so(cloud: Bucket, what: str, quick: None) -> None:
     """A cache answers each read of the head with what it saw first. The tries end, and are few."""
@@ -298,6 +299,7 @@ def shrunk(patience: Callable[..., None]) -> float:
     return part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_ten_evaluators_beside_a_run_fail_neither_saves_nor_attachments(cloud: Bucket, shrunk: float) -> None:
     """The head takes one write a second, as on Google Cloud Storage; here all times are a fiftieth of that."""
@@ -360,6 +362,7 @@ def test_a_save_goes_on_while_others_keep_the_head_busy(cloud: Bucket, shrunk: f
         assert manager.metrics(1) == {"accuracy": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault(lost=True), Fault(reset=True), Fault(status=503), Fault(status=429)])
 def test_attaching_survives_a_fault_that_passes(cloud: Bucket, shrunk: float, fault: Fault) -> None:
     """Also one that loses the answer of a write that was carried out."""

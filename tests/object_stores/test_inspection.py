@@ -108,6 +108,7 @@ def within(cloud: Bucket, most: int) -> Iterator[dict[str, int]]:
     assert sum(counts.values()) <= most, counts
 
 
+@pytest.mark.slow
 def test_many_epochs_are_listed_in_few_requests(
     long_run: str, cloud: Bucket, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_head_whose_seconds_do_not_fit_its_nodes_is_refused(entry: list[Any]) 
         parse("head", checksums.seal(head))
 
 
+@pytest.mark.slow
 def test_damage_is_seen_where_files_are_looked_at(cloud: Bucket) -> None:
     """A file that is gone makes its epoch damaged; an older epoch says that nobody has looked, until it is opened."""
     url = cloud.new_url()
@@ -314,6 +316,7 @@ def test_a_slow_evaluator_is_not_given_what_was_deleted_meanwhile(cloud: Bucket)
 # -- what else lies there --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_lies_beside_the_epochs_is_told_apart(cloud: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
     """Epochs that were rolled back, copies, other people's folders, late objects: nothing of it is an epoch, `du` adds
     all of it up, and gc removes only what the head has named."""

@@ -124,6 +124,7 @@ def test_commands_look_at_a_bucket(cloud: Bucket, capsys: pytest.CaptureFixture[
         assert said.out, call
 
 
+@pytest.mark.slow
 def test_what_is_done_around_a_run_works_in_buckets(cloud: Bucket, tmp_path: pathlib.Path) -> None:
     """Handlers, an evaluator's metrics, `follow`, copies from and to buckets, export, import; Caffe2's nodes do not."""
     url = cloud.new_url()
@@ -210,6 +211,7 @@ def test_a_store_that_goes_away_fails_a_save_and_no_more(cloud: Bucket, quick: N
         np.testing.assert_array_equal(manager.restore(1)["w"], np.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", EMULATORS, indirect=True)
 def test_a_policy_that_keeps_objects_fails_no_save(cloud: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     """What is deleted counts no more, and stays until the policy lets it go; the log says why, and so does `delete`."""
@@ -259,6 +261,7 @@ def lose(store: Store, path: str, loss: str) -> None:
         store.create(path, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_restore_finds_what_became_of_an_object_and_takes_an_older_epoch(loss: str, cloud: Bucket) -> None:
     """Opening looks at no file. The named epoch is an error; the newest that is whole is restored, verified, and the
@@ -294,6 +297,7 @@ def test_a_job_resumes_from_an_older_epoch_when_the_newest_has_lost_an_object(cl
         assert manager.verify(3).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [1, 401])
 def test_a_restore_is_one_request_for_each_file_and_two_for_the_record(leaves: int, cloud: Bucket) -> None:
     """The head, the record, what the node wrote, and one range of each of its files, however many leaves there are.
@@ -358,6 +362,7 @@ class Together:
             self.under_way -= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 1 << 30])
 def test_values_of_nodes_are_restored_several_at_a_time(limit: int | None, cloud: Bucket) -> None:
     """Two requests for each node, and as many at once as `concurrency` allows, but for data where memory is bounded."""
@@ -378,6 +383,7 @@ def test_values_of_nodes_are_restored_several_at_a_time(limit: int | None, cloud
     jax.tree.map(np.testing.assert_array_equal, found, [*values.values()])
 
 
+@pytest.mark.slow
 def test_a_client_that_breaks_down_fails_the_save_at_once(cloud: Bucket, quick: None) -> None:
     """It panics when it is to wait for no time at all before it repeats the beginning of an upload."""
     large = jnp.zeros(3 << 20)
@@ -441,6 +447,7 @@ def test_a_run_outlives_a_store_that_is_away_and_saves_its_last_epoch(cloud: Buc
         assert manager.all_steps() == [0, 1, 8]
 
 
+@pytest.mark.slow
 def test_lost_answers_cost_no_save(cloud: Bucket, quick: None) -> None:
     """Every third answer is lost, of whatever request: each save is committed, none twice, nothing is damaged."""
     url, count = cloud.new_url(), [0]

@@ -71,6 +71,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", EMULATORS, indirect=True)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_call_survives_a_fault_that_passes(name: str, cloud: Bucket, store: Store, quick: None) -> None:
@@ -120,6 +121,7 @@ def test_a_lost_answer_does_not_hide_a_conflict(cloud: Bucket, store: Store, qui
     assert store.read("claim", limit_bytes=10) == store.read("swapped", limit_bytes=10) == b"theirs"
 
 
+@pytest.mark.slow
 def test_one_of_many_writers_wins_though_answers_are_lost(cloud: Bucket, store: Store, quick: None) -> None:
     for round_ in range(5):
         cloud.proxy.decide = first(4, Fault(lost=True), "PUT")
@@ -193,6 +195,7 @@ def test_folders_that_a_console_made_hold_nothing_up(cloud: Bucket, store: Store
     assert not store.exists("1/m")
 
 
+@pytest.mark.slow
 def test_long_listings_have_many_pages(cloud: Bucket, store: Store) -> None:
     names = [f"{i % 7}/x{i:04}" for i in range(120)]
     assert in_parallel([lambda n=n: [store.create(p, b"") for p in names[n::8]] for n in range(8)]) == [[None] * 15] * 8
@@ -202,6 +205,7 @@ def test_long_listings_have_many_pages(cloud: Bucket, store: Store) -> None:
     assert store.find("x") == sorted(name for name in names if name[0] != "3")
 
 
+@pytest.mark.slow
 def test_a_tree_is_removed_though_requests_fail(cloud: Bucket, store: Store, quick: None) -> None:
     """Each fifth is refused: what is deleted already does not end the rest."""
     in_parallel([lambda n=n: [store.create(f"1/{n}/{i}", b"") for i in range(15)] for n in range(8)])
@@ -373,6 +377,7 @@ def pieces(writer_order: str, size: int = LARGE) -> list[tuple[int, int]]:
     return found[::-1] if writer_order == "backwards" else found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["in order", "backwards", "in parallel"])
 def test_a_large_file_is_streamed_in_parts(
     order: str, cloud: Bucket, in_chunks: Store, patience: Callable[..., None]
@@ -444,6 +449,7 @@ def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, in_chunks: 
     assert not in_chunks.exists("large")
 
 
+@pytest.mark.slow
 def test_what_comes_early_waits_for_what_is_late(
     cloud: Bucket, in_chunks: Store, patience: Callable[..., None]
 ) -> None:
@@ -586,6 +592,7 @@ def test_requests_are_few(cloud: Bucket, store: Store) -> None:
     assert counts == {"GET": 1}
 
 
+@pytest.mark.slow
 def test_memory_is_shared_by_the_stores_of_a_process() -> None:
     name = uuid.uuid4().hex
     open_store(f"memory://{name}/a").create("x", b"1")

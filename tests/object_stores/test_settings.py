@@ -50,6 +50,7 @@ def save(url: str, *epochs: int, **arguments: Any) -> None:
             manager.save(epoch, args=Save({"w": jnp.arange(4.0) + epoch}), metrics={"loss": 1.0 / epoch})
 
 
+@pytest.mark.slow
 def test_a_run_lives_in_a_url_with_a_query(
     cloud: Bucket, query: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_mirror_is_found_again_by_who_looks(cloud: Bucket, query: str, tmp_pat
         assert (seen.mirror, seen.problems, [row.tier for row in seen.epochs]) == (url, {}, ["both"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["url", "environment"])
 def test_an_endpoint_may_have_a_path(where: str, cloud: Bucket, query: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that serves several things, or several stores."""

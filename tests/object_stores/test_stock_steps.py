@@ -231,6 +231,7 @@ def test_a_deletion_that_is_late_leaves_the_view_of_a_newer_run(url: str, faults
     assert is_ours(url, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_end", ["the next claim", "repair_view"])
 def test_a_view_waits_until_the_step_it_replaces_is_set_aside(to_end: str, url: str, faults: Faults) -> None:
     """The store refuses to copy; then the step is set aside, whole, and the view is written."""
@@ -323,6 +324,7 @@ def test_what_stock_orbax_saves_anew_meanwhile_stays(url: str, written: pathlib.
         assert as_stock(manager, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_end", ["the next claim", "gc"])
 def test_a_deletion_that_was_cut_short_is_finished(to_end: str, url: str, faults: Faults) -> None:
     """Nobody lists the step meanwhile."""

@@ -326,6 +326,7 @@ def test_arguments_without_a_handler_and_contradictions_are_refused(tmp_path: pa
             manager.restore(0, args=ocp.args.Composite(config=ec.args.NodeRestore()))
 
 
+@pytest.mark.slow
 def test_an_item_of_an_unknown_handler_says_what_to_pass(tmp_path: pathlib.Path) -> None:
     """Without the handler's class in this process the other items are still there."""
     save(tmp_path, notes=NotesSave(NOTES), state=ocp.args.StandardSave(STATE))
@@ -573,6 +574,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[An
     return directory, run_worker("tests.support.handler_jobs:save_all", {"directory": str(directory)}, 2, 2)
 
 
+@pytest.mark.slow
 def test_every_process_keeps_what_is_its_own(job: tuple[pathlib.Path, list[Any]]) -> None:
     """An iterator per process and node-local values, saved and restored by two real processes."""
     directory, saved = job
@@ -594,6 +596,7 @@ def test_two_nodes_writing_one_name_fail_the_attempt(job: tuple[pathlib.Path, li
     assert not (directory / "4").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_node_values_on_another_count_need_reshard(job: tuple[pathlib.Path, list[Any]], count: int) -> None:
     """Refused without it, with both counts; with it every node gets its part. A Grain-like handler refuses itself."""

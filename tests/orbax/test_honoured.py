@@ -257,6 +257,7 @@ def test_every_preservation_policy_of_the_installed_orbax_is_asked(tmp_path: pat
         assert run(tmp_path / "none", options) == [4], "the newest is never deleted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(checks.HONOURED & fields_of(Options)))
 def test_the_option_does_what_it_says_and_dropping_it_is_seen(tmp_path: pathlib.Path, name: str) -> None:
     """With it what is expected, without it something else."""

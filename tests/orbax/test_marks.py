@@ -114,6 +114,7 @@ FOREIGN: dict[str, Callable[[pathlib.Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FOREIGN)
 def test_what_is_not_proved_to_be_a_step_is_none_and_untouched(
     tmp_path: pathlib.Path, what: str, caplog: pytest.LogCaptureFixture
@@ -170,6 +171,7 @@ def test_a_step_without_its_record_is_read_and_never_retired(
     assert not (tmp_path / "1").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["empty", "garbage", "list", "gone", "folder"])
 def test_unusable_metrics_do_not_cost_the_step(tmp_path: pathlib.Path, harm: str) -> None:
     """With `keep_checkpoints_without_metrics=False` it would be the first to go; `verify` says what is wrong."""
@@ -276,6 +278,7 @@ def _copied(folder: pathlib.Path) -> None:
     _no_json(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "three", "json"])
 @pytest.mark.parametrize("how", [_no_json, _only_view, _copied])
 @pytest.mark.parametrize("says", [True, False])

@@ -168,6 +168,7 @@ def test_continuous_checkpointing(tmp_path: pathlib.Path, check: bool, faults: F
         assert manager.all_steps() == ([0] if check else [0, 1])
 
 
+@pytest.mark.slow
 def test_a_part_of_the_processes_may_save_and_another_may_be_the_primary(tmp_path: pathlib.Path) -> None:
     """`multiprocessing_options`, in one job of three processes; `primary_host=None` is a directory for each."""
     for me, found in enumerate(run_worker("tests.support.part_jobs:some", {"directory": str(tmp_path)}, 3)):
@@ -196,6 +197,7 @@ def test_multiprocessing_options_of_a_single_process(tmp_path: pathlib.Path) -> 
             assert reader.processes is None
 
 
+@pytest.mark.slow
 def test_what_isinstance_says(tmp_path: pathlib.Path) -> None:
     """It is Orbax's abstract class, not its manager; docs/orbax.md has the line that changes this, for a process."""
     with ec.CheckpointManager(tmp_path) as manager:

@@ -51,6 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_single_epoch_is_looked_at(
     folders: pathlib.Path, name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_orbax_is_restored_bit_for_bit(layouts: dict[str, pathlib.Path], layout: str) -> None:
     """OCDBT or folders, zarr2 or zarr3, one item or several: same and other shardings, newest, without a target."""
@@ -96,6 +97,7 @@ def test_every_layout_of_orbax_is_restored_bit_for_bit(layouts: dict[str, pathli
             assert list(manager.restore(3, args=Composite(config=None)).keys()) == ["config"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_orbax_can_be_inspected(layouts: dict[str, pathlib.Path], layout: str) -> None:
     """Metrics, metadata, status, leaves by name, verify: what Orbax's files say, and that they have no checksums."""
@@ -143,6 +145,7 @@ def test_every_layout_of_orbax_can_be_inspected(layouts: dict[str, pathlib.Path]
             manager.restore_leaves(3, "stpe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [False, True], ids=["devices exist", "devices do not exist"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metadata_of_every_leaf_is_that_of_orbax(
@@ -216,6 +219,7 @@ def test_a_chunk_that_is_cut_into_parts_is_read_once(tmp_path: pathlib.Path, axi
         np.testing.assert_array_equal(np.concatenate([out for _, out in read], axis), value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["linen", "nnx"])
 def test_a_flax_training_loop_of_orbax_goes_on_with_us(tmp_path: pathlib.Path, state: str) -> None:
     """Stock Orbax saves; we resume into a fresh state, and save beside it; both kinds are then restored."""
@@ -469,6 +473,7 @@ def test_a_target_that_does_not_fit_is_refused_with_every_leaf(run: pathlib.Path
             manager.restore(1, args=ocp.args.JsonRestore())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "asked", "fits"),
     [
@@ -669,6 +674,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_any_number_of_processes_reads_what_two_wrote(
     of_two: pathlib.Path, tmp_path: pathlib.Path, processes: int
@@ -694,6 +700,7 @@ def read_on_one_device(directory: str) -> list[str]:
     return [type(x).__name__ for x in got.values()] + [str(same)]
 
 
+@pytest.mark.slow
 def test_arrays_whose_devices_do_not_exist_come_back_as_numpy(of_two: pathlib.Path) -> None:
     """Saved on four devices, restored where there is one: without a target; with one they are placed on it."""
     (found,) = run_worker("tests.orbax.test_steps:read_on_one_device", {"directory": str(of_two / LAYOUTS[0])})
@@ -743,6 +750,7 @@ HARM = {
 }
 
 
+@pytest.mark.slow
 @abandoned_reads
 @pytest.mark.parametrize("harm", HARM)
 def test_a_half_written_step_is_skipped_loudly_and_says_what_to_do(
@@ -1006,6 +1014,7 @@ def test_a_folder_of_somebody_else_is_left_alone_among_steps_of_orbax(run: pathl
             manager.save(5, args=Save(tree_of(5)), force=True)
 
 
+@pytest.mark.slow
 @abandoned_reads
 @pytest.mark.parametrize(
     "part",
@@ -1063,6 +1072,7 @@ def test_a_step_of_orbax_is_not_exported(run: pathlib.Path, tmp_path: pathlib.Pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_threads_share_the_numbers_that_are_read_ahead(tmp_path: pathlib.Path) -> None:
     """As those of a notebook do with one look at a step: each number is read once, and all threads have it."""
     with ocp.CheckpointManager(tmp_path) as stock:

@@ -284,6 +284,7 @@ def assert_restores(manager_class: Any, directory: pathlib.Path, args: Any, expe
     assert stock_states.differences({"": found}, {"": expected}) == [], (manager_class, args)
 
 
+@pytest.mark.slow
 @NO_SHARDING
 @pytest.mark.parametrize("kind", ["PyTree", "Standard", "Array"])
 def test_an_item_that_is_no_tree_is_read_by_every_version(tmp_path: pathlib.Path, kind: str) -> None:
@@ -308,6 +309,7 @@ def test_an_item_that_is_no_tree_is_read_by_every_version(tmp_path: pathlib.Path
             assert found["config"] == {"a": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(IS_OLD, reason="Orbax 0.11.33 cannot save such an item; the test above is about reading")
 @NO_SHARDING
 @pytest.mark.parametrize("value", list(BARE))
@@ -715,6 +717,7 @@ COPIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", list(COPIES))
 def test_copies_are_read_by_everybody(tmp_path: pathlib.Path, way: str) -> None:
     """Links that were kept and links that became files: our reader, safetensors and (but for one way) stock Orbax."""

@@ -126,6 +126,7 @@ def damages(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, Callable[
             yield f"{path.relative_to(folder)}: {name}", path, damage
 
 
+@pytest.mark.slow
 def test_every_damage_of_the_view_is_found_and_repaired(saved: pathlib.Path) -> None:
     """Each file and link, in every way: named, the epoch is whole all the same, and the repair gives what was there."""
     folder = saved / "5"
@@ -194,6 +195,7 @@ def test_a_link_to_another_epoch_is_damage(saved: pathlib.Path) -> None:
     assert verify(saved).view_damage == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes_too", [True, False])
 def test_a_copy_without_the_view_is_whole_and_can_be_given_one(
     saved: pathlib.Path, nodes_too: bool, run_cli: Callable[..., tuple[int, str]]

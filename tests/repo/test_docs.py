@@ -27,6 +27,7 @@ def blocks(page: str) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -50,6 +51,7 @@ def generator() -> types.ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", generator().pages(), ids=lambda page: page.parent.name + "/" + page.name)
 def test_what_is_made_of_the_code_is_as_the_code_says(page: pathlib.Path) -> None:
     """`python docs/tables.py` writes it. Every beginning of such a part has its end."""
@@ -65,6 +67,7 @@ def test_every_setting_has_one_row(page: str, names: dict[str, object]) -> None:
     assert [name for name in found if name in names] == list(names)
 
 
+@pytest.mark.slow
 def test_the_index_of_the_tests_says_what_every_file_shows() -> None:
     """Each file begins with it."""
     tables = generator()

@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 SHOWING = ("IPython", "matplotlib", "rich", "tqdm")
 PARTS = ("caffe2", "cli", "convert", "inspection", "jobs", "v1")
 
@@ -28,6 +30,7 @@ def test_importing_epochckpt_imports_nothing_else() -> None:
     assert of(added, *SHOWING, "jax", "numpy", "orbax", "tensorstore") == []
 
 
+@pytest.mark.slow
 def test_a_manager_imports_no_other_part_and_nothing_that_shows(tmp_path: pathlib.Path) -> None:
     """Neither when it is opened nor when it saves, restores, verifies and deletes."""
     program = """
@@ -48,6 +51,7 @@ with ec.CheckpointManager(sys.argv[1]) as manager:
     assert of(added, *(f"epochckpt.{part}" for part in PARTS), *SHOWING) == []
 
 
+@pytest.mark.slow
 def test_a_look_and_a_run_import_no_view_plot_or_command() -> None:
     """What jax and Orbax import themselves does not count."""
     program = """
@@ -62,6 +66,7 @@ epochckpt.CheckpointManager, epochckpt.inspect, epochckpt.JobRunner
     assert of(added, "epochckpt.caffe2", "epochckpt.cli", "epochckpt.convert", *views, *SHOWING) == []
 
 
+@pytest.mark.slow
 def test_without_docstrings_everything_but_the_help_of_flags_is_there() -> None:
     """`python -OO` removes them, and the settings take their help from there."""
     program = "import epochckpt as ec; print(ec.flags.Settings(max_to_keep='3').max_to_keep)"

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not prepared.POSSIBLE, reason="needs os.pidfd_op
 _MODULE = "tests.support.prepared_jobs"
 
 
+@pytest.mark.slow
 def test_it_is_in_its_own_session_and_environment() -> None:
     """It leads a session, sees no other variables and arguments than its own, and has no file of its server open."""
     (found,) = run_worker(f"{_MODULE}:describe", {"variable": "OF_THIS_TEST"}, 1, env={"OF_THIS_TEST": "1"})
@@ -27,6 +28,7 @@ def test_it_is_in_its_own_session_and_environment() -> None:
     assert found["variable"] is None
 
 
+@pytest.mark.slow
 def test_variables_that_jax_reads_as_it_is_imported_count() -> None:
     """They need a server of their own, and get it."""
     (found,) = run_worker(f"{_MODULE}:bits_of_a_float", {}, 1, env={"JAX_ENABLE_X64": "1"})
@@ -35,6 +37,7 @@ def test_variables_that_jax_reads_as_it_is_imported_count() -> None:
     assert found == 32
 
 
+@pytest.mark.slow
 def test_neighbours_in_a_job_hash_differently() -> None:
     """Or nothing would show that depends on the order of a set."""
     first, second = run_worker(f"{_MODULE}:hash_of", {"text": "epoch"}, 2)

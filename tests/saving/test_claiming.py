@@ -362,6 +362,7 @@ def test_a_run_claims_before_it_chooses_the_epoch_to_resume_from(tmp_path: pathl
     older.close()
 
 
+@pytest.mark.slow
 def test_every_process_of_a_run_that_is_fenced_off_ends_alike(tmp_path: pathlib.Path) -> None:
     """Two real processes."""
     found = run_worker("tests.support.claim_jobs:train_until_fenced_off", {"directory": str(tmp_path)}, 2)

@@ -117,6 +117,7 @@ def test_stock_orbax_reads_what_took_the_place(tmp_path: pathlib.Path) -> None:
         assert got["note"] == {"value": 10}
 
 
+@pytest.mark.slow
 def test_a_reader_finds_the_old_or_the_new_one_at_any_moment(directory: str) -> None:
     """Read over and over while the epoch is replaced twenty times: never absent, never a mixture, never older again."""
     seen: list[int] = []
@@ -414,6 +415,7 @@ def test_an_older_run_cannot_replace(directory: str, late: bool, faults: Faults)
     newer[0].close()
 
 
+@pytest.mark.slow
 def test_processes_replace_together(tmp_path: pathlib.Path) -> None:
     """Each calls `allow_overwrite` and `save`; the primary exchanges."""
     found = run_worker("tests.support.replace_jobs:replace_in_a_job", {"directory": str(tmp_path)}, 2)

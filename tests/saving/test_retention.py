@@ -100,6 +100,7 @@ def test_a_rollback_that_was_recorded_before_the_error_holds(tmp_path: pathlib.P
         assert sorted(path.name for path in tmp_path.glob("rolled-back-*/*")) == ["2", "3"]
 
 
+@pytest.mark.slow
 def test_every_process_lists_an_epoch_whose_deletion_failed(tmp_path: pathlib.Path) -> None:
     """Two real processes: the verdict says what is gone, not what should be."""
     (tmp_path / "trash" / "1").mkdir(parents=True)

@@ -109,6 +109,7 @@ def test_without_links_everything_works_but_stock_orbax(
     assert [line.partition(":")[0] for line in said] == [str(tmp_path / "run"), str(tmp_path / "run-copy")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace makes the kernel's calls fail")
 def test_the_same_when_the_kernel_says_it(tmp_path: pathlib.Path) -> None:
     """The real errors of real system calls, by strace."""

@@ -395,6 +395,7 @@ def test_finish_refuses_while_a_write_runs(posix: Store, monkeypatch: pytest.Mon
         writer.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace makes the kernel's call fail")
 @pytest.mark.parametrize(("code", "fails"), [("EIO", True), ("ENOSPC", True), ("ENOSYS", False)])
 def test_a_failed_early_write_back_fails_the_write(posix: Store, code: str, fails: bool) -> None:

@@ -260,6 +260,7 @@ def test_whoever_writes_to_the_mirror_directly_takes_it(place: Place, caplog: py
 # -- 2: a replaced epoch
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lived")
 @pytest.mark.parametrize("step", [0, 3, 6, 9, 12, 15])
 def test_a_replaced_epoch_reaches_the_mirror_whatever_was_killed(place: Place, step: int) -> None:
@@ -445,6 +446,7 @@ def test_looking_at_a_downloaded_directory_asks_no_server(
     assert server.asked == []  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lived")
 @pytest.mark.parametrize("step", range(8, 26, 2))
 def test_epochs_are_set_aside_together(place: Place, step: int) -> None:
@@ -475,6 +477,7 @@ def test_epochs_are_set_aside_together(place: Place, step: int) -> None:
 # -- 5: deleting, going back, and what is kept
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lived")
 @pytest.mark.parametrize("step", range(8))
 def test_a_rollback_that_is_killed_is_done_or_not(place: Place, step: int) -> None:
