@@ -10,6 +10,7 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 PYTEST = ("python", "-m", "pytest")
 IN_PARALLEL = ("-n", "3", "--dist=loadfile")
+BALANCED = ("-n", "3", "--dist=worksteal")  # for tests that take seconds each
 QUICK = (
     "tests/format",
     "tests/directory",
@@ -24,6 +25,12 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = False
 
 
+def install(session: nox.Session, *what: str) -> None:
+    """Installs into the session's environment; `nox --no-venv` takes the one that it was started in as it is."""
+    if session.venv_backend != "none":
+        session.install(*what)
+
+
 def style(session: nox.Session) -> None:
     """Ruff, its formatter, and the contracts of imports: a few seconds."""
     session.run("ruff", "check", ".")
@@ -34,7 +41,7 @@ def style(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, contracts of imports, and pyright."""
-    session.install("-e", ".[test,examples]")
+    install(session, "-e", ".[test,examples]")
     style(session)
     session.run("pyright")
 
@@ -42,7 +49,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def quick(session: nox.Session) -> None:
     """What to run before each commit, in a minute: style, imports, and the tests of formats, directories and rules."""
-    session.install("-e", ".[test,examples]")
+    install(session, "-e", ".[test,examples]")
     style(session)
     session.run(*PYTEST, *IN_PARALLEL, "-q", *QUICK, env=ENVIRONMENT)
 
@@ -50,30 +57,29 @@ def quick(session: nox.Session) -> None:
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
     """The tests that README names; arguments after `--` go to pytest."""
-    session.install("-e", ".[test,examples]")
+    install(session, "-e", ".[test,examples]")
     session.run(*PYTEST, *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
     """The tests of the slow level, see tests/README.md."""
-    session.install("-e", ".[test,examples]")
-    session.run(*PYTEST, *IN_PARALLEL, "-m", "slow and not long", *session.posargs, env=ENVIRONMENT)
+    install(session, "-e", ".[test,examples]")
+    session.run(*PYTEST, *BALANCED, "-m", "slow and not long", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def long(session: nox.Session) -> None:
     """The tests of the long level: hours."""
-    session.install("-e", ".[test,examples]")
-    parallel = ("-n", "2", "--dist=worksteal")
+    install(session, "-e", ".[test,examples]")
     # Some of these tests may take longer than faulthandler allows any other.
-    session.run(*PYTEST, *parallel, "-m", "long", "-o", "faulthandler_timeout=4000", *session.posargs, env=ENVIRONMENT)
+    session.run(*PYTEST, *BALANCED, "-m", "long", "-o", "faulthandler_timeout=4000", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def oldest(session: nox.Session) -> None:
     """What depends on jax and Orbax most, with the oldest supported versions of both."""
-    session.install("-c", "tests/oldest.txt", "-e", ".[test,examples]")
+    install(session, "-c", "tests/oldest.txt", "-e", ".[test,examples]")
     # Old flax and new jax, or the other way round, warn about each other.
     session.run(*PYTEST, "-o", "filterwarnings=default", *session.posargs, "@tests/oldest_tests.txt", env=ENVIRONMENT)
 
@@ -81,14 +87,14 @@ def oldest(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation as a site, built strictly."""
-    session.install("-e", ".[test,examples,docs]")
+    install(session, "-e", ".[test,examples,docs]")
     session.run(*PYTEST, "tests/repo/test_site.py", "tests/repo/test_docs.py", env=ENVIRONMENT)
 
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
     """The notebooks run from top to bottom."""
-    session.install("-e", ".[test,examples,notebooks]")
+    install(session, "-e", ".[test,examples,notebooks]")
     session.run(*PYTEST, "tests/examples/test_notebooks.py", env=ENVIRONMENT)
     found = sorted(str(path) for path in pathlib.Path("notebooks").glob("*.ipynb"))
     # The suite's own options (deselection, warnings as errors) are not meant for a notebook's kernel.

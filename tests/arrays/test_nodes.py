@@ -195,6 +195,7 @@ def test_a_damaged_part_of_one_hosted_node_is_found(tmp_path: pathlib.Path) -> N
             manager.restore(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["trainer_1/node.json", "trainer_2/node.json", "/epoch.json"])
 def test_a_kill_during_a_hosted_save_leaves_no_half_epoch(tmp_path: pathlib.Path, place: str) -> None:
     """After the first, the last node's record, or the epoch's, was written: epoch 1 stays, 2 is nowhere."""

@@ -248,6 +248,7 @@ def test_a_tree_of_one_leaf(tmp_path: pathlib.Path, tree: Any) -> None:
     assert_same(m.restore(0), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_typed_prng_keys(tmp_path: pathlib.Path, impl: str) -> None:
     """Keys of every implementation: one, a batch, a sharded and a replicated batch; they draw the same numbers."""

@@ -553,6 +553,7 @@ def test_running_again_from_scratch_replaces_only_its_own_epochs(tmp_path: pathl
     assert all(not list((tmp_path / home).iterdir()) for home in staging(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
     [
@@ -645,6 +646,7 @@ def test_replacing_at_any_moment_there_is_one(tmp_path: pathlib.Path, exchange: 
     assert not list((tmp_path / home).iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
     [

@@ -9,7 +9,8 @@ import pytest
 from tests.support.processes import run_worker
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_pipeline_goes_on_where_it_was_saved(tmp_path: pathlib.Path, count: int) -> None:
     """The position at `save()`, not the one the iterator had reached when the background wrote; a file per process."""
     arguments = {"directory": str(tmp_path)}

@@ -1486,6 +1486,7 @@ def test_legacy_a_checkpointer_and_options_by_position(
         assert_same(manager.restore(4), expected)
 
 
+@pytest.mark.slow
 def test_legacy_the_flax_guide(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """A TrainState in a dict with configuration and data; `save_kwargs` and `restore_kwargs` by flax's helpers."""
     state = linen_state()

@@ -95,6 +95,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True])
 def test_an_epoch_that_is_to_be_kept_survives_every_kill(
     three: pathlib.Path, tmp_path: pathlib.Path, there: bool

@@ -293,6 +293,7 @@ SWAPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), SWAPS)
 def test_swapped_files_are_refused(saved: pathlib.Path, one: str, other: str) -> None:
     """Files of the right form from another node or another epoch: refused, never mixed."""
@@ -339,6 +340,7 @@ def restore_with_damage(directory: str) -> Any:
         return explicit, gives, steps, list(m.all_steps()), m.verify(1).ok
 
 
+@pytest.mark.slow
 def test_processes_agree_on_the_older_epoch_when_one_of_them_sees_damage(saved: pathlib.Path) -> None:
     """Only process 1 reads the damaged shard, and restore(1) raises on both; restore(None) gives both epoch 0, and
     epoch 1 can be saved again."""

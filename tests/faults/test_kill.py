@@ -98,6 +98,7 @@ def test_a_job_killed_100_times_loses_nothing_it_saw_committed(tmp_path: pathlib
     check_places(kill_over_and_over(KilledJob(tmp_path), kill_plans(random.Random(SEED), kills)), kills)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unprotected", sorted(killjob.UNPROTECTED))
 def test_without_the_protection_the_same_kills_are_found_out(tmp_path: pathlib.Path, unprotected: str) -> None:
     """Negative control: epochs that are written, or deleted, in place are lost, and the harness sees it."""
@@ -215,6 +216,7 @@ def test_an_older_run_stopped_anywhere_in_a_save_cannot_commit(
             assert found["close"] == ["", ""]
 
 
+@pytest.mark.slow
 def test_an_older_run_stopped_in_its_clean_up_cannot_delete(tmp_path: pathlib.Path, subtests: pytest.Subtests) -> None:
     """Stopped after a commit that counts: what retention, or a delete, would remove now belongs to the newer run."""
     keep = {"max_to_keep": 3}
@@ -234,6 +236,7 @@ def test_an_older_run_stopped_in_its_clean_up_cannot_delete(tmp_path: pathlib.Pa
             check_fenced(found, "save")
 
 
+@pytest.mark.slow
 def test_an_older_run_stopped_in_a_rollback_moves_no_epoch_of_the_newer_one(
     tmp_path: pathlib.Path, subtests: pytest.Subtests
 ) -> None:
@@ -250,6 +253,7 @@ def test_an_older_run_stopped_in_a_rollback_moves_no_epoch_of_the_newer_one(
             check_fenced(found, "stopped", "save", "delete")
 
 
+@pytest.mark.slow
 def test_an_older_run_that_replaces_a_damaged_epoch_does_not_move_the_newer_ones_repair(tmp_path: pathlib.Path) -> None:
     """Both runs found epoch 3 damaged; the newer one has saved it again when the older one goes on to set it aside."""
     case = zombie_case(tmp_path / "epochs", zombiejob.BEFORE_REPLACING)
@@ -261,6 +265,7 @@ def test_an_older_run_that_replaces_a_damaged_epoch_does_not_move_the_newer_ones
     check_fenced(parse_result(outcome.stdout)[0], "stopped", "save", "delete", "roll back")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "who"), [("in the middle of the data", 1), ("before a file is created", 1), ("just before the rename", 0)]
 )

@@ -292,6 +292,7 @@ def strategy(name: str) -> st.SearchStrategy[Any]:
 NEEDED = {rule.name: rule.other for rule in RULES if rule.needed}
 
 
+@pytest.mark.slow
 @given(values=st.fixed_dictionaries({}, optional={n: strategy(n) for n in SETTINGS if n != "read_only"}))
 def test_a_flagfile_means_the_same_settings(values: dict[str, Any]) -> None:
     """Any values of any settings, printed and read by absl as it reads a file; or refused, if no line can hold one."""

@@ -127,6 +127,7 @@ def test_arrays_that_lie_over_nodes_are_put_together(job: pathlib.Path) -> None:
     assert leaves.verify().ok
 
 
+@pytest.mark.slow
 def test_the_owner_of_each_part_has_it_in_its_file(job: pathlib.Path) -> None:
     """Cut in every direction, replicated, split among holders: what the nodes' own files hold says who wrote what."""
     held: dict[str, set[str]] = {}
@@ -240,6 +241,7 @@ def test_a_damaged_node_hides_only_what_it_describes(tmp_path: pathlib.Path, our
     assert len(item(detail, "state").leaves) == len(flat(state()))
 
 
+@pytest.mark.slow
 def test_an_item_of_stock_orbax_that_is_damaged_hides_no_other(
     tmp_path: pathlib.Path, stock: dict[str, pathlib.Path]
 ) -> None:

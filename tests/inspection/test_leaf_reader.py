@@ -141,6 +141,7 @@ def test_a_step_that_is_older_than_orbax_metadata_is_read(tmp_path: pathlib.Path
     assert leaves.verify().ok
 
 
+@pytest.mark.slow
 def test_a_leaf_of_a_type_that_nobody_knows_is_read_as_the_array_that_it_is(
     tmp_path: pathlib.Path, stock: dict[str, pathlib.Path]
 ) -> None:

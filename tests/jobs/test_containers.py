@@ -204,6 +204,7 @@ def train_state_job(read: Callable[[Any], Any], *, target: bool = False) -> ec.J
     return job
 
 
+@pytest.mark.slow
 def test_static_fields_that_no_checkpoint_holds_come_from_tracing_init(make: Callable[[], Any], caplog: Any) -> None:
     """The first run says so. Tracing leaves nothing in the workspace."""
     run(train_state_job(lambda x: x), make(), 1)
@@ -255,6 +256,7 @@ def test_nodes_may_have_blobs_of_one_name_in_other_containers(tmp_path: pathlib.
         assert [type(x) for x in found.values()] == [Moving, tuple, list]
 
 
+@pytest.mark.slow
 def test_single_blobs_are_loaded_in_their_containers(make: Callable[[], Any]) -> None:
     """`load_blobs_from_checkpoints` gives what a resume gives."""
     run(optax_job([]), make(), 1)

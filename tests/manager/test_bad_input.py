@@ -182,6 +182,7 @@ def leave_unfinished(directory: pathlib.Path, step: int) -> None:
     left.rename(directory / str(step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["folder", "empty", "orbax"])
 def test_what_lies_under_an_epochs_number_and_is_none_is_left_alone(
     run: pathlib.Path, what: str, caplog: pytest.LogCaptureFixture
@@ -622,6 +623,7 @@ def test_a_foreign_record_is_refused(run: pathlib.Path) -> None:
         assert reader(run).all_steps() == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../0", "/etc", "..", ".", "", "a/b", "a\\b", "a\x00", "-x", "x" * 500])
 @pytest.mark.parametrize("where", ["node", "item", "file", "node.json"])
 def test_names_that_lead_elsewhere_are_refused(run: pathlib.Path, where: str, name: str) -> None:
@@ -743,6 +745,7 @@ def test_shards_that_do_not_fit_are_refused(run: pathlib.Path, what: str) -> Non
         before.restore(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["size", "data_start", "cells", "part", "block_bytes", "xxh3"])
 @pytest.mark.parametrize("value", [0, 1, 17, 2**40, None])
 def test_a_node_record_that_does_not_fit_is_refused(run: pathlib.Path, field: str, value: Any) -> None:

@@ -92,6 +92,7 @@ def test_an_output_or_a_blob_of_one_node_stops_all(on_two: list[dict[str, Any]])
         assert "the task has run on no node; is it in the epoch group?" in found[4]["error"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_beside_what_is_loaded_and_saved_in_another_session(on_two: list[dict[str, Any]]) -> None:
     """On all processes; see test_beside_a_run."""
     for number, ends in enumerate(on_two):

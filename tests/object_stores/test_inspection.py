@@ -136,6 +136,7 @@ def test_many_epochs_are_listed_in_few_requests(
     assert len(open_store(long_run).read(paths.HEAD, limit_bytes=10**7)) < 200_000
 
 
+@pytest.mark.slow
 def test_a_row_says_the_same_whether_its_record_was_read_or_not(long_run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the views show of epochs in a list is in the head; an epoch that is opened has the rest."""
     now = time.time_ns()

@@ -97,6 +97,7 @@ def test_every_call_survives_a_fault_that_passes(name: str, cloud: Bucket, store
     assert store.read("new", limit_bytes=100) == b"content"
 
 
+@pytest.mark.slow
 def test_a_lost_answer_does_not_hide_a_conflict(cloud: Bucket, store: Store, quick: None) -> None:
     """The first request never arrives, and another writer is faster than the second."""
     other = open_store(store.root)
@@ -414,9 +415,8 @@ def nth_write(number: int, fault: Fault, failed: list[Request]) -> Callable[[Req
     return decide
 
 
-@pytest.mark.parametrize(
-    "fault", ["lost", *(pytest.param(name, marks=pytest.mark.slow) for name in ("status", "reset"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["lost", "status", "reset"])
 def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket, in_chunks: Store) -> None:
     """One request of an upload fails: its beginning, each of its parts, its end."""
     store, data, number = in_chunks, os.urandom(LARGE), 0

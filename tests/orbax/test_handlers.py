@@ -587,6 +587,7 @@ def test_every_process_keeps_what_is_its_own(job: tuple[pathlib.Path, list[Any]]
         assert got == {"config": {"lr": 0.1}, "own": True, "reader": 10 + me, "state": True}
 
 
+@pytest.mark.slow
 def test_two_nodes_writing_one_name_fail_the_attempt(job: tuple[pathlib.Path, list[Any]]) -> None:
     """Nobody's file is silently the one that counts; all processes hear why."""
     directory, saved = job

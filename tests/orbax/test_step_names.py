@@ -265,6 +265,7 @@ DAY = datetime.date(2026, 1, 1)
 FORMATS = {"days": (Days, 30, 31), "dates": (Dates, 20260131, 20260201), "sessions": (Stamped, 5, 6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("reader", [ocp.CheckpointManager, ec.CheckpointManager])
 def test_epochs_of_a_name_format_of_ones_own_are_found_again(

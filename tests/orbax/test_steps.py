@@ -245,6 +245,7 @@ def test_a_flax_training_loop_of_orbax_goes_on_with_us(tmp_path: pathlib.Path, s
         assert stock.all_steps() == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_an_nnx_model_that_orbax_saved_trains_on_as_if_nothing_happened(tmp_path: pathlib.Path) -> None:
     """The next steps after the change of managers are those of a run that was never interrupted, bit for bit."""
 
@@ -389,6 +390,7 @@ def test_items_of_any_name_are_restored_and_not_all_are_saved(tmp_path: pathlib.
                 manager.save(step, args=Composite(state=Save(tree_of(0))))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["StandardCheckpointer", "PyTreeCheckpointer"])
 @pytest.mark.parametrize("ocdbt", [True, False])
 def test_a_step_that_a_plain_checkpointer_wrote_is_one_unnamed_item(

@@ -83,6 +83,7 @@ def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.P
     assert {k: v for k, v in found.items() if v} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "restored"),
     [(2, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [(4, 2), (1, 2)])],
@@ -112,6 +113,7 @@ def save_two_items(directory: pathlib.Path) -> None:
         manager.save(5, args=items, metrics={"loss": 0.5}, custom_metadata={"by": "us"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", ["one", "two"])
 def test_stock_orbax_needs_no_arguments(tmp_path: pathlib.Path, items: str) -> None:
     """`CheckpointManager(dir).restore(step)`: our nodes' folders do not stand in the way."""
@@ -394,6 +396,7 @@ def test_a_leaf_that_would_make_all_of_stock_orbaxs_restore_fail_is_left_out(
         assert_restores(ec.CheckpointManager, tmp_path, args, tree)
 
 
+@pytest.mark.slow
 def test_stock_orbax_needs_no_target(tmp_path: pathlib.Path) -> None:
     """It finds shardings, keys, scalars, JSON, metrics and metadata by itself, and single subtrees."""
     save_two_items(tmp_path / "run")

@@ -245,6 +245,7 @@ class MortalStore(PosixStore):
         return super().__getattribute__(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [5, pytest.param(1, marks=pytest.mark.long)])
 def test_a_kill_anywhere_in_it_loses_nothing(tmp_path: pathlib.Path, steps: int) -> None:
     """Before each change, and in the middle of a copy (the long form walks all of them): hidden or whole to readers,
