@@ -221,6 +221,7 @@ def test_a_damaged_epoch_is_trained_again(undisturbed, tmp_path: pathlib.Path) -
     assert f"resumed from epoch {EPOCHS}" in finish(tmp_path / "copy")
 
 
+@pytest.mark.long
 def test_a_dead_process_ends_the_job(tmp_path: pathlib.Path) -> None:
     """The launcher ends the others, says which process failed and how, and fails itself."""
     with start(tmp_path, FOREVER) as (job,):

@@ -382,7 +382,7 @@ def check_mutations(
     assert before.verify(1).ok
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [EPOCH, NODE])
 def test_records_with_any_field_wrong_are_refused_clearly(run: pathlib.Path, name: str) -> None:
     """A valid record with one field of a wrong type, range or meaning, and a right checksum: every way to read it

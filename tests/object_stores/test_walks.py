@@ -62,7 +62,7 @@ def test_an_older_run_that_was_paused_harms_nothing(operation: str, newcomer: st
         check(walk, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_older_run_that_was_paused_harms_nothing_on_a_server() -> None:
     with opened("s3") as place:
         walk = Walk(place)
