@@ -130,54 +130,71 @@ class _Child(NamedTuple):
         self.starter.close()
 
 
-def _serve(control: socket.socket) -> _Request | None:
-    """Forks for each request; returns in each forked process with its request, and with None at the server's end."""
-    running: dict[int, _Child] = {}
-    reported: dict[int, _Child] = {}
-    while True:
-        readable, _, _ = select.select([control, *running, *reported], [], [])
-        for fd in readable:
-            if fd is control:
-                message, fds, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 2)
-                if not message:
-                    _kill([*running.values()])
-                    return None
-                output, connection = fds
-                starter = socket.socket(fileno=connection)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # jax and Python warn of forks; no thread of theirs runs yet
-                    pid = os.fork()
-                if pid == 0:
-                    control.close()
-                    starter.close()
-                    for child in [*running.values(), *reported.values()]:
-                        child.forget()
+class _Server:
+    """Forks a process for each request that comes, and tells whoever asked for it how it ended.
+
+    Args:
+        control: where requests come from. Its end is the end of the server and of all that it has forked.
+    """
+
+    def __init__(self, control: socket.socket):
+        self._control = control
+        self._running: dict[int, _Child] = {}  # by `ended`
+        self._reported: dict[int, _Child] = {}  # those that have ended, by the number of `starter`
+
+    def serve(self) -> _Request | None:
+        """Returns in each forked process with its request, and with None at the server's end."""
+        while True:
+            readable, _, _ = select.select([self._control, *self._running, *self._reported], [], [])
+            for fd in readable:
+                if fd in self._running:
+                    self._report(self._running.pop(fd))
+                elif fd in self._reported:
+                    self._reap(self._reported.pop(fd))
+                else:
+                    message, fds, _, _ = socket.recv_fds(self._control, _REQUEST_BYTES, 2)
+                    if not message:
+                        self._kill()
+                        return None
                     request = _Request(**json.loads(message))
-                    _become(request, output)
-                    return request
-                os.close(output)
-                starter.send(str(pid).encode())
-                child = _Child(pid=pid, ended=os.pidfd_open(pid), starter=starter)
-                running[child.ended] = child
-            elif fd in running:
-                child = running.pop(fd)
-                found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-                assert found is not None
-                status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-                with contextlib.suppress(BrokenPipeError):
-                    child.starter.send(str(status).encode())
-                reported[child.starter.fileno()] = child
-            else:
-                child = reported.pop(fd)
-                os.waitpid(child.pid, 0)
-                child.forget()
+                    if self._fork(request, output=fds[0], starter=socket.socket(fileno=fds[1])):
+                        return request
 
+    def _fork(self, request: _Request, output: int, starter: socket.socket) -> bool:
+        """Whether this is the forked process."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jax and Python warn of forks; no thread of theirs runs yet
+            pid = os.fork()
+        if pid:
+            os.close(output)
+            child = _Child(pid=pid, ended=os.pidfd_open(pid), starter=starter)
+            self._running[child.ended] = child
+            return False
+        self._control.close()
+        for child in [*self._running.values(), *self._reported.values()]:
+            child.forget()
+        _become(request, output)
+        with starter:
+            starter.send(str(os.getpid()).encode())  # now it has a group of its own, which can be killed
+        return True
 
-def _kill(children: Sequence[_Child]) -> None:
-    """Whoever had asked for them is gone: they, and what they have started, end as well."""
-    for child in children:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
+    def _report(self, child: _Child) -> None:
+        found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        with contextlib.suppress(BrokenPipeError):
+            child.starter.send(str(status).encode())
+        self._reported[child.starter.fileno()] = child
+
+    def _reap(self, child: _Child) -> None:
+        """Its pid may be another's from now on."""
+        os.waitpid(child.pid, 0)
+        child.forget()
+
+    def _kill(self) -> None:
+        for child in self._running.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # only zombies are left in the group
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _become(request: _Request, output: int) -> None:
@@ -203,6 +220,6 @@ def _import() -> None:
 
 if __name__ == "__main__":
     _import()
-    if (wanted := _serve(socket.socket(fileno=int(sys.argv[1])))) is None:
-        os._exit(0)
-    runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
+    wanted = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    if wanted is not None:
+        runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
