@@ -290,7 +290,8 @@ class SqliteMetadataHandler(CheckedHandler):
         """A connection; leaving it without COMMIT undoes all."""
         try:
             uri = f"{pathlib.Path(self._path).as_uri()}?mode={mode}"
-            with closing(sqlite3.connect(uri, timeout=self._timeout_secs, isolation_level=None, uri=True)) as connection:
+            opened = sqlite3.connect(uri, timeout=self._timeout_secs, isolation_level=None, uri=True)
+            with closing(opened) as connection:
                 yield connection
         except sqlite3.Error as error:
             raise self._explained(error) from error
