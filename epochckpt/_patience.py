@@ -75,4 +75,4 @@ def use(**changes: Any) -> Generator[None]:
     try:
         yield
     finally:
-        _used[:] = [each for each in _used if each is not changed]  # not one that is equal to it
+        _used[:] = [each for each in _used if each is not changed]  # `remove` would take an equal one

@@ -170,7 +170,7 @@ class Processes(Sequence[Process]):
         timed_out: whether the last `wait` had to kill a process.
     """
 
-    def __init__(self, program: Sequence[str], num_processes: int, env: Mapping[str, str], anew: bool):
+    def __init__(self, program: Sequence[str], num_processes: int, env: Mapping[str, str], *, anew: bool):
         self.timed_out = False
         self._anew = anew or program[0] != "-m" or not prepared.POSSIBLE
         self._program = program
@@ -312,7 +312,7 @@ def start_processes(
         "PYTHONUNBUFFERED": "1",
         "EPOCHCKPT_TEST_NUM_PROCESSES": str(num_processes),
     }
-    return Processes(program, num_processes, {**os.environ, **own, **(env or {})}, anew)
+    return Processes(program, num_processes, {**os.environ, **own, **(env or {})}, anew=anew)
 
 
 def parse_result(stdout: str) -> Any:
