@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pathlib
 import signal
 import subprocess
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,27 @@ def pytest_configure() -> None:
     """A shell's `&` has the suite ignore Ctrl-C, and with it all that the tests start: their own must hear it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Shares the first compilation of the tests, in a fresh clone, among the workers of pytest-xdist.
+
+    pytest rewrites the asserts of each file when a process imports it first, and keeps the result for the others. All
+    workers collect in the same order, so each would compile all files. Here each starts at another file, and finds
+    what the others have compiled when it gets there.
+    """
+    whole = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if not whole or "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    folder = pathlib.Path(__file__).parent
+    files = sorted(folder.rglob("test_*.py"))
+    worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    start = len(files) * worker // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for file in files[start:] + files[:start]:
+        module = ".".join(file.relative_to(folder.parent).with_suffix("").parts)
+        # The collection imports what fails here again, and reports it.
+        with warnings.catch_warnings(action="error"), contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(module)
 
 
 @pytest.fixture(params=["posix", "memory"])

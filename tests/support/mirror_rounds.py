@@ -575,7 +575,10 @@ class Visit:
             try:
                 listed |= self.world.tags_of(manager, [epoch])
             except Wrong:
-                if epoch in self.disk.must or self.world.options.mirror_keep is None:
+                there = self.world.seen.get(epoch)
+                given_up = any(there in disk.timeline.dead for disk in self.world.disks)  # the mirror hears it later
+                leaves = self.world.options.mirror_keep is not None and epoch not in self.disk.must
+                if not given_up and not leaves:
                     raise
                 self._unread.add(epoch)
         return listed
