@@ -130,8 +130,8 @@ def test_a_complete_run_started_again_has_nothing_left_to_do(undisturbed, tmp_pa
 @pytest.mark.parametrize(
     ("kills", "epochs"),
     [
-        pytest.param(2, 40, marks=[pytest.mark.long, pytest.mark.timeout(400)]),
-        pytest.param(20, 400, marks=[pytest.mark.long, pytest.mark.timeout(850)]),
+        pytest.param(2, 40, marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
+        pytest.param(20, 400, marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
     ],
 )
 def test_a_run_killed_at_random_moments_ends_bit_for_bit_equal(

@@ -98,6 +98,7 @@ def test_it_learns_more_than_how_frequent_bytes_are(undisturbed) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kills", [2, 15])
 def test_killed_at_random_moments_the_curve_is_the_same(undisturbed, tmp_path: pathlib.Path, kills: int) -> None:
     """SIGKILL of all processes at once: bit for bit. And on other processes and devices the same but for rounding."""
@@ -124,6 +125,7 @@ def test_killed_at_random_moments_the_curve_is_the_same(undisturbed, tmp_path: p
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 def test_asked_to_stop_in_the_middle_of_an_epoch_it_goes_on_there(undisturbed, tmp_path: pathlib.Path) -> None:
     """Twice in the same one: exit status 75, the epoch is saved as it is, and replaced; in the end nobody can tell."""
     expected, output = undisturbed(ONE)
@@ -142,6 +144,7 @@ def test_asked_to_stop_in_the_middle_of_an_epoch_it_goes_on_there(undisturbed, t
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 def test_several_processes_asked_to_stop_go_on_there(tmp_path: pathlib.Path) -> None:
     """JAX tells them all of it within seconds: the epoch is longer."""
     how = (2, 1), 600

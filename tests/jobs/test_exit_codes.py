@@ -150,7 +150,7 @@ def take_over(directory: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["README.md", "ec.run", "train_cluster.py"])
+@pytest.mark.parametrize("form", ["README.md", "ec.run", pytest.param("train_cluster.py", marks=pytest.mark.long)])
 def test_the_exit_codes_of_programs(tmp_path: pathlib.Path, form: str) -> None:
     """75 after SIGTERM, 76 after a takeover, 74 when the directory has gone, and 0 at the end, one after the other."""
     directory = tmp_path / "run"

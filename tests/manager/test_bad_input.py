@@ -11,8 +11,6 @@ import os
 import pathlib
 import pickle
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,30 +110,6 @@ def test_a_directory_or_url_that_makes_no_sense_is_refused() -> None:
             ec.CheckpointManager(wrong)  # type: ignore[arg-type]
 
 
-AS_NOBODY = """
-import os, sys
-import epochckpt as ec, orbax.checkpoint as ocp
-from epochckpt import errors
-directory, what, user = sys.argv[1:]
-# as root: whatever is imported late, from an interpreter that the other user may not read
-ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)).restore(0)
-os.setgroups([])
-os.setgid(int(user))
-os.setuid(int(user))
-try:
-    read_only = what in ("read", "restore")
-    m = ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=read_only))
-    if what == "restore":
-        m.restore(1)
-    elif what == "write":
-        assert m.all_steps() == [0, 1]
-        m.save(9, args=ocp.args.StandardSave({"x": 1}))
-    print("NO ERROR")
-except errors.EpochCheckpointError as error:
-    print(f"{type(error).__name__}|{isinstance(error, PermissionError)}|{error}".replace(chr(10), " "))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "path", "mode"),
@@ -158,18 +132,13 @@ def test_no_permission_is_an_access_error(run: pathlib.Path, what: str, path: st
     for folder in (run, *(f for f in run.parents if f.is_relative_to(pathlib.Path("/tmp")) and f.name)):
         folder.chmod(0o755)
     (run.parent / path).chmod(mode)
-    env = {**os.environ, "HOME": "/nonexistent", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
     with unchanged(run):
-        done = subprocess.run(
-            [sys.executable, "-c", AS_NOBODY, str(run), what, str(NOBODY)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=env,
-            check=False,
-        )
-    assert done.stdout.startswith("AccessError|True|"), done.stdout + done.stderr[-2000:]
-    assert str(run) in done.stdout or path.removeprefix("run/") in done.stdout
+        job = {"directory": str(run), "what": what, "user": NOBODY}
+        (said,) = run_worker("tests.support.permission_jobs:as_another_user", job, env={"HOME": "/nonexistent"})
+    assert said is not None, "nothing was refused"
+    kind, is_permission_error, text = said
+    assert (kind, is_permission_error) == ("AccessError", True), text
+    assert str(run) in text or path.removeprefix("run/") in text
 
 
 def leave_unfinished(directory: pathlib.Path, step: int) -> None:

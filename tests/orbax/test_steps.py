@@ -677,7 +677,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_any_number_of_processes_reads_what_two_wrote(
     of_two: pathlib.Path, tmp_path: pathlib.Path, processes: int
 ) -> None:
