@@ -18,6 +18,7 @@ QUICK = (
     "tests/tiers/test_standing.py",
     "tests/repo/test_house.py",
     "tests/repo/test_packages.py",
+    "tests/repo/test_docs.py::test_what_is_made_of_the_code_is_as_the_code_says",
 )
 
 nox.options.sessions = ["quick"]

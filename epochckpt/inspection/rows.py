@@ -49,8 +49,9 @@ def _fact(default: Any, of_record: Callable[[EpochRecord], Any]) -> Any:
 class EpochRow:
     """One epoch, or one attempt at saving an epoch that has not been committed.
 
-    A field that the epoch's record tells says how, see `facts_of`. To show one, add a column to
-    `epoch_table.EpochTable.columns`, for `ls` and notebooks; JSON has every field.
+    A field that the epoch's record tells says how, see `facts_of`. `epoch_rows` finds out the others: from the files,
+    where they are looked at, and in a bucket, where no record is read, from the head. To show a field, add a column
+    to `epoch_table.EpochTable.columns`, for `ls` and notebooks; JSON has every field.
     """
 
     epoch: int

@@ -51,7 +51,6 @@ def generator() -> types.ModuleType:
     return module
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", generator().pages(), ids=lambda page: page.parent.name + "/" + page.name)
 def test_what_is_made_of_the_code_is_as_the_code_says(page: pathlib.Path) -> None:
     """`python docs/tables.py` writes it. Every beginning of such a part has its end."""
