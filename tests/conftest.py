@@ -8,6 +8,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -63,6 +64,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def directory(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
     """A directory that does not exist yet."""
     return str(tmp_path / "run") if request.param == "posix" else f"memory://{uuid.uuid4().hex}/"
+
+
+@pytest.fixture
+def public_folder() -> Iterator[pathlib.Path]:
+    """A folder that every user may enter; pytest closes its own to other users whenever it starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder).chmod(0o755)
+        yield pathlib.Path(folder)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -267,24 +266,16 @@ as_user(4002, second)
 """
 
 
-@pytest.fixture
-def shared() -> Iterator[pathlib.Path]:
-    """A folder that every user may enter; pytest closes its own to other users whenever it starts."""
-    with tempfile.TemporaryDirectory() as folder:
-        pathlib.Path(folder).chmod(0o755)
-        yield pathlib.Path(folder)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "end"), [("0", "is killed"), ("0", "closes"), ("2775", "is killed")])
 def test_what_another_user_left_is_named_with_its_owner_and_the_remedy(
-    shared: pathlib.Path, mode: str, end: str
+    public_folder: pathlib.Path, mode: str, end: str
 ) -> None:
     """The first of two users of a group is killed: no try of the second leaves a folder. If it has closed, the second
     saves, and cannot delete the epoch of the first. With the remedy it can do both."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    directory = shared / "run"
+    directory = public_folder / "run"
     directory.mkdir()
     os.chown(directory, 0, 4000)
     directory.chmod(0o2775)

@@ -740,14 +740,14 @@ def test_epochs_of_other_names_are_recognised(tmp_path: pathlib.Path) -> None:
         assert [row.epoch for row in shown.epochs] == [1]
 
 
-def test_without_permission_and_without_a_backend(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_without_permission_and_without_a_backend(saved: pathlib.Path, public_folder: pathlib.Path) -> None:
     """As another user: one closed epoch is shown as such among good ones, a closed directory is an AccessError; and
     in all of this no jax backend was started."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    closed = pathlib.Path(shutil.copytree(run, tmp_path / "closed", symlinks=True))
-    for folder in (run, *(f for f in run.parents if f.is_relative_to("/tmp") and f.name)):
-        folder.chmod(0o755)
+    run = pathlib.Path(shutil.copytree(saved, public_folder / "run", symlinks=True))
+    closed = pathlib.Path(shutil.copytree(saved, public_folder / "closed", symlinks=True))
+    run.chmod(0o755)
     closed.chmod(0o700)
     (run / "2").chmod(0o700)
     (run / "3" / "epoch.json").chmod(0o600)
