@@ -29,7 +29,7 @@ def scores_in(output: str) -> dict[int, float]:
 def test_an_evaluator_beside_a_run_decides_which_epoch_is_kept(tmp_path: pathlib.Path) -> None:
     """It begins first, survives epochs that are deleted under it, and the best one that it found is still there."""
     with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=600") as (evaluator,):
-        with start_training(tmp_path, 12, 1, 4, more=KEEP_BEST) as (training,):
+        with start_training(tmp_path, 12, processes=1, devices=4, more=KEEP_BEST) as (training,):
             assert training.wait_for_exit(TIMEOUT), training.output()
         assert training.returncode == 0, training.output()
         evaluator.wait_for_output("epoch  12  robust_accuracy", TIMEOUT)
@@ -41,7 +41,7 @@ def test_an_evaluator_beside_a_run_decides_which_epoch_is_kept(tmp_path: pathlib
     assert rows[12].metrics.keys() == {"loss", "accuracy", "robust_accuracy"}
 
     # What was scored and is not the best goes with the next commit; the best stays.
-    with start_training(tmp_path, 13, 1, 4, more=KEEP_BEST) as (training,):
+    with start_training(tmp_path, 13, processes=1, devices=4, more=KEEP_BEST) as (training,):
         assert training.wait_for_exit(TIMEOUT), training.output()
     left = [row.epoch for row in scan.look(tmp_path / "checkpoints").epochs]
     assert left == [best.epoch, 13], (left, scores)

@@ -366,9 +366,10 @@ class World:
             self.disks.append(newer)
         self.note(f"  meanwhile {newer.path.parent.name}")
         visit = Visit(self, newer)
+        visit.beside = disk
         visit.may_lose = newer is not disk
         disk.left = self.look(beside=True)
-        complete = visit.play(last=True, at_once=True)
+        complete = visit.play(last=True)
         older.fenced = newer is disk and visit.has_claimed
         older.finish()
         after = self.look()
@@ -408,7 +409,7 @@ class Visit:
         self._was_away = False
         self._gone: Found = {}  # what was acknowledged here, and is not of the mirror's history
         self._warned: list[str] = []
-        self._beside = False  # another run is alive
+        self.beside: Disk | None = None  # that of another run, which is alive
         self.may_lose = False  # the other run writes to the mirror for another directory
         self._certain = True  # whose the mirror is
         self.fenced = False  # a newer run has claimed the directory
@@ -417,10 +418,10 @@ class Visit:
 
     # -- the whole
 
-    def play(self, *, first: bool = False, last: bool = False, at_once: bool = False) -> Found | None:
+    def play(self, *, first: bool = False, last: bool = False) -> Found | None:
         """Opens, does some operations, and is killed or closed; returns what the mirror has after a good end."""
         world, rng = self.world, self.world.rng
-        calm, self._beside = first or last, at_once
+        calm = first or last
         if self._killable and not calm and rng.random() < 0.55:
             place = rng.choice(["", world.mirror, str(self.disk.path)])
             self.life = Life(int(2 ** rng.uniform(0, 7.3)) - 1, place)
@@ -438,7 +439,7 @@ class Visit:
             world.kills += 1
         finally:
             self.life.end()
-            if not at_once:
+            if self.beside is None:
                 self.disk.left = world.look()  # which it is not away from: only runs are
         return None
 
@@ -522,7 +523,7 @@ class Visit:
         """Opens the disk, and compares what is listed with what must be."""
         world, disk = self.world, self.disk
         self._reached = not self._is_away()
-        mirror = dict(world.look() if self._reached and not self._beside else world.seen)
+        mirror = dict(world.look() if self._reached and self.beside is None else world.seen)
         self._was_away = not self._reached
         empty = not disk.must  # of epochs that are certain to be here
         bare = disk.is_copy and not world.listed_alone(disk)
@@ -541,11 +542,11 @@ class Visit:
             raise Wrong("an empty disk begins from scratch beside a mirror that does not answer")
         if not self._reached:
             listed = self._listed_alone(manager)
-        elif self._beside:
+        elif self.beside is not None:
             listed = self._listed_beside(manager)
         else:
             listed = world.tags_of(manager, manager.all_steps())
-        if self._beside:  # another run may have changed it just now
+        if self.beside is not None:  # another run may have changed it just now
             mirror = {epoch: tag for epoch, tag in world.look(beside=True).items() if mirror.get(epoch) == tag}
         world.note(f"  lists {listed}, mirror {mirror}{'' if self._reached else ' (away)'}")
         self._judge(listed, mirror, bare)
@@ -575,10 +576,10 @@ class Visit:
             try:
                 listed |= self.world.tags_of(manager, [epoch])
             except Wrong:
-                there = self.world.seen.get(epoch)
-                given_up = any(there in disk.timeline.dead for disk in self.world.disks)  # the mirror hears it later
-                leaves = self.world.options.mirror_keep is not None and epoch not in self.disk.must
-                if not given_up and not leaves:
+                assert self.beside is not None
+                given_up = self.world.seen.get(epoch) in self.beside.timeline.dead  # the mirror hears of it later
+                leaves = given_up or self.world.options.mirror_keep is not None
+                if epoch in self.disk.must or not leaves:
                     raise
                 self._unread.add(epoch)
         return listed
@@ -731,7 +732,7 @@ class Visit:
         """After a call that has returned: what is listed now."""
         listed = list(manager.all_steps())
         strangers = [epoch for epoch in listed if epoch not in self._known and epoch not in self._unread]
-        if self._beside:  # its claim has looked at the mirror once more, and the other run had gone on there
+        if self.beside is not None:  # its claim has looked at the mirror once more, and the other run had gone on there
             self._unread.update(strangers)
         elif strangers:
             raise Wrong("a running manager lists an epoch that it did not", f"{strangers}")
@@ -851,7 +852,7 @@ class Visit:
                 kind = "the mirror has what was deleted, rolled back or replaced, after a good end"
                 raise Wrong(kind, f"{epoch}: {tag}; {warned}")
             # Until it has claimed the mirror, a run does not know what it has, or what another run still copies.
-            unseen = (self._beside or not self._reached) and tag in disk.timeline.may.get(epoch, ())
+            unseen = (self.beside is not None or not self._reached) and tag in disk.timeline.may.get(epoch, ())
             if self._known.get(epoch) != tag and not unseen:
                 details = f"{found}, {self._known}; {warned}"
                 raise Wrong("the mirror differs from the directory, after a good end", details)

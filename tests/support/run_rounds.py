@@ -29,6 +29,7 @@ import obstore
 import orbax.checkpoint as ocp
 
 import epochckpt as ec
+from epochckpt.directory.epoch_directory import parse_rollback
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, NotACheckpointDirectoryError, say
 from epochckpt.format import paths
 from epochckpt.inspection.gc import collect
@@ -294,16 +295,22 @@ class World:
                 raise Wrong("gc leaves what it could remove", f"{left}"[:500])
             with ec.CheckpointManager(self.url, options=READER) as manager:
                 saves = {epoch: manager.save_id(epoch) for epoch in manager.all_steps()}
-            if not claimed and paths.ROLLBACK_RECORD in self._files():
-                return
             if everything or self.url.startswith("/"):  # in a bucket, rolled-back epochs stay where they were
-                self._check_remains(saves, everything)
+                self._check_remains(saves, everything, set() if claimed else self._waiting())
 
-    def _check_remains(self, saves: dict[int, str], everything: bool) -> None:
+    def _waiting(self) -> set[str]:
+        """The record of a roll back that was interrupted, and the folders of the epochs that it names."""
+        record = pathlib.Path(self.url, paths.ROLLBACK_RECORD)
+        if not record.exists():
+            return set()
+        rollback = parse_rollback(str(record), record.read_bytes())
+        return {paths.ROLLBACK_RECORD, *(str(epoch) for epoch in rollback.epochs)}
+
+    def _check_remains(self, saves: dict[int, str], everything: bool, waiting: set[str]) -> None:
         strays = list[str]()
         for key in self._files():
             folder, _, rest = key.partition("/")
-            if folder == "_epochckpt" or (folder.startswith("rolled-back-") and not everything):
+            if folder == "_epochckpt" or folder in waiting or (folder.startswith("rolled-back-") and not everything):
                 continue
             if folder.startswith("incarnation-") and self.url.startswith("/"):
                 continue  # of the last run
