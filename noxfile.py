@@ -78,6 +78,13 @@ def long(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Do the tests notice a change of the code? A sample for each module, see tests/mutants.py: two hours."""
+    install(session, "-e", ".[test,examples]", "cosmic-ray>=8.7", "pytest-cov>=7")
+    session.run("python", "-m", "tests.mutants", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
 def oldest(session: nox.Session) -> None:
     """What depends on jax and Orbax most, with the oldest supported versions of both."""
     install(session, "-c", "tests/oldest.txt", "-e", ".[test,examples]")

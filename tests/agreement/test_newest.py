@@ -259,6 +259,7 @@ def loop(directory: str) -> list[Any]:
         return [*before, background - me, len(gone), left, list(manager.all_steps())]
 
 
+@pytest.mark.slow
 def test_processes_get_past_a_damaged_epoch_together(tmp_path: pathlib.Path) -> None:
     """What one of them cannot read none of them gets, and `latest_step()` stays the same on all."""
     with ec.CheckpointManager(tmp_path) as manager:

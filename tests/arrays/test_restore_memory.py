@@ -140,6 +140,7 @@ def test_restored_arrays_share_memory_and_give_it_back(tmp_path: pathlib.Path) -
     assert watched.alive == 0
 
 
+@pytest.mark.slow
 def test_what_is_cast_holds_no_memory(tmp_path: pathlib.Path) -> None:
     """The bytes of leaves that were cast are free, also if leaves beside them in the file were not cast."""
     state = {f"w{i:02}": jnp.arange(2**18, dtype=jnp.float32) + i for i in range(12)}

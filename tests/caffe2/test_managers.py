@@ -590,6 +590,7 @@ def test_a_job_that_is_killed_while_it_saves(tmp_path: pathlib.Path, at: Any) ->
     assert staging(tmp_path, "b") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [r"-> 1/b$", "^1 ->"], ids=["before the exchange", "after it"])
 def test_a_job_that_is_killed_while_it_replaces(tmp_path: pathlib.Path, path: str) -> None:
     """The old epoch or the new one is there at once: nobody has to put anything back."""

@@ -273,6 +273,7 @@ def test_only_the_latest_are_kept(manager_class: ManagerClass, tmp_path: pathlib
         assert list(manager.all_steps()) == [6, 9]
 
 
+@pytest.mark.slow
 def test_the_older_form_of_the_options(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """`save_interval_steps`, and a handler for `items` alone although `iter` is named, too."""
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
@@ -463,6 +464,7 @@ class Notice:
         return number == self.announced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", range(5, 13))
 def test_a_preempted_trainer_has_saved_its_last_step(
     manager_class: ManagerClass, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, after: int

@@ -85,7 +85,7 @@ def arrays_of(tree: Any) -> dict[str, bytes]:
     return {name: whole_bytes(leaf) for name, leaf in named.items() if isinstance(leaf, jax.Array | np.ndarray)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stock_orbax_restores_it_with_and_without_arguments(tmp_path: pathlib.Path) -> None:
     """NNX, Linen + optax and everything else, bit for bit, in other shardings, too; no link, nothing of ours beside."""
     for state, make in stock_states.STATES.items():
@@ -255,7 +255,7 @@ def test_what_a_format_cannot_express_is_refused_by_name(tmp_path: pathlib.Path,
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_items_with_too_many_chunks_for_an_epochs_view_can_be_exported(tmp_path: pathlib.Path) -> None:
     """As the note in the epoch says."""
     count = parameters.MAX_ENTRIES // 2 + 1  # each leaf has two entries
@@ -366,6 +366,7 @@ def export_until_killed(directory: str, destination: str) -> None:
         ec.export(directory, 5, destination)
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_under_the_name(tmp_path: pathlib.Path) -> None:
     """What it leaves has a name that no tool takes for a checkpoint, and does not hinder the next try."""
     save(tmp_path / "run", stock_states.plain())

@@ -605,6 +605,7 @@ def test_the_number_of_values_is_bounded(tmp_path: pathlib.Path) -> None:
         ec.import_(path, tmp_path / "run", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["msgpack", "safetensors"])
 def test_a_file_cut_anywhere_is_refused(tmp_path: pathlib.Path, format: str) -> None:
     """Not one of its beginnings is taken for a file."""
@@ -619,6 +620,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: pathlib.Path, format: str) -> 
             import_sources.source_of(str(path), format).tree(".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["msgpack", "safetensors"])
 def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path: pathlib.Path, format: str) -> None:
     """1000 random changes: an error of ours or a tree, never another error, never a read beyond the file."""

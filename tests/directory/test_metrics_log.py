@@ -147,6 +147,7 @@ def test_epochs_under_other_names_are_no_reason_to_forget(tmp_path: pathlib.Path
     assert [row.epoch for row in ec.inspect(directory, options=named).metrics().rows] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("back", ["rolled back", "deleted"])
 def test_a_run_that_goes_back_to_its_mirror_keeps_what_was_before(tmp_path: pathlib.Path, back: str) -> None:
     """No epoch is here then; the run goes on from one that only the mirror has."""

@@ -132,7 +132,7 @@ def test_the_indexed_job_knows_the_exit_codes_and_its_own_names() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_pods_of_the_indexed_job_train_together(tmp_path: pathlib.Path) -> None:
     """The container's command with its variables, once per index; only the coordinator has another address here."""
     _, job, container = manifest()

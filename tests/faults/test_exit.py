@@ -24,6 +24,7 @@ def test_saves_in_flight_are_drained_before_the_processes_leave_the_job(tmp_path
     assert sorted(p.name for p in directory.iterdir()) == ["0", "1", "2"]
 
 
+@pytest.mark.slow
 def test_two_managers_of_one_job_do_not_meet(tmp_path: pathlib.Path) -> None:
     """Two managers on two directories, opened one after the other by the same processes, keep to themselves."""
     results = run_worker(

@@ -90,6 +90,7 @@ def test_a_full_disk_costs_one_epoch(disk: pathlib.Path) -> None:
     assert not list(directory.glob("*.orbax-checkpoint-tmp"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_no_memory(disk: pathlib.Path) -> None:
     """What could not be written is let go when its save has failed, by all threads that wrote it."""
     with ec.CheckpointManager(disk / "run") as m:

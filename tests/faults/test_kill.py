@@ -200,6 +200,7 @@ def check_fenced(found: dict[str, list[str]], *calls: str) -> None:
         assert re.search(FENCED, found[call][1]), (call, found[call])
 
 
+@pytest.mark.slow
 def test_an_older_run_stopped_anywhere_in_a_save_cannot_commit(
     tmp_path: pathlib.Path, subtests: pytest.Subtests
 ) -> None:

@@ -173,6 +173,7 @@ def test_any_duration_is_written_exactly(value: float) -> None:
     assert kind.parse(kind.serialize(value)) == value
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(min_size=1).filter(lambda t: t == t.strip() and not set(t) & set("\r\n\0"))))
 def test_any_list_of_texts_is_written_exactly(value: list[str]) -> None:
     """With commas and quotes in them, too."""

@@ -395,6 +395,7 @@ FLOATS = st.one_of(st.floats(-1e150, 1e150), st.sampled_from([math.nan, math.inf
 PAIRS = st.integers(0, 40).flatmap(lambda n: st.tuples(*[hnp.arrays(np.float64, n, elements=FLOATS)] * 2))
 
 
+@pytest.mark.slow
 @given(PAIRS, st.integers(1, 50))
 def test_changes_of_any_floats(pair: tuple[np.ndarray, np.ndarray], size: int) -> None:
     """Count, largest and norm of the change are right, also for NaN and infinities."""

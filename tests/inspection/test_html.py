@@ -375,6 +375,7 @@ def test_five_hundred_epochs_of_64_nodes_are_bounded_and_mostly_folded() -> None
     assert "… 480 more" in older
 
 
+@pytest.mark.slow
 def test_ten_thousand_nodes_are_a_strip_of_64() -> None:
     """Bars then stand for groups, and a damaged node is seen in its group."""
     nodes = tuple(node(i, 1.0, rows.DAMAGED if i == 7777 else rows.COMMITTED) for i in range(10_000))

@@ -187,6 +187,7 @@ def test_a_flipped_byte_names_its_leaf_and_hides_no_other(tmp_path: pathlib.Path
     assert not leaves.verify().ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["folders-zarr2-single", "ocdbt-zarr3-single"])
 def test_a_damaged_step_of_stock_orbax_is_said(
     tmp_path: pathlib.Path, stock: dict[str, pathlib.Path], layout: str

@@ -740,6 +740,7 @@ def test_epochs_of_other_names_are_recognised(tmp_path: pathlib.Path) -> None:
         assert [row.epoch for row in shown.epochs] == [1]
 
 
+@pytest.mark.slow
 def test_without_permission_and_without_a_backend(saved: pathlib.Path, public_folder: pathlib.Path) -> None:
     """As another user: one closed epoch is shown as such among good ones, a closed directory is an AccessError; and
     in all of this no jax backend was started."""

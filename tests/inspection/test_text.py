@@ -437,6 +437,7 @@ def test_no_number_is_cut(width: int) -> None:
     assert shown.count("249.1") in (0, 2 * shown.count("249.1 MB") // 2)
 
 
+@pytest.mark.slow
 def test_20000_leaves_are_folded_to_a_screen_with_counts() -> None:
     """What is left out is counted, in leaves and bytes, and nothing takes long."""
     leaves = layers(2500, 8)

@@ -219,6 +219,7 @@ def test_static_fields_that_no_checkpoint_holds_come_from_tracing_init(make: Cal
     assert "comes back as dicts" not in caplog.text
 
 
+@pytest.mark.slow
 def test_an_init_that_cannot_be_traced_is_named_with_what_to_do(make: Callable[[], Any], caplog: Any) -> None:
     """Then the blob is dicts and lists, as the first run said that it would be; a target makes it right."""
     run(train_state_job(np.asarray), make(), 1)

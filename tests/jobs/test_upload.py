@@ -277,6 +277,7 @@ def test_to_and_from_stores_without_rename(tmp_path: pathlib.Path) -> None:
     assert got["config"] == {"a": 1}
 
 
+@pytest.mark.slow
 def test_epochs_of_caffe2s_managers_node_by_node(tmp_path: pathlib.Path) -> None:
     """Each node's copy is the node's epoch; twice is once; another is replaced only if asked; others stay."""
 

@@ -877,6 +877,7 @@ def test_memory_is_that_of_the_container(
     assert whole > 2**28
 
 
+@pytest.mark.slow
 def test_the_interpreter_drains_before_it_ends(tmp_path: pathlib.Path) -> None:
     """A script that saves and ends without `close` has committed."""
     code = (

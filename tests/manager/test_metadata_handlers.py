@@ -735,6 +735,7 @@ def test_another_answer_shows_the_handler_and_the_value(answer: Any) -> None:
     assert f"({type(answer).__name__}); expected an integer of at least 0" in str(caught.value)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(epochs=st.lists(st.integers(0, 5), max_size=8), cuts=st.sets(st.integers(0, 8)))
 def test_handlers_agree_whatever_was_written_and_when_the_job_was_restarted(

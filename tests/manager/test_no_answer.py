@@ -82,6 +82,7 @@ def assert_untouched(run: pathlib.Path) -> None:
     assert resume(run) == ([1, 2], 2)
 
 
+@pytest.mark.slow
 def test_any_one_read_that_fails_while_a_job_starts_costs_nothing(run: pathlib.Path) -> None:
     """Walks every read of opening and restoring; each is asked again, and the newest epoch is restored."""
     reads = reads_of(run, lambda: resume(run))

@@ -99,6 +99,7 @@ def test_a_run_goes_on_beside_what_is_loaded_and_saved_in_another_session(on_two
         assert ends["save_beside"] == [[10 * number + w for w in (0, 1, 2, 3, 4, 5, 1)], 5, []]
 
 
+@pytest.mark.slow
 def test_a_load_by_one_process_alone_harms_no_later_run(on_two: list[dict[str, Any]]) -> None:
     """Runs are counted alike on all processes, and a load is no run, whether it succeeds or waits in vain."""
     assert [ends["load_by_one"] for ends in on_two] == [[2, 4], [2, 4]]

@@ -209,6 +209,7 @@ def test_keeping_the_metrics_of_deleted_epochs_costs_no_request(cloud: Bucket) -
     assert [count for count, _ in counts] == [1, 3]
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     """Its objects carry the name of its attempt; what it wrote for an epoch that is there by now goes, too."""
     url = cloud.new_url()

@@ -116,6 +116,7 @@ def test_a_repair_that_takes_in_copies_changes_only_what_it_looked_at(url: str) 
     assert steps(url) == [1, 2, 7]
 
 
+@pytest.mark.slow
 def test_a_repair_whose_answer_is_lost_replaces_nothing_newer(cloud: Bucket, quick: None) -> None:
     """It is carried out; a run goes on from it before the request is repeated. The repair knows its own write."""
     url = cloud.new_url()

@@ -125,6 +125,7 @@ def test_everything_works_on_epochs_whose_entries_are_in_pages(url: str) -> None
     assert {page.path for page in head_of(url).pages} == pages_in(store)
 
 
+@pytest.mark.slow
 def test_pages_hold_what_the_head_says_after_any_changes() -> None:
     """Against a model, with random additions, deletions and changes; what is written reads back the same."""
     lengths = (*(1, 200, 4000) * 10, 70_000)  # the last one is larger than a page

@@ -218,6 +218,7 @@ def test_damage_is_seen_where_files_are_looked_at(cloud: Bucket) -> None:
     assert ec.inspect(url)[0].row.state == DAMAGED
 
 
+@pytest.mark.slow
 def test_what_a_store_refuses_is_no_damage(cloud: Bucket) -> None:
     """An answer that says nothing about the data ends the look with an error; without listing, epochs are shown."""
     url = cloud.new_url()
@@ -239,6 +240,7 @@ def test_what_a_store_refuses_is_no_damage(cloud: Bucket) -> None:
 # -- a live run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_look_at_a_run_that_does_nothing_is_one_request(long_run: str, cloud: Bucket) -> None:
     """Of `watch`, and of `follow`, which reads no record at all."""
     watcher = Watcher(epoch_directory(long_run))
@@ -299,6 +301,7 @@ def test_a_save_under_way_is_watched_by_one_listing(cloud: Bucket) -> None:
         assert scan.look(url).epochs[-1].epoch == 2
 
 
+@pytest.mark.slow
 def test_a_slow_evaluator_is_not_given_what_was_deleted_meanwhile(cloud: Bucket) -> None:
     """While it scores one epoch, others go: the head is read again before the next is handed out."""
     url = cloud.new_url()
@@ -415,6 +418,7 @@ def test_a_late_object_of_an_upload_is_no_obstacle_to_the_next_one(tmp_path: pat
     assert epoch_directory(url).scan() == ([1, 2], {})
 
 
+@pytest.mark.slow
 def test_many_dead_saves_do_not_cost_many_requests(cloud: Bucket) -> None:
     """Some are looked at, and the others are said."""
     url = cloud.new_url()
@@ -526,6 +530,7 @@ def test_500_saved_epochs_are_listed_in_few_requests(scheme: str, capsys: pytest
             assert main.main(["du", url]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_a_bucket_of_stock_orbax_has_its_head_looked_for_a_few_times(cloud: Bucket, tmp_path: pathlib.Path) -> None:
     """There is none, and no step costs another request for it."""

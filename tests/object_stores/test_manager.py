@@ -284,6 +284,7 @@ def test_a_restore_finds_what_became_of_an_object_and_takes_an_older_epoch(loss:
         assert manager.restore(2)["epoch"] == 22
 
 
+@pytest.mark.slow
 def test_a_job_resumes_from_an_older_epoch_when_the_newest_has_lost_an_object(cloud: Bucket) -> None:
     url, totals = cloud.new_url(), list[Any]()
     with ec.CheckpointManager(url) as manager:
@@ -421,6 +422,7 @@ def test_a_store_that_is_away_holds_training_for_no_longer_than_it_may(cloud: Bu
         assert manager.all_steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_store_that_is_away_and_saves_its_last_epoch(cloud: Bucket) -> None:
     """No save begins while two are waiting; that is not too many failures in a row. The last epoch is saved in the end,
     also where its first try had to fail."""

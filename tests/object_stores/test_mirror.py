@@ -133,6 +133,7 @@ def test_epochs_reach_the_mirror_and_an_empty_disk_goes_on_from_there(cloud: Buc
     assert dead_objects(url) == []
 
 
+@pytest.mark.slow
 @GOOGLE
 def test_a_mirror_that_is_away_only_delays(
     cloud: Bucket, tmp_path: pathlib.Path, quick: None, caplog: pytest.LogCaptureFixture
@@ -198,6 +199,7 @@ def test_damage_here_while_the_mirror_is_away_costs_one_epoch(
         check(manager, 2)
 
 
+@pytest.mark.slow
 @GOOGLE
 def test_what_was_rolled_back_does_not_come_back(cloud: Bucket, tmp_path: pathlib.Path, quick: None) -> None:
     """Not even if the mirror did not hear of it before the run ended."""
@@ -232,6 +234,7 @@ def damage_record(epoch: pathlib.Path) -> None:
     (epoch / "epoch.json").write_bytes(b"{}")
 
 
+@pytest.mark.slow
 @GOOGLE
 @pytest.mark.parametrize("damage", [damage_data, damage_record])
 def test_a_damaged_epoch_is_read_from_the_mirror(
@@ -359,6 +362,7 @@ def overtaken_at(cloud: Bucket, directory: pathlib.Path, number: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @GOOGLE
 def test_a_newer_run_takes_the_mirror_over(cloud: Bucket, tmp_path: pathlib.Path, quick: None) -> None:
     """What an older run is copying is not taken for a part of what the newer one copies."""

@@ -91,6 +91,7 @@ def test_a_deleted_step_is_gone_and_its_number_free(url: str) -> None:
     assert is_ours(url, 2)
 
 
+@pytest.mark.slow
 def test_steps_that_are_rolled_back_keep_their_bytes(url: str, written: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Stock Orbax reads them where they are kept, and their numbers are saved anew."""
     with ec.CheckpointManager(url) as manager:
@@ -115,6 +116,7 @@ def test_steps_that_are_rolled_back_keep_their_bytes(url: str, written: pathlib.
     assert all(np.array_equal(found[name], value) for name, value in stock_steps.tree_of(2).items())
 
 
+@pytest.mark.slow
 def test_a_good_step_is_replaced_by_deleting_it(url: str) -> None:
     with ec.CheckpointManager(url) as manager:
         with pytest.raises(ec.errors.EpochExistsError):
@@ -124,6 +126,7 @@ def test_a_good_step_is_replaced_by_deleting_it(url: str) -> None:
         assert as_stock(manager, 3)
 
 
+@pytest.mark.slow
 def test_a_replacement_that_fails_leaves_the_step(url: str, faults: Faults) -> None:
     """A damaged one, too, with its marker and its records, which a view would have under the same names."""
     open_store(url).remove("3/default/_METADATA")
@@ -183,6 +186,7 @@ def test_what_lies_where_a_step_would_be_kept_is_not_taken_for_it(url: str) -> N
     assert names(url, "2") == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["before the files", "after the files"])
 def test_a_gc_of_kept_steps_that_is_killed_leaves_room(then: str, url: str, faults: Faults) -> None:
     """Until nothing is left of them the head names them, and the next gc goes on."""
@@ -208,6 +212,7 @@ def test_a_gc_of_kept_steps_that_is_killed_leaves_room(then: str, url: str, faul
     assert names(url, "trash/2")
 
 
+@pytest.mark.slow
 def test_a_deletion_that_is_late_leaves_the_view_of_a_newer_run(url: str, faults: Faults) -> None:
     """It has listed the step, which the newer run then removes, to save its number."""
     paused, go_on = threading.Event(), threading.Event()
@@ -285,6 +290,7 @@ def test_a_step_that_goes_while_it_is_read_is_not_read_as_zeros(
             manager.restore(2)
 
 
+@pytest.mark.slow
 def test_a_damaged_step_is_set_aside_when_its_number_is_saved(url: str) -> None:
     open_store(url).remove("3/default/_METADATA")
     before = names(url, "3")
@@ -297,6 +303,7 @@ def test_a_damaged_step_is_set_aside_when_its_number_is_saved(url: str) -> None:
     assert names(url, f"{kept}/3") == before
 
 
+@pytest.mark.slow
 def test_what_stock_orbax_saves_anew_meanwhile_stays(url: str, written: pathlib.Path, faults: Faults) -> None:
     """The run is paused before it removes the step that it has deleted; the next claim finds the new one."""
 
@@ -351,6 +358,7 @@ def test_a_deletion_that_was_cut_short_is_finished(to_end: str, url: str, faults
     assert names(url, "2") == set()
 
 
+@pytest.mark.slow
 def test_what_comes_late_of_a_view_takes_no_number(url: str) -> None:
     """Any of its small files, after its epoch was deleted. A folder with anything else is somebody's."""
     store = open_store(url)
@@ -378,6 +386,7 @@ def test_what_comes_late_of_a_view_takes_no_number(url: str) -> None:
         assert sorted(manager.foreign_folders()) == [8, 9, 10]
 
 
+@pytest.mark.slow
 def test_gc_removes_steps_that_were_rolled_back_when_it_is_told_to(url: str) -> None:
     with ec.CheckpointManager(url) as manager:
         manager.rollback_to(1)

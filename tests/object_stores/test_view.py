@@ -103,6 +103,7 @@ def test_no_view_where_stock_orbax_cannot_read(cloud: Bucket, monkeypatch: pytes
         ec.repair_view(url, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 4, 7, 8])
 def test_a_view_that_was_cut_off_is_completed_by_the_next_claim(cloud: Bucket, after: int) -> None:
     """Whatever was written of it: stock Orbax does not see the epoch meanwhile, and we do."""

@@ -612,6 +612,7 @@ def test_node_values_on_another_count_need_reshard(job: tuple[pathlib.Path, list
         assert got["config"] == {"lr": 0.1}
 
 
+@pytest.mark.slow
 def test_reshard_must_give_one_state_per_node(tmp_path: pathlib.Path, job: tuple[pathlib.Path, list[Any]]) -> None:
     """Too few states are refused instead of being dealt out somehow."""
     directory, _ = job

@@ -220,7 +220,7 @@ def test_a_chunk_that_is_cut_into_parts_is_read_once(tmp_path: pathlib.Path, axi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["linen", "nnx"])
+@pytest.mark.parametrize("state", ["linen", pytest.param("nnx", marks=pytest.mark.long)])
 def test_a_flax_training_loop_of_orbax_goes_on_with_us(tmp_path: pathlib.Path, state: str) -> None:
     """Stock Orbax saves; we resume into a fresh state, and save beside it; both kinds are then restored."""
     make: Callable[[int], Any] = stock_states.STATES[state]

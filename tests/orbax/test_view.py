@@ -72,7 +72,7 @@ def stock(function: str, arguments: dict[str, Any], num_processes: int = 1) -> A
 
 
 @pytest.mark.parametrize(
-    "state", [pytest.param(name, marks=[pytest.mark.slow] * (name == "linen")) for name in stock_states.STATES]
+    "state", [pytest.param(name, marks=[pytest.mark.slow] * (name != "plain")) for name in stock_states.STATES]
 )
 def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.Path, state: str) -> None:
     """NNX, Linen + optax and a tree of everything else; in the saved and in another sharding; nothing is left out."""

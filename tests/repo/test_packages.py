@@ -70,6 +70,7 @@ def violations(sources: Sources) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_packages_use_what_others_export() -> None:
     assert violations(sources_of(FOLDER)) == []
 

@@ -44,6 +44,7 @@ def test_neighbours_in_a_job_hash_differently() -> None:
     assert first != second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "returncode"),
     [(["return"], 0), (["exit"], 3), (["raise"], 1), (["kill"], -signal.SIGKILL), (["interrupt"], -signal.SIGINT)],

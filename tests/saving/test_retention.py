@@ -109,6 +109,7 @@ def test_every_process_lists_an_epoch_whose_deletion_failed(tmp_path: pathlib.Pa
     assert on_storage(tmp_path) == [1, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("into", [None, "trash"])
 def test_the_first_retention_of_a_large_directory_is_linear(
     tmp_path: pathlib.Path, faults: Faults, into: str | None

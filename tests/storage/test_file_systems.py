@@ -174,6 +174,7 @@ def layered(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[
         subprocess.run(["umount", "--lazy", str(tmp_path / "merged")], timeout=30, check=True)
 
 
+@pytest.mark.slow
 def test_epochs_that_no_rename_moves_are_deleted_and_rolled_back(layered: Any) -> None:
     """Deleted, kept by todelete_subdir, rolled back, put aside as damaged: by a record that hides them meanwhile."""
     below, mount = layered
