@@ -16,6 +16,7 @@ import atexit
 import collections
 import contextlib
 import contextvars
+import math
 import os
 import queue
 import threading
@@ -29,6 +30,9 @@ from absl import logging
 from epochckpt.errors import kept, say
 
 T = TypeVar("T")
+
+HEAR_SIGNALS_SECS = 1.0
+"""How long a wait may last before Python looks whether a signal has come."""
 
 
 class Deadline:
@@ -86,8 +90,11 @@ class Future(Generic[T]):
         gate = threading.Lock()  # each wait has its own, not an Event's: a signal handler may wait inside a wait
         gate.acquire()
         self._waiters.append(gate)
-        if not self._done:  # else it may have arrived before the gate was there to be opened
-            gate.acquire(timeout=-1 if timeout_secs is None else min(max(timeout_secs, 0.0), threading.TIMEOUT_MAX))
+        end = Deadline(math.inf if timeout_secs is None else timeout_secs)
+        # It may have arrived before the gate was there to be opened.
+        while not self._done and not end.passed():
+            # Of a signal that comes just before the lock's own wait begins, Python hears when that wait ends.
+            gate.acquire(timeout=min(max(end.left(), 0.0), HEAR_SIGNALS_SECS))
         with contextlib.suppress(ValueError):
             self._waiters.remove(gate)
         return self._done

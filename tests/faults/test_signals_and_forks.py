@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import itertools
 import pathlib
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +49,23 @@ def save_now(m: ec.CheckpointManager, step: int) -> None:
     with contextlib.suppress(EpochExistsError):  # the code that is interrupted saves it
         save(m, step, force=True)
     m.wait_until_finished()
+
+
+def test_an_interrupt_that_no_system_call_hears_ends_a_wait() -> None:
+    """As a signal that comes just before the wait of a lock begins, and as notebooks and editors interrupt."""
+    future: _threads.Future[None] = _threads.Future()
+    training = threading.main_thread().ident or 0
+
+    def interrupt_the_wait() -> None:
+        while sys._current_frames()[training].f_code is not _threads.Future.wait.__code__:
+            pass
+        _thread.interrupt_main()
+
+    beside = threading.Thread(target=interrupt_the_wait)
+    beside.start()
+    with pytest.raises(KeyboardInterrupt):
+        future.result()
+    beside.join()
 
 
 def test_a_burst_of_jobs_starts_one_thread() -> None:
