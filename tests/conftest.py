@@ -48,10 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     chosen = config.option.basetemp is not None or "TMPDIR" in os.environ
-    if not chosen and config.option.markexpr == DEFAULT_LEVEL and os.access(MEMORY, os.W_OK):
-        if shutil.disk_usage(MEMORY).free > ROOM_BYTES:
-            os.environ["TMPDIR"] = str(MEMORY)  # what the tests start inherits it
-            tempfile.tempdir = None  # it is looked up anew
+    by_default = not chosen and config.option.markexpr == DEFAULT_LEVEL
+    if by_default and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+        os.environ["TMPDIR"] = str(MEMORY)  # what the tests start inherits it
+        tempfile.tempdir = None  # it is looked up anew
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

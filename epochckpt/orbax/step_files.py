@@ -20,6 +20,8 @@ from epochckpt.storage import Store, patiently, scheme_of
 STEP_RECORD = "_CHECKPOINT_METADATA"
 TREE_RECORD = "_METADATA"
 COMMIT = "commit_success.txt"
+OUR_COMMIT = b"epochckpt committed this epoch.\n"
+"""The content of that file in an epoch of ours. Orbax writes the path of its step, which may have our name in it."""
 OCDBT = "manifest.ocdbt"
 ARRAY_RECORDS = "array_metadatas"
 MAX_BYTES = 256 * 2**20

@@ -27,7 +27,7 @@ from epochckpt.errors import StorageError
 from epochckpt.format import paths
 from epochckpt.orbax import step_files
 from epochckpt.orbax.small_files import JSON_HANDLERS, nanoseconds, read_object, step_record
-from epochckpt.orbax.step_files import COMMIT, OCDBT, STEP_RECORD, TREE_RECORD
+from epochckpt.orbax.step_files import COMMIT, OCDBT, OUR_COMMIT, STEP_RECORD, TREE_RECORD
 from epochckpt.storage import Store, patiently
 
 _OUR_INDEX = "index.0"  # beside the manifest; Orbax's own databases have no such file
@@ -107,7 +107,7 @@ def look(store: Store, at: str) -> dict[str, str]:
 
 
 def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapping[str, Any] | None) -> bool:
-    if entries.get(COMMIT) == "file" and b"epochckpt" in _start(store, paths.join(folder, COMMIT)):
+    if entries.get(COMMIT) == "file" and _start(store, paths.join(folder, COMMIT)) == OUR_COMMIT:
         return True
     handlers = (record or {}).get("item_handlers")
     for name in (n for n, kind in entries.items() if kind == "folder"):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from epochckpt.format import EpochRecord, ItemRecord, paths
 from epochckpt.orbax.handler_types import json_handler, key_folders
-from epochckpt.orbax.step_files import COMMIT
+from epochckpt.orbax.step_files import COMMIT, OUR_COMMIT
 
 METRICS_FILE = "metrics/metrics"  # where the view of an epoch has its metrics
 ALIAS_FILE = f"{paths.DEFAULT_ITEM}/{paths.JSON_FILE}"  # where the view of an epoch has aliases
@@ -39,7 +39,7 @@ class View:
 class Layout(abc.ABC):
     """The differences between the places that a view may lie in. The methods add to a view."""
 
-    commit_mark = b"epochckpt committed this epoch.\n"  # see `step_recognition`: so it is never taken for Orbax's own
+    commit_mark = OUR_COMMIT  # see `step_recognition`: so it is never taken for Orbax's own
     """The content of the file that marks a finished step."""
 
     def add_node(self, view: View, record: EpochRecord, number: int) -> None:

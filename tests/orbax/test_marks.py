@@ -205,6 +205,17 @@ def test_a_step_below_which_others_were_saved_is_not_retired(run: pathlib.Path) 
     assert (run / "1" / "7" / "_METADATA").exists()
 
 
+def test_a_step_in_a_folder_with_our_name_is_no_epoch_of_ours(tmp_path: pathlib.Path) -> None:
+    """Stock Orbax writes the path of a step into the step."""
+    directory = tmp_path / "epochckpt committed this epoch."
+    simple(directory, 1, 2)
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.all_steps() == [1, 2]
+        np.testing.assert_array_equal(manager.restore(1, args=Restore(tree_of(0)))["w"], tree_of(1)["w"])
+        manager.delete(2)
+        assert manager.latest_step() == 1
+
+
 def test_what_identifies_a_step_without_a_record_survives_a_touch_and_a_rename(run: pathlib.Path) -> None:
     """Else a damaged step that is to be replaced would be called another one."""
     (run / "2" / "_CHECKPOINT_METADATA").unlink()
