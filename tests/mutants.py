@@ -172,7 +172,7 @@ def tested(mutation: MutationSpec, *, tests: Tests, checkout: pathlib.Path) -> W
     near = checkout / f"{uuid.uuid4().hex}.txt"
     near.write_text("\n".join(tests.of(mutation)))
     first = [*PYTEST, "-x", f"@{near}"] if near.stat().st_size else ["true"]
-    second = [*PYTEST, "-x", "-n", "2", "--maxschedchunk=1", *IN_PROCESSES]
+    second = [*PYTEST, "-x", *IN_PROCESSES]
     script = f"cd {shlex.quote(str(checkout))} && {shlex.join(first)} && {shlex.join(second)}"
     here = attrs.evolve(mutation, module_path=checkout / mutation.module_path)
     try:

@@ -26,7 +26,8 @@ import epochckpt as ec
 from epochckpt.arrays import writer
 from epochckpt.format import DataFile, NodeEntry, paths
 from epochckpt.saving.reports import NodeReport, ProcessReport
-from epochckpt.storage import PosixStore
+from epochckpt.storage import PosixStore, Store
+from epochckpt.testing import Faults
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
 WAIT_SECS = 30.0
@@ -263,11 +264,12 @@ def test_names_of_handlers_files(name: str, fine: bool) -> None:
     assert paths.is_file_path(name) is fine
 
 
-def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: pathlib.Path) -> None:
+def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: pathlib.Path, faults: Faults) -> None:
     """No epoch is committed that could not be restored."""
     with ec.CheckpointManager(tmp_path, handler_registry=registry(TextHandler())) as manager:
-        manager.save(0, args=Composite(x=TextSave(1.0)))
-        save = manager.components.saves.queue.pending()[0]
+        with faults.hold(Store.rename):
+            manager.save(0, args=Composite(x=TextSave(1.0)))
+            (save,) = manager.components.saves.queue.pending()
         manager.wait_until_finished()
         for written in (("a", "a/b"), ("a/b", "a")):
             for node, name in enumerate(written):

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import threading
@@ -1063,7 +1064,8 @@ def test_what_was_replaced_beside_another_owner_of_the_mirror_does_not_come_back
     assert "was moved to diverged-" not in caplog.text
     with place.open("one") as first:
         first.claim()
-    assert "checkpoint 6 was moved to diverged-" in caplog.text
+    # 1 and 5 as well, if the mirror was so slow that nothing could be deleted before it gave up.
+    assert re.search(r"checkpoint (1, )?(5, )?6 was moved to diverged-", caplog.text)
 
 
 def begins_copy(ledger: Ledger) -> bool:
