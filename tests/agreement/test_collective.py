@@ -16,6 +16,7 @@ import pytest
 from epochckpt import _threads
 from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.agreement.collective import Timeouts, broadcast, collective, meet
+from epochckpt.agreement.restore_vote import vote
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, DamagedError, InvalidArgumentError
 from tests.support.in_memory import InMemory, Service
 from tests.support.processes import run_worker
@@ -301,6 +302,75 @@ def test_a_broadcast_that_the_primary_made_alone_is_taken_once_and_never_after_a
 
 
 # -- real processes --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_says_nothing_about_the_epoch_ends_a_vote_for_all() -> None:
+    """Although another process, of a lower number, has found the epoch damaged."""
+    service = Service()
+
+    def restore(number: int) -> int:
+        if number == 1:
+            raise DamagedError("1", "is torn")
+        if number == 2:
+            raise InvalidArgumentError("no such item")
+        with service.changed:  # both have told: the call ends with the errors that there are
+            assert service.changed.wait_for(lambda: len(service.values) == 2, WAIT_SECS)
+        return number
+
+    found = each(service, 3, lambda c: vote(lambda: restore(c.process), c, "vote", WAIT_SECS))
+    assert [type(one) for one in found] == [InvalidArgumentError] * 3
+
+
+def test_of_many_openings_the_primary_of_several_processes_forgets_the_oldest() -> None:
+    """A coordination service keeps what it is not told to forget; one process alone has told it nothing."""
+    service = Service()
+    primary = InMemory(service, 0, 2)
+    for process in (InMemory(service, 1, 2), InMemory(service, 0, 1)):
+        process.put(f"kept/{process.processes}", 0)
+        for _ in range(40):
+            coordination.forget_opening(process, f"kept/{process.processes}")
+    for number in range(40):
+        primary.put(f"opening/{number}", number)
+        coordination.forget_opening(primary, f"opening/{number}")
+    assert sorted(service.values) == sorted(["kept/1", "kept/2", *(f"opening/{number}" for number in range(8, 40))])
+
+
+def real_service() -> list[str]:
+    """What is not as it should be between one of two real processes and the service of `jax.distributed`."""
+    service = coordination.connect(False)
+    me = service.process
+    wrong: list[str] = []
+
+    def check(what: str, found: object, expected: object) -> None:
+        if found != expected:
+            wrong.append(f"{what}: {found!r}, expected {expected!r}")
+
+    def error(call: Callable[[], Any]) -> str:
+        try:
+            return f"no error: {call()}"
+        except CoordinationError as raised:
+            return f"{type(raised).__name__}: {raised}"
+
+    late = f"CoordinationTimeoutError: the coordination service did not give none/{me} within 0.05 s"
+    check("a value that does not come", error(lambda: service.get(f"none/{me}", 0.05)), late)
+    check("a look at it", service.peek(f"none/{me}"), None)
+    service.put(f"mine/{me}", [me])
+    check("the other's value", service.get(f"mine/{1 - me}", WAIT_SECS), [1 - me])
+    check("all", dict(service.get_all("mine")), {"0": [0], "1": [1]})
+    check("a second value", "ALREADY_EXISTS" in error(lambda: service.put(f"mine/{me}", 5)), True)
+    service.put(f"again/{me}/value", 1)
+    service.put(f"again/{me}/value", 2, again=True)
+    check("its newest value", service.get(f"again/{me}/value", WAIT_SECS), 2)
+    service.forget(f"again/{me}")
+    check("a value that was forgotten", service.peek(f"again/{me}/value"), None)
+    check("openings", [service.next_opening("a"), service.next_opening("b"), service.next_opening("a")], [1, 1, 2])
+    check("primary", service.primary, me == 0)
+    return wrong
+
+
+def test_the_service_of_a_real_job_keeps_gives_and_forgets() -> None:
+    """Every call that epochckpt makes of it, with its errors, on two processes."""
+    assert run_worker("tests.agreement.test_collective:real_service", {}, 2) == [[], []]
 
 
 def real_calls() -> list[Any]:
