@@ -8,7 +8,8 @@ package has thousands of mutants. So each module gives a sample, always the same
    which these are is seen once, from the default level under coverage.py;
 2. the tests of `IN_PROCESSES`, whose processes coverage.py does not see.
 
-Results are kept in the folder `--work`: what was tested once is not tested again, until the folder is deleted.
+Results are kept in the folder `--work` until the package changes. `--again "-m 'not long' tests/saving tests/faults"`
+gives the survivors to more tests, or to new ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import ast
 import collections
 import concurrent.futures
+import hashlib
 import os
 import pathlib
 import queue
@@ -25,7 +27,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import uuid
 import xml.etree.ElementTree
 from collections.abc import Iterable, Iterator
 
@@ -43,6 +44,8 @@ LIMIT = 60.0
 """Seconds that the tests of one mutant's line may take together, as they were timed under coverage.py."""
 TIMEOUT = 300.0
 """Seconds after which a mutant counts as killed: it made a test wait without end."""
+JOBS = 4
+"""Mutants that are tested at a time. Many tests wait more than they compute."""
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
@@ -162,10 +165,11 @@ def sample(items: Iterable[WorkItem], *, part: float, least: int, seed: int) -> 
 
 
 def session(package: str, *, work: pathlib.Path, part: float, least: int, seed: int) -> pathlib.Path:
-    """Makes the database of a package's mutants, unless it exists."""
-    file = work / f"{package}-{part}-{least}-{seed}.sqlite"
+    """Makes the database of a package's mutants, unless there is one of the package as it is now."""
+    modules = sorted((ROOT / "epochckpt" / package).rglob("*.py"))
+    code = hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()
+    file = work / f"{package}-{part}-{least}-{seed}-{code[:8]}.sqlite"
     if not file.exists():
-        modules = sorted((ROOT / "epochckpt" / package).rglob("*.py"))
         new = file.with_suffix(".new")
         with use_db(new, mode=WorkDB.Mode.create) as made:
             init([module.relative_to(ROOT) for module in modules], made, {})
@@ -176,52 +180,78 @@ def session(package: str, *, work: pathlib.Path, part: float, least: int, seed: 
     return file
 
 
-def in_processes(checkout: pathlib.Path) -> list[str]:
-    """The command that runs the tests whose processes coverage.py does not see."""
-    return ["env", f"PYTHONPATH={checkout}", *PYTEST, "-x", *IN_PROCESSES]
+def pytest_in(checkout: pathlib.Path, *arguments: str) -> str:
+    """A shell's command that runs tests in a copy of the checkout, up to the first that fails."""
+    command = ["env", "-C", str(checkout), f"PYTHONPATH={checkout}", *PYTEST, "-x", *arguments]
+    return shlex.join(command)
 
 
-def tested(mutation: MutationSpec, *, tests: Tests, checkout: pathlib.Path) -> WorkResult:
-    """Puts a mutant into a copy of the checkout and runs its tests there."""
-    near = checkout / f"{uuid.uuid4().hex}.txt"
-    near.write_text("\n".join(tests.of(mutation)))
-    first = [*PYTEST, "-x", f"@{near}"] if near.stat().st_size else ["true"]
-    first = ["env", f"PYTHONPATH={checkout}", *first]
-    script = f"cd {shlex.quote(str(checkout))} && {shlex.join(first)} && {shlex.join(in_processes(checkout))}"
+class ByCoverage:
+    """Tests a mutant by the tests that run its line, then by those in processes."""
+
+    def __init__(self, tests: Tests):
+        self._tests = tests
+
+    def check(self, checkout: pathlib.Path) -> None:
+        """Raises an error if a test fails without any mutant: then all mutants would seem to be killed."""
+        subprocess.run(pytest_in(checkout, *IN_PROCESSES), shell=True, check=True)
+
+    def test(self, mutation: MutationSpec, checkout: pathlib.Path) -> WorkResult:
+        names = self._tests.of(mutation)
+        chosen = checkout / "chosen.txt"
+        chosen.write_text("\n".join(names))
+        commands = [pytest_in(checkout, f"@{chosen}")] if names else []
+        commands.append(pytest_in(checkout, *IN_PROCESSES))
+        return mutate(mutation, checkout, " && ".join(commands))
+
+
+class ByArguments:
+    """Tests a mutant by pytest with arguments that the user gives."""
+
+    def __init__(self, arguments: str):
+        self._arguments = shlex.split(arguments)
+
+    def check(self, checkout: pathlib.Path) -> None:
+        """See `ByCoverage.check`."""
+        subprocess.run(pytest_in(checkout, *self._arguments), shell=True, check=True)
+
+    def test(self, mutation: MutationSpec, checkout: pathlib.Path) -> WorkResult:
+        return mutate(mutation, checkout, pytest_in(checkout, *self._arguments))
+
+
+def mutate(mutation: MutationSpec, checkout: pathlib.Path, script: str) -> WorkResult:
+    """Runs a script while a mutant is in a copy of the checkout."""
     here = attrs.evolve(mutation, module_path=checkout / mutation.module_path)
-    try:
-        return mutate_and_test([here], shlex.join(["bash", "-c", script]), TIMEOUT)
-    finally:
-        near.unlink()
+    return mutate_and_test([here], shlex.join(["bash", "-c", script]), TIMEOUT)
 
 
-def run(file: pathlib.Path, *, tests: Tests, work: pathlib.Path, jobs: int) -> None:
-    """Tests the mutants of a package that were not tested yet, `jobs` at a time."""
+def run(file: pathlib.Path, items: list[WorkItem], tester: ByCoverage | ByArguments, *, work: pathlib.Path) -> None:
+    """Tests mutants, `JOBS` at a time, and writes the results to the database."""
     copies: queue.Queue[pathlib.Path] = queue.Queue()
-    for number in range(jobs):
+    for number in range(JOBS):
         copies.put(copy_to(work / f"copy{number}"))
-    unchanged = copy_to(work / "unchanged")
-    subprocess.run(in_processes(unchanged), cwd=unchanged, check=True)  # else every mutant would seem to be killed
+    tester.check(copy_to(work / "unchanged"))
 
     def one(item: WorkItem) -> tuple[WorkItem, WorkResult]:
         checkout = copies.get()
         try:
-            return item, tested(item.mutations[0], tests=tests, checkout=checkout)
+            return item, tester.test(item.mutations[0], checkout)
         finally:
             copies.put(checkout)
 
-    with use_db(file, mode=WorkDB.Mode.open) as mutants, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for item, result in pool.map(one, list(mutants.pending_work_items)):
+    with use_db(file, mode=WorkDB.Mode.open) as mutants, concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+        for future in concurrent.futures.as_completed([pool.submit(one, item) for item in items]):
+            item, result = future.result()
             mutants.set_result(item.job_id, result)
             mutation = item.mutations[0]
             where = f"{mutation.module_path}:{mutation.start_pos[0]}"
             print(result.test_outcome, where, mutation.operator_name, flush=True)
 
 
-def report(file: pathlib.Path, *, survivors: pathlib.Path) -> None:
+def report(file: pathlib.Path, *, lived: pathlib.Path) -> None:
     """Prints a line per module, and writes the differences that no test has seen."""
     counts: dict[pathlib.Path, collections.Counter[TestOutcome | None]] = collections.defaultdict(collections.Counter)
-    with use_db(file, mode=WorkDB.Mode.open) as mutants, survivors.open("w") as out:
+    with use_db(file, mode=WorkDB.Mode.open) as mutants, lived.open("w") as out:
         results = dict(mutants.results)
         for item in sorted(mutants.work_items, key=lambda item: (str(item.mutations[0].module_path), item.job_id)):
             if item.job_id in results:
@@ -232,9 +262,22 @@ def report(file: pathlib.Path, *, survivors: pathlib.Path) -> None:
     print("\n| module | mutants | killed | |\n| --- | --- | --- | --- |")
     total = sum(counts.values(), start=collections.Counter())
     for name, count in [*((str(module), count) for module, count in counts.items()), ("all", total)]:
-        lived = count[TestOutcome.SURVIVED]
-        killed = count.total() - lived
+        killed = count.total() - count[TestOutcome.SURVIVED]
         print(f"| {name} | {count.total()} | {killed} | {killed / count.total():.0%} |")
+
+
+def survivors(file: pathlib.Path) -> list[WorkItem]:
+    """The mutants of a database that no test has killed."""
+    with use_db(file, mode=WorkDB.Mode.open) as mutants:
+        results = dict(mutants.results)
+        lived = {job for job, result in results.items() if result.test_outcome == TestOutcome.SURVIVED}
+        return [item for item in mutants.work_items if item.job_id in lived]
+
+
+def untested(file: pathlib.Path) -> list[WorkItem]:
+    """The mutants of a database that have no result yet, in an order of chance."""
+    with use_db(file, mode=WorkDB.Mode.open) as mutants:
+        return list(mutants.pending_work_items)
 
 
 def main() -> None:
@@ -243,16 +286,18 @@ def main() -> None:
     parser.add_argument("--part", type=float, default=0.1, help="part of a module's places that gets a mutant, 0 to 1")
     parser.add_argument("--least", type=int, default=5, help="mutants of each module, if it has so many places")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants tested at a time")
+    parser.add_argument("--again", help="test the survivors once more, by pytest with these arguments")
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "mutants", help="folder of the results")
     arguments = parser.parse_args()
     work: pathlib.Path = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    tests = Tests(work)
     for package in arguments.packages:
         file = session(package, work=work, part=arguments.part, least=arguments.least, seed=arguments.seed)
-        run(file, tests=tests, work=work, jobs=arguments.jobs)
-        report(file, survivors=work / f"{package}.diff")
+        if arguments.again is None:
+            run(file, untested(file), ByCoverage(Tests(work)), work=work)
+        else:
+            run(file, survivors(file), ByArguments(arguments.again), work=work)
+        report(file, lived=work / f"{package}.diff")
 
 
 if __name__ == "__main__":
