@@ -193,3 +193,14 @@ def test_a_refusal_that_save_has_raised_is_not_told_again(in_flight: InFlight, t
         in_flight.finish(save, SaveError(3, "it could not begin"))
     assert in_flight.failures == []
     assert told.ends == [raised.failure]
+
+
+def test_a_save_that_was_not_needed_is_let_go_and_nobody_is_told(in_flight: InFlight, told: Told) -> None:
+    """Before it begins; one that is under way goes on."""
+    dropped, begun = in_phase(Phase.QUEUED), in_phase(Phase.WRITING)
+    for save in (dropped, begun):
+        in_flight.add(save)
+        in_flight.drop(save)
+    assert (dropped.phase, begun.phase) == (Phase.DROPPED, Phase.WRITING)
+    assert in_flight.all() == [begun]
+    assert told.ends == []
