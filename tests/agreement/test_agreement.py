@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -401,6 +402,23 @@ def test_a_silent_primary_holds_no_other_nodes_saves(job: Job) -> None:
         return list(manager.all_steps())
 
     assert job.run(process) == [[*epochs, 100]] * 2
+
+
+def test_a_node_that_does_not_hear_of_the_claim_names_the_primary(job: Job) -> None:
+    """It writes nothing, and the primary, which hears why, commits nothing."""
+
+    def process(number: int) -> Any:
+        manager = job.open()
+        if number == 1:
+            job.coordinator.unheard = ("/claim/1-0/decision",)
+        assert save(manager, 1)
+        with pytest.raises(SaveError) as raised:
+            manager.wait_until_finished()
+        return str(raised.value)
+
+    for error in job.run(process):
+        assert re.search("no report within .* from process_0", error)
+    assert ec.inspect(str(job.directory)).epochs == []
 
 
 def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, faults: Faults) -> None:

@@ -17,7 +17,8 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 import epochckpt as ec
 from epochckpt import _threads
-from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.directory.epoch_summary import EpochSummary
+from epochckpt.errors import FormatVersionError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import RunEntry
 from epochckpt.saving.auto_interval import (
     AutoInterval,
@@ -25,6 +26,7 @@ from epochckpt.saving.auto_interval import (
     SaveCost,
     SaveIntervalEstimator,
     observed_mtbf,
+    recent,
     young_daly,
 )
 from tests.support.processes import run_worker
@@ -194,6 +196,24 @@ def test_the_interval_has_bounds() -> None:
     assert policy.steps(costs(5, 1.0, 1.0, 40.0), []) == 40
     assert AutoInterval(0.01, 100.0).steps(costs(5, 1.0, 1.0, 1.0), []) == 100
     assert AutoInterval(0.5, 100.0).steps(costs(5, 1.0, 1.0, 1.0), []) == round(young_daly(1.0, 100.0))
+    assert policy.steps(costs(5, 0.001, 1.0, 1.0), []) == pytest.approx(1000 * young_daly(1.0, 100.0), rel=0.01)
+
+
+def test_the_newest_saves_are_looked_at() -> None:
+    """Nine of them, which are eight intervals; a record that only a newer version can read is passed over."""
+    read: list[int] = []
+
+    def summary(epoch: int) -> EpochSummary:
+        read.append(epoch)
+        if epoch == 18:
+            raise FormatVersionError(f"{epoch}/epoch.json", "needs a newer version")
+        measured = EpochSummary.unrecorded(metrics=None, time_ns=0)
+        return dataclasses.replace(measured, started_ns=epoch, blocked_secs=0.5, secs=float(epoch))
+
+    found = recent(range(20), summary)
+    assert read == list(range(11, 20))
+    assert [cost.epoch for cost in found] == [*range(11, 18), 19]
+    assert found[0] == SaveCost(epoch=11, started_ns=11, blocked_secs=0.5, secs=11.0)
 
 
 def test_processes_of_a_job_decide_from_the_same_saves() -> None:
