@@ -121,7 +121,10 @@ def function_around(mutation: MutationSpec) -> range:
     module = ast.parse((ROOT / mutation.module_path).read_text())
     innermost = range(0)
     for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef) and node.lineno <= mutation.start_pos[0] <= (node.end_lineno or 0):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        first = min(one.lineno for one in (node, *node.decorator_list))
+        if first <= mutation.start_pos[0] <= (node.end_lineno or 0):
             innermost = range(node.body[0].lineno, (node.end_lineno or 0) + 1)  # walk() gives the outer ones first
     return innermost
 
@@ -197,11 +200,11 @@ class ByCoverage:
         subprocess.run(pytest_in(checkout, *IN_PROCESSES), shell=True, check=True)
 
     def test(self, mutation: MutationSpec, checkout: pathlib.Path) -> WorkResult:
-        names = self._tests.of(mutation)
+        # What no test runs, such as a line of a class, is run by the import: the package's own tests are for that.
+        names = self._tests.of(mutation) or [f"tests/{mutation.module_path.parts[1]}"]
         chosen = checkout / "chosen.txt"
         chosen.write_text("\n".join(names))
-        commands = [pytest_in(checkout, f"@{chosen}")] if names else []
-        commands.append(pytest_in(checkout, *IN_PROCESSES))
+        commands = [pytest_in(checkout, f"@{chosen}"), pytest_in(checkout, *IN_PROCESSES)]
         return mutate(mutation, checkout, " && ".join(commands))
 
 
