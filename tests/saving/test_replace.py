@@ -29,7 +29,7 @@ from epochckpt.errors import (
     UncertainError,
 )
 from epochckpt.format import paths
-from epochckpt.storage import PosixStore, Store
+from epochckpt.storage import PosixStore, Store, open_store
 from epochckpt.storage.object_store import ObjectStore
 from epochckpt.testing import Faults, StoreCall
 from tests.support.other_processes import as_another_process
@@ -206,6 +206,40 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: pathlib.Path) -> None:
         pytest.raises(InvalidArgumentError, match=r"step_1.* another step name format"),
     ):
         manager.allow_overwrite(1)
+
+
+def data_files(store: Store) -> dict[str, bytes]:
+    """What all files of leaves hold, by path."""
+    local = store.local_path
+    if local is None:
+        found = [file.path for file in store.files("")]
+    else:
+        found = [path.relative_to(local).as_posix() for path in pathlib.Path(local).rglob("*") if path.is_file()]
+    return {path: store.read(path, limit_bytes=1 << 20) for path in found if path.endswith(paths.DATA_SUFFIX)}
+
+
+def test_a_damaged_epoch_is_set_aside_when_its_number_is_saved(
+    directory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record is kept for people, all its bytes stay, and the log says where; the new epoch is whole."""
+    store = open_store(directory)
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 300, 1)
+        before = data_files(store)
+        save(manager, 301, 2)
+    ((data, whole),) = data_files(store).items() - before.items()
+    damaged = whole[:-1] + bytes([whole[-1] ^ 1])
+    store.put(data, damaged, draft=f"{data}.new", replace=True)
+    with ec.CheckpointManager(directory) as manager:
+        assert set(manager.restore(None)["state"]["x"].tolist()) == {1}
+        assert manager.damaged_epochs() == [301]
+        save(manager, 301, 3)
+        assert (value_of(manager, 301), list(manager.all_steps())) == (3, [300, 301])
+    (kept,) = (entry.name for entry in store.list("") if entry.name.startswith("damaged-"))
+    assert "the damaged checkpoint 301 was " in caplog.text
+    assert kept in caplog.text
+    assert json.loads(store.read(f"{kept}/301/epoch.json", limit_bytes=1 << 20))["epoch"] == 301
+    assert damaged in data_files(store).values()
 
 
 def test_an_epoch_that_somebody_else_changed_meanwhile_stays(tmp_path: pathlib.Path) -> None:
