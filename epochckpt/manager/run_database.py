@@ -61,13 +61,13 @@ _START = """INSERT INTO runs
         seen_secs = :now"""
 _ADD_EPOCH = "INSERT INTO epochs(run_id, at_secs, epoch, outcome, reason, nodes) VALUES (?, ?, ?, ?, ?, ?)"
 _WRITTEN = """SELECT epoch, epochs.nodes FROM epochs JOIN runs ON runs.id = run_id
-    WHERE runs.name = (SELECT name FROM runs WHERE id = ?) AND outcome = 'written' ORDER BY epochs.id DESC"""
+    WHERE runs.name = (SELECT name FROM runs WHERE id = :run) AND outcome = 'written' ORDER BY epochs.id DESC"""
 _LAST = "SELECT {} FROM epochs WHERE run_id = runs.id {} ORDER BY id DESC LIMIT 1"
 _LAST_WRITTEN = _LAST.format("epoch", "AND outcome = 'written'")
 _ADD_STAT = f"""INSERT INTO stats(run_id, at_secs, epoch, action, name, node, secs)
-    SELECT id, ?2, COALESCE(?3, ({_LAST_WRITTEN})), ?4, ?5, ?6, ?7 FROM runs WHERE id = ?1"""
+    SELECT id, :now, COALESCE(:epoch, ({_LAST_WRITTEN})), :action, :name, :node, :secs FROM runs WHERE id = :run"""
 _END = f"SELECT reason FROM ({_LAST.format('outcome, reason', '')}) WHERE outcome = 'ended'"
-_OF_RUN = "JOIN runs ON runs.id = run_id WHERE (?1 IS NULL OR runs.name = ?1)"
+_OF_RUN = "JOIN runs ON runs.id = run_id WHERE (:run IS NULL OR runs.name = :run)"
 _MAX_TIMEOUT_SECS = 86_400  # SQLite counts milliseconds in an int of C
 
 
@@ -200,18 +200,19 @@ class SqliteMetadataHandler(CheckedHandler):
     def epochs(self, run: str | None = None) -> list[RunEpochRow]:
         """What happened to the epochs of one run, or of all, in that order."""
         columns = "runs.name, epoch, outcome, reason, at_secs"
-        return [RunEpochRow(*r) for r in self._rows(f"SELECT {columns} FROM epochs {_OF_RUN} ORDER BY epochs.id", run)]
+        query = f"SELECT {columns} FROM epochs {_OF_RUN} ORDER BY epochs.id"
+        return [RunEpochRow(*row) for row in self._rows(query, run=run)]
 
     def stats(self, run: str | None = None, epoch: int | None = None) -> list[RunStatRow]:
         """Times of one run or of all, about one epoch or all, in the order in which they were reported."""
         columns = "runs.name, epoch, action, stats.name, node, secs, at_secs"
-        query = f"SELECT {columns} FROM stats {_OF_RUN} AND (?2 IS NULL OR epoch = ?2) ORDER BY stats.id"
-        return [RunStatRow(*row) for row in self._rows(query, run, epoch)]
+        query = f"SELECT {columns} FROM stats {_OF_RUN} AND (:epoch IS NULL OR epoch = :epoch) ORDER BY stats.id"
+        return [RunStatRow(*row) for row in self._rows(query, run=run, epoch=epoch)]
 
     def slowest(self, run: str | None = None) -> tuple[str, float] | None:
         """The node whose times, of all actions, add up to most, and the sum in seconds; of one run or of all."""
         query = f"SELECT node, SUM(secs) FROM stats {_OF_RUN} GROUP BY node ORDER BY 2 DESC, 1 LIMIT 1"
-        return next(iter(self._rows(query, run)), None)
+        return next(iter(self._rows(query, run=run)), None)
 
     @property
     def _run_id(self) -> int:
@@ -228,7 +229,7 @@ class SqliteMetadataHandler(CheckedHandler):
         """
         last = list[int]()
         missing = set(self._nodes)
-        for epoch, names in self._rows(_WRITTEN, self._run_id):
+        for epoch, names in self._rows(_WRITTEN, run=self._run_id):
             nodes = set(json.loads(names))
             if missing.isdisjoint(nodes) and nodes and self._nodes:
                 continue
@@ -249,13 +250,13 @@ class SqliteMetadataHandler(CheckedHandler):
 
     def _note_times(self, action: str, times: Mapping[str, float]) -> None:
         folders = {paths.folder_name(node): node for node in self._nodes}
-        rows: list[tuple[Any, ...]] = []
+        rows: list[dict[str, Any]] = []
         for name, secs in times.items():
             found = (folders[part] for part in reversed(name.split("/")) if part in folders)
             node = name if name in self._nodes else next(found, name)
-            rows.append((self._epoch, action, name, node, secs))
+            rows.append({"epoch": self._epoch, "action": action, "name": name, "node": node, "secs": secs})
         with self._adding() as (connection, run, now):
-            connection.executemany(_ADD_STAT, [(run, now, *row) for row in rows])
+            connection.executemany(_ADD_STAT, [{**row, "run": run, "now": now} for row in rows])
 
     @contextmanager
     def _adding(self) -> Generator[tuple[sqlite3.Connection, int, float]]:
@@ -267,7 +268,7 @@ class SqliteMetadataHandler(CheckedHandler):
                 raise InvalidArgumentError(f"{self._path}: the run is not in it any more; call set_params first")
             yield connection, run, now
 
-    def _rows(self, query: str, *values: Any) -> list[Any]:
+    def _rows(self, query: str, **values: Any) -> list[Any]:
         if not os.path.exists(self._path):
             raise InvalidArgumentError(f"{self._path}: there is no such file; expected what a run has written")
         with self._opened("rw") as connection:  # not "ro": that could not undo what a killed writer left half done
