@@ -42,8 +42,8 @@ ROOM_BYTES = 2 << 30
 def pytest_configure(config: pytest.Config) -> None:
     """A shell's `&` has the suite ignore Ctrl-C, and with it all that the tests start: their own must hear it.
 
-    The default level keeps its temporary files in memory where there is room, which halves its time. Tests whose
-    subject is the disk use the fixture `on_disk`; the other levels are on the disk as a whole.
+    The default level keeps its temporary files in memory where there is room, which saves a quarter of its time. Tests
+    whose subject is the disk use the fixture `on_disk`; the other levels are on the disk as a whole.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -52,7 +52,7 @@ def save_now(m: ec.CheckpointManager, step: int) -> None:
 
 
 def test_an_interrupt_that_no_system_call_hears_ends_a_wait() -> None:
-    """As a signal that comes just before the wait of a lock begins, and as notebooks and editors interrupt."""
+    """`interrupt_main` sets what a signal sets, and wakes no lock."""
     future: _threads.Future[None] = _threads.Future()
     training = threading.main_thread().ident or 0
 
