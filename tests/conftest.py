@@ -34,7 +34,6 @@ hypothesis.settings.register_profile("busy", **slowly)
 hypothesis.settings.load_profile("busy")
 
 
-DEFAULT_LEVEL = "not slow and not long"
 MEMORY = pathlib.Path("/dev/shm")
 ROOM_BYTES = 2 << 30
 
@@ -48,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     chosen = config.option.basetemp is not None or "TMPDIR" in os.environ
-    by_default = not chosen and config.option.markexpr == DEFAULT_LEVEL
+    by_default = not chosen and config.option.markexpr in config.getini("addopts")
     if by_default and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
         os.environ["TMPDIR"] = str(MEMORY)  # what the tests start inherits it
         tempfile.tempdir = None  # it is looked up anew

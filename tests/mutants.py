@@ -49,6 +49,12 @@ JOBS = 4
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
+def digest(*folders: str) -> str:
+    """Of the code in some folders of the checkout: what was found out about it holds as long as this is the same."""
+    files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
 def copy_to(folder: pathlib.Path) -> pathlib.Path:
     """Copies the files of the checkout that git does not ignore."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -69,8 +75,9 @@ class Tests:
     """
 
     def __init__(self, work: pathlib.Path) -> None:
-        lines = work / "coverage"
-        times = work / "times.xml"
+        seen = digest("epochckpt", "tests")  # of another code the lines would be others, and tests may be gone
+        lines = work / f"coverage-{seen}"
+        times = work / f"times-{seen}.xml"
         if not times.exists():
             self._see(lines=lines, times=times, checkout=copy_to(work / "seen"))
         self._data = coverage.CoverageData(basename=str(lines))
@@ -170,8 +177,7 @@ def sample(items: Iterable[WorkItem], *, part: float, least: int, seed: int) -> 
 def session(package: str, *, work: pathlib.Path, part: float, least: int, seed: int) -> pathlib.Path:
     """Makes the database of a package's mutants, unless there is one of the package as it is now."""
     modules = sorted((ROOT / "epochckpt" / package).rglob("*.py"))
-    code = hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()
-    file = work / f"{package}-{part}-{least}-{seed}-{code[:8]}.sqlite"
+    file = work / f"{package}-{part}-{least}-{seed}-{digest(f'epochckpt/{package}')}.sqlite"
     if not file.exists():
         new = file.with_suffix(".new")
         with use_db(new, mode=WorkDB.Mode.create) as made:
@@ -264,6 +270,8 @@ def report(file: pathlib.Path, *, lived: pathlib.Path) -> None:
                     out.write(f"{result.diff}\n")
     print("\n| module | mutants | killed | |\n| --- | --- | --- | --- |")
     total = sum(counts.values(), start=collections.Counter())
+    if not total:
+        sys.exit(f"{file}: no mutant has been tested; survivors are tested --again after a run without it")
     for name, count in [*((str(module), count) for module, count in counts.items()), ("all", total)]:
         killed = count.total() - count[TestOutcome.SURVIVED]
         print(f"| {name} | {count.total()} | {killed} | {killed / count.total():.0%} |")
@@ -294,12 +302,10 @@ def main() -> None:
     arguments = parser.parse_args()
     work: pathlib.Path = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
+    tester = ByCoverage(Tests(work)) if arguments.again is None else ByArguments(arguments.again)
     for package in arguments.packages:
         file = session(package, work=work, part=arguments.part, least=arguments.least, seed=arguments.seed)
-        if arguments.again is None:
-            run(file, untested(file), ByCoverage(Tests(work)), work=work)
-        else:
-            run(file, survivors(file), ByArguments(arguments.again), work=work)
+        run(file, untested(file) if arguments.again is None else survivors(file), tester, work=work)
         report(file, lived=work / f"{package}.diff")
 
 

@@ -21,7 +21,7 @@ STEP_RECORD = "_CHECKPOINT_METADATA"
 TREE_RECORD = "_METADATA"
 COMMIT = "commit_success.txt"
 OUR_COMMIT = b"epochckpt committed this epoch.\n"
-"""The content of that file in an epoch of ours. Orbax writes the path of its step, which may have our name in it."""
+"""The content of that file in an epoch of ours on a file system. Orbax writes its step's path, which may name us."""
 OCDBT = "manifest.ocdbt"
 ARRAY_RECORDS = "array_metadatas"
 MAX_BYTES = 256 * 2**20
