@@ -246,7 +246,7 @@ class CheckpointManager(Manager):
 
     def has_epoch(self, epoch: int) -> bool:
         """Whether this node has committed an epoch (not in Caffe2)."""
-        return self._epochs.epoch_directory.is_committed(epoch)
+        return self._epochs.epoch_directory.is_committed(epoch_number(epoch))
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` of an epoch; None if this node has none of this number (not in Caffe2)."""

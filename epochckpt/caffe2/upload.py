@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 from epochckpt import _progress
-from epochckpt.caffe2.epochs import NodeDirectory, NodeEpochs
+from epochckpt.caffe2.epochs import NodeEpochs
 from epochckpt.caffe2.managers import Manager
+from epochckpt.directory import node_directory_of
 from epochckpt.errors import UnsupportedError
 from epochckpt.jobs import CopyUpload, Workspace
 from epochckpt.jobs.upload import uploading
@@ -16,7 +17,7 @@ def node_upload(manager: Manager, epoch: int, requested: CopyUpload) -> Callable
     """A task that copies an epoch, for each node of its workspace."""
     source = open_store(manager.db_prefix)
     target = open_store(requested.address)
-    if not (NodeDirectory.suits(source) and NodeDirectory.suits(target)):
+    if not (source.atomic_folder_rename and target.atomic_folder_rename):
         problem = "epochs of single nodes can be copied from a file system only to a directory of one"
         raise UnsupportedError(f"{source.root}: {problem}; the destination is {target.root}")
     check_place(source, target)
@@ -28,7 +29,7 @@ def node_upload(manager: Manager, epoch: int, requested: CopyUpload) -> Callable
             assert reader is not None, "epochs of single nodes are ours"
             target.make_root()
             with _progress.work(f"uploading checkpoint {epoch}") as work:
-                copy = EpochCopy(reader, NodeDirectory(target, node), progress=work.advance)
+                copy = EpochCopy(reader, node_directory_of(target, node), progress=work.advance)
                 if copy.begin(requested.replace):
                     with copy.giving_up():
                         copy.publish()

@@ -21,8 +21,8 @@ def checked(destination: str | os.PathLike[str], store: Store) -> str:
     if "://" in path:
         raise InvalidArgumentError(f"destination {plain(path)!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(expanded(path))
-    root = None if store.local_path is None else os.path.realpath(store.local_path)
-    if root is not None and os.path.commonpath([root, path]) == root:
+    if open_store(path).lies_in(store):
+        root = os.path.realpath(store.root)
         raise InvalidArgumentError(
             f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "
             "choose a folder outside"

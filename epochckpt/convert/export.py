@@ -142,7 +142,7 @@ def export(
     try:
         exported = job.newest() if epoch is None else job.write(epoch_number(epoch))
     except NotADirectoryError as error:
-        if store.local_path is None or os.path.isdir(store.local_path):
+        if store.is_reachable():
             raise
         problem = f"{store.root} is a file, or lies below one; expected a directory of epochs"
         raise NotACheckpointDirectoryError(problem) from error

@@ -11,14 +11,18 @@ from epochckpt._lazy import lookup
 if TYPE_CHECKING:
     from epochckpt.directory.epoch_directory import EpochDirectory
     from epochckpt.directory.kinds import directory_of
+    from epochckpt.directory.node_directory import node_directory_of
+    from epochckpt.directory.single import single_epoch
 else:
 
     def __getattr__(name: str) -> Any:
         modules = {
             "directory_of": "kinds",
             "EpochDirectory": "epoch_directory",
+            "node_directory_of": "node_directory",
+            "single_epoch": "single",
         }
         return lookup(__name__, modules, name)
 
 
-__all__ = ["EpochDirectory", "directory_of"]
+__all__ = ["EpochDirectory", "directory_of", "node_directory_of", "single_epoch"]

@@ -481,6 +481,13 @@ class EpochDirectory(abc.ABC):
         from claiming; on object stores no other run's claim comes between a check and the claim.
         """
 
+    def claim_as(self, incarnation: str) -> Writer:
+        """Claims this directory as a part of the claim that another one's process has made: each has a disk of its own.
+
+        UnsupportedError: it is on no disk.
+        """
+        raise errors.UnsupportedError(f"{self.store.root} is not on a disk of one host: {incarnation} cannot claim it")
+
     @abc.abstractmethod
     def join(self, incarnation: str) -> Stager:
         """What another process of the run has that has claimed: it stages, and changes nothing else."""
@@ -490,6 +497,11 @@ class EpochDirectory(abc.ABC):
     @abc.abstractmethod
     def contents(self, todelete_subdir: str | None = None) -> Contents:
         """All that lies there, beside the epochs, too. Deleted epochs may be kept in the folder `todelete_subdir`."""
+
+    @property
+    def has_one(self) -> bool:
+        """Whether it is the folder of one epoch, whatever lies beside it; there is no mirror of that."""
+        return False
 
     # -- the cheapest looks --------------------------------------------------------------------------------------
 

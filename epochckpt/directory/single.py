@@ -52,6 +52,10 @@ class SingleEpochDirectory(EpochDirectory):
         return {}  # of other epochs
 
     @property
+    def has_one(self) -> bool:
+        return True
+
+    @property
     def has_cheap_reads(self) -> bool:
         return self._around.has_cheap_reads
 

@@ -58,11 +58,6 @@ def read_record(
     return store.confirming_damage(read)
 
 
-def read_local(store: Store, path: str, parse: Callable[[str, bytes], T]) -> T | None:
-    """The same for a record that only directories on a file system have; None for a bucket, which is not asked."""
-    return None if store.local_path is None else read_record(store, path, parse)
-
-
 def open_record(path: str, data: bytes, kind: str, trees: bool = True) -> Fields:
     """The fields of a sealed record of a kind, for typed access; raises like `parse_epoch`."""
     checksums.check_seal(path, data)

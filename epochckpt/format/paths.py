@@ -190,7 +190,7 @@ def save_id_in(path: str) -> str | None:
 
 
 def node_staging_folder(node: str, token: str) -> str:
-    """Staging folder of a job that saves epochs of one node only; see `caffe2.epochs`."""
+    """Staging folder of a job that saves epochs of one node only; see `directory.node_directory`."""
     return f"node-{folder_name(node)}-{token}{TMP_SUFFIX}"
 
 

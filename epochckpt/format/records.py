@@ -234,7 +234,7 @@ class EpochRecord:
     )
     # (length, xxh3-128) of the Orbax view's files, by path in the epoch's folder; its links follow from the rest.
     orbax_view: Mapping[str, tuple[int, str]] | None = stored("orbax_view", Codec(_read_view), default=None)
-    # One node only, whose files lie beside the record, see `caffe2.epochs`.
+    # One node only, whose files lie beside the record, see `directory.node_directory`.
     per_node: bool = stored("per_node", BOOLEAN, optional=True, default=False)
     # The attempt that a copy was made of, if it could not keep that id.
     copied_from: str = stored("copied_from", codec.text(80), optional=True, default="")

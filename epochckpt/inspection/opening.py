@@ -8,9 +8,8 @@ from collections.abc import Generator
 
 from epochckpt import errors
 from epochckpt._lazy import ocp
-from epochckpt.directory import EpochDirectory, directory_of
+from epochckpt.directory import EpochDirectory, directory_of, single_epoch
 from epochckpt.directory.contents import is_sign
-from epochckpt.directory.single import single_epoch
 from epochckpt.format import paths
 from epochckpt.inspection import suggest
 from epochckpt.inspection.epoch_rows import read

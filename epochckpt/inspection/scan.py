@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from epochckpt import _metrics, _text, errors
 from epochckpt._lazy import ocp
 from epochckpt.directory import EpochDirectory
-from epochckpt.directory.single import SingleEpochDirectory
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, opening, tiers, whole_run
 from epochckpt.inspection.epoch_rows import brief, checked, in_full, with_attached, with_size
@@ -55,7 +54,7 @@ def look(
     with opening.access(epoch_directory.store):
         todelete_subdir = options.todelete_subdir if options else None
         found = _Scan(epoch_directory, metric, mode).overview(limit, check, todelete_subdir, clock_ns())
-        if isinstance(epoch_directory, SingleEpochDirectory):
+        if epoch_directory.has_one:
             return found
         return tiers.with_tiers(epoch_directory, found, limit, _row_of, mirror)
 

@@ -97,12 +97,10 @@ class CheckedHandler(AbstractMetadataHandler):
     ) -> None:
         if isinstance(node_names, str) or not isinstance(node_names, Sequence):
             raise InvalidArgumentError(f"set_params(node_names) must be a list of names, got {node_names!r}")
-        prefix = expanded(path_text(db_prefix, "set_params(db_prefix)"))
-        store = open_store(prefix)
+        store = open_store(path_text(db_prefix, "set_params(db_prefix)"))
         texts = {"db_type": db_type, "path_prefix": path_prefix, "path_type": path_type}
         params: dict[str, Any] = {name: None if v is None else str(v) for name, v in texts.items()}
-        params = {"db_prefix": store.root if store.local_path is None else prefix, **params}
-        self._begin(params, [str(name) for name in node_names], store)
+        self._begin({"db_prefix": store.root, **params}, [str(name) for name in node_names], store)
         self._store = store
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:

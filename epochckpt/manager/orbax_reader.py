@@ -27,8 +27,8 @@ from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.orbax import OrbaxRecord, handlers, small_files, step_files, steps
-from epochckpt.orbax.item_files import local_folder
 from epochckpt.orbax.leaves import OrbaxItem, errno_in, in_bands
+from epochckpt.storage import local_folder
 
 NOTE = (
     "written by stock Orbax, which keeps no checksums: checked was only whether it is whole and can be read, "

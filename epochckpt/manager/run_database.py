@@ -75,9 +75,9 @@ _MAX_TIMEOUT_SECS = 86_400  # SQLite counts milliseconds in an int of C
 class RunRow:
     """One run; `started_secs` is the Unix time of its first start, `seen_secs` the time of its last write.
 
-    Jobs that share a directory, each for its own nodes, may have one `name`. `db_prefix` is the directory, as given at
-    the last start; `last_epoch` is the epoch written last, which is not the greatest after a rollback. `end_reason`
-    says why the run ended; a later write resets it to None.
+    Jobs that share a directory, each for its own nodes, may have one `name`. `db_prefix` is the directory of
+    the last start, as an absolute path or URL; `last_epoch` is the epoch written last, which is not the greatest after
+    a rollback. `end_reason` says why the run ended; a later write resets it to None.
     """
 
     name: str
@@ -129,7 +129,7 @@ class SqliteMetadataHandler(CheckedHandler):
 
     Args:
         path: the file, on a local or shared file system; its folder must exist.
-        run: the run's name; None for its db_prefix, as given.
+        run: the run's name; None for the path or URL of its directory.
         timeout_secs: how long a call may wait for a lock that another process holds, in seconds or as `"1min"`.
 
     Examples:

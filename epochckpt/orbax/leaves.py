@@ -28,8 +28,8 @@ from epochckpt.errors import DamagedError, EpochCheckpointError, StorageError, U
 from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import small_files, step_files, steps
-from epochckpt.orbax.item_files import TensorFiles, local_folder
-from epochckpt.storage import Store
+from epochckpt.orbax.item_files import TensorFiles
+from epochckpt.storage import Store, local_folder
 
 UNKNOWN = "unknown"  # kind of a leaf that cannot be looked into: it is damaged, or a user's type handler wrote it
 

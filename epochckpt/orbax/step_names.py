@@ -6,7 +6,6 @@ Those are known by their content: a name alone proves nothing.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import tempfile
@@ -184,12 +183,7 @@ def is_single(names: set[str]) -> bool:
 
 def is_item(store: Store, names: set[str]) -> bool:
     """Whether such a folder of a tree is only one item of the epoch above it."""
-    if names & set(RECORDS):
-        return False
-    if store.local_path is None:
-        return False
-    above = os.path.dirname(store.local_path)
-    return any(os.path.exists(os.path.join(above, record)) for record in RECORDS)
+    return not names & set(RECORDS) and store.has_beside(RECORDS)
 
 
 def number_of(store: Store) -> int:

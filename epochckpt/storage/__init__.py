@@ -16,6 +16,7 @@ from typing import Any
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage.object_client import plain
 from epochckpt.storage.object_store import ObjectStore
+from epochckpt.storage.other_programs import fetch, local_folder, tensorstore_spec
 from epochckpt.storage.posix import ALIGNMENT, PosixStore
 from epochckpt.storage.schemes import SCHEMES, Scheme
 from epochckpt.storage.schemes import of as scheme_of
@@ -45,6 +46,8 @@ __all__ = [
     "Tally",
     "Writer",
     "expanded",
+    "fetch",
+    "local_folder",
     "open_file",
     "open_store",
     "opening_through",
@@ -54,6 +57,7 @@ __all__ = [
     "read_json",
     "rounds",
     "scheme_of",
+    "tensorstore_spec",
     "with_settings",
     "writing",
 ]

@@ -214,6 +214,13 @@ class Store(ABC):
         above = os.path.realpath(other.local_path)
         return os.path.commonpath([above, os.path.realpath(self.local_path)]) == above
 
+    def has_beside(self, names: Iterable[str]) -> bool:
+        """Whether the folder that the root lies in has one of these names; False in a bucket, which is not asked."""
+        if self.local_path is None:
+            return False
+        above = os.path.dirname(self.local_path)
+        return any(os.path.exists(os.path.join(above, name)) for name in names)
+
     @abstractmethod
     def exists(self, path: str) -> bool:
         """Whether there is a file or folder of this name."""

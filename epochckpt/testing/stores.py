@@ -332,8 +332,11 @@ class StoreContract:
         assert store.is_reachable()
         if store.local_path is None:
             assert not store.lies_in(store)
+            assert not store.has_beside(["ours"])
             return
         path = pathlib.Path(store.local_path)
+        assert store.has_beside(["not-there", path.name])
+        assert not store.has_beside([])
         assert path.joinpath("ours").read_bytes() == b"1"
         path.joinpath("theirs").write_bytes(b"2")
         assert store.read("theirs", limit_bytes=1) == b"2"

@@ -28,7 +28,6 @@ from epochckpt.agreement.collective import Timeouts
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.directory import EpochDirectory
 from epochckpt.directory.epoch_directory import ReplaceCondition, Staging, Writer
-from epochckpt.directory.posix import PosixDirectory
 from epochckpt.format import paths
 from epochckpt.saving import Save, opening
 from epochckpt.saving.job_directory import JobDirectory, Place
@@ -64,7 +63,7 @@ class DirectoryPerHost(JobDirectory):
 
     def introduce(self, node: str) -> dict[str, Any]:
         epoch_directory = self.place.epoch_directory()
-        if epoch_directory.store.local_path is None:
+        if not epoch_directory.store.atomic_folder_rename:
             raise errors.UnsupportedError(f"local_disks: {epoch_directory.store.root} is on no disk; leave it out")
         url = self._mirror.url
         made = opening.looked_at(
@@ -129,7 +128,6 @@ class DirectoryPerHost(JobDirectory):
 
         What is left of interrupted commits is moved aside.
         """
-        assert isinstance(self.epoch_directory, PosixDirectory), "only stores with rename have mirrors"
         epoch_directory = self.epoch_directory
         incarnation = claim["incarnation"]
         key = f"{self.prefix}/host/claim/{incarnation}"

@@ -16,9 +16,8 @@ from absl import logging
 
 from epochckpt import errors
 from epochckpt.agreement import Coordinator
-from epochckpt.directory import EpochDirectory, attached_metrics
+from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
 from epochckpt.directory.epoch_directory import ReplaceCondition
-from epochckpt.directory.posix import PosixDirectory
 from epochckpt.format import RunEntry, paths
 from epochckpt.orbax import StepNames
 from epochckpt.saving import auto_interval
@@ -60,7 +59,7 @@ class DiskReport:
 
 def look(store: Store, names: StepNames, record: HostRecord, process: int, processes: int) -> DiskReport:
     """Looks at the own directory, whose `record` is given; no data is read."""
-    epoch_directory = PosixDirectory(store, names)  # one that ignores nothing
+    epoch_directory = directory_of(store, names)  # one that ignores nothing
     epochs, others = epoch_directory.scan()
     foreign = {epoch: epoch_directory.obstacle(name) for epoch, name in others.items()}
     parts = dict[int, DiskPart]()

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
+from epochckpt.directory import local_records
 from epochckpt.directory.epoch_directory import make_folder
 from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import stored
@@ -44,7 +45,7 @@ class HostRecord:
 
 def read_host_record(store: Store) -> HostRecord | None:
     """The record of a directory; None if it is no host's. Raises DamagedError, FormatError or StorageError."""
-    return parsing.read_local(store, paths.HOST_RECORD, _parse)
+    return local_records.read(store, paths.HOST_RECORD, _parse)
 
 
 def _parse(path: str, data: bytes) -> HostRecord:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 
 from epochckpt import _threads
+from epochckpt.directory import local_records
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError
 from epochckpt.format import codec, parsing, paths
 from epochckpt.format.codec import Codec, Fields, stored
@@ -212,7 +213,7 @@ def read_ledger(store: Store) -> Ledger | None:
 
     Raises DamagedError, FormatError or StorageError.
     """
-    return parsing.read_local(store, paths.MIRROR_RECORD, parse)
+    return local_records.read(store, paths.MIRROR_RECORD, parse)
 
 
 def newest(texts: Sequence[str], where: str) -> Ledger | None:

@@ -143,7 +143,7 @@ class Mirror:
 
     def _check_apart(self, local: Store) -> None:
         """Refuses a directory that cannot have this mirror."""
-        if local.local_path is None:
+        if not local.atomic_folder_rename:
             problem = f"only a directory on a file system has a mirror, not {local.root}"
             raise UnsupportedError(f"mirror={self.url}: {problem}")
         there = self._there.store

@@ -152,6 +152,18 @@ def test_only_the_table_of_schemes_knows_one_by_name() -> None:
     assert found == []
 
 
+def test_nothing_outside_of_storage_and_directory_asks_what_kind_of_store_it_is() -> None:
+    """One place does: stock Orbax marks a finished step in a bucket otherwise than on a file system."""
+    found = {
+        str(path.relative_to(ROOT / "epochckpt"))
+        for path in python_files("epochckpt")
+        if re.search(r"\blocal_path\b|isinstance\([^)]*Store\b", path.read_text(encoding="utf-8"))
+    }
+    assert {name for name in found if name.partition("/")[0] not in ("storage", "directory", "testing")} == {
+        "orbax/step_files.py"
+    }
+
+
 MOST_PATCHES = 20
 
 
