@@ -49,6 +49,10 @@ JOBS = 4
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
+_FOR_CHECKERS = frozenset({"overload", "abstractmethod", "frozen", "kw_only"})
+"""Decorators, and arguments of decorators."""
+
+
 def digest(*folders: str) -> str:
     """Of the code in some folders of the checkout: what was found out about it holds as long as this is the same."""
     files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
@@ -137,18 +141,26 @@ def function_around(mutation: MutationSpec) -> range:
 
 
 def idle_parts(module: pathlib.Path) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where what only a type checker reads begins and ends, as pairs of line and column."""
+    """Where what only a type checker reads begins and ends, as pairs of line and column.
+
+    Beside annotations that is what forbids code that nobody writes while pyright is content: that a dataclass is frozen
+    or takes keywords only, and that a method is abstract.
+    """
     for node in ast.walk(ast.parse(module.read_text())):
         found: list[ast.stmt | ast.expr | None] = []
         if isinstance(node, ast.AnnAssign | ast.arg):
             found = [node.annotation]
         elif isinstance(node, ast.FunctionDef):
-            found = [node.returns, *(one for one in node.decorator_list if ast.unparse(one) == "overload")]
+            found = [node.returns]
+            found += [one for one in node.decorator_list if ast.unparse(one).rpartition(".")[2] in _FOR_CHECKERS]
+        elif isinstance(node, ast.ClassDef):
+            calls = [one for one in node.decorator_list if isinstance(one, ast.Call)]
+            found = [given.value for call in calls for given in call.keywords if given.arg in _FOR_CHECKERS]
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             found = [node]
         for one in found:
-            if one is not None:
-                yield (one.lineno, one.col_offset), (one.end_lineno or 0, one.end_col_offset or 0)
+            if one is not None:  # a decorator begins with the @ before its expression
+                yield (one.lineno, one.col_offset - 1), (one.end_lineno or 0, one.end_col_offset or 0)
 
 
 def sample(items: Iterable[WorkItem], *, part: float, least: int, seed: int) -> list[WorkItem]:

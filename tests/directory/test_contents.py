@@ -16,10 +16,12 @@ from epochckpt.directory import EpochDirectory, directory_of
 from epochckpt.directory.bucket import BucketDirectory
 from epochckpt.directory.contents import KEPT, NOT_OURS, Kind, Leftover
 from epochckpt.directory.head_changes import BeginSave, Incarnation
+from epochckpt.errors import AccessError
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers as row_makers
 from epochckpt.orbax import StepNames
-from epochckpt.storage import open_store
+from epochckpt.storage import Store, open_store
+from epochckpt.testing import FaultyStore
 
 HOUR_NS = 3600 * 10**9
 
@@ -227,3 +229,14 @@ def test_each_kind_has_a_row(kind: Kind) -> None:
     assert "{destination}" not in row.detail
     assert row.detail.endswith("(the first 9 objects)")
     assert kind in (Kind.EPOCH, Kind.OTHER) or len(row.detail) > len(" (the first 9 objects)")
+
+
+def test_a_bucket_that_may_not_be_listed_says_so_and_shows_what_its_head_names() -> None:
+    place = new_bucket()
+    save(place, 1, 2, 3, roll_back_to=2)
+    store = FaultyStore(open_store(place))
+    directory = directory_of(store, StepNames.of(ocp.CheckpointManagerOptions()))
+    with store.faults.fail(Store.list, AccessError("this user may not list it")):
+        found = directory.contents().leftovers()
+    assert found.problems == {"": "this user may not list it"}
+    assert [thing.epochs for thing in found.others] == [(3,)]

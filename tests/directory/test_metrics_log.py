@@ -222,8 +222,9 @@ def test_lines_of_a_bucket_move_to_parts() -> None:
         ObjectLog(store, HeadObject(store)).move(stale[0])
         assert parts_in(store) == parts
         assert len(parts) >= 2
-        for data in parts.values():  # of which one may have the short line that says that the run went back
+        for path, data in parts.items():  # of which one may have the short line that says that the run went back
             lines = metrics_log.parse(data)
+            assert path == paths.metrics_part(lines[0].number)
             assert len(lines) == (5 if any(line.back for line in lines) else 4)
         expected = {e: float(e) for e in range(1, 12)} | {12: 120.0, 13: 130.0, 14: 140.0}
         assert losses(directory) == expected

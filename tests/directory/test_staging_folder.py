@@ -228,3 +228,14 @@ def test_names_say_what_becomes_of_a_folder() -> None:
     assert staging_folder.parse_removed(staging_folder.removed("home").partition("/")[2]) == ""
     for name in ("moving-1-5", f"moving-{'0' * 16}-..%2F..%2Fetc", f"moving-{'0' * 16}-%2Fetc", f"moving-{'0' * 16}-"):
         assert staging_folder.parse_moving(name) is None
+
+
+@pytest.mark.parametrize("old", [None, "home/moving-5"])
+def test_what_was_put_in_place_is_durable_with_what_gave_way_to_it(tmp_path: pathlib.Path, old: str | None) -> None:
+    """Both names are flushed: that of the epoch, and where the replaced one lies."""
+    store = FaultyStore(open_store(tmp_path))
+    store.make_folder("home")
+    flushed = list[str]()
+    store.faults.after(Store.sync_folder, lambda call: flushed.append(call.path))
+    staging_folder.settle(store, "home", 5, "5", old)
+    assert flushed == ([""] if old is None else ["", "home"])

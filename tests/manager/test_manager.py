@@ -858,6 +858,7 @@ def test_host_memory_is_bounded_by_the_machines(
     [
         ("0::/", {"memory.max": "7000"}, [7000]),
         ("0::/jobs/1", {"jobs/1/memory.max": "max", "jobs/memory.max": "500", "cpu.max": "3"}, [500]),
+        ("0::/", {"memory.max": "7000", "../memory.max": "1"}, [7000]),
         ("5:cpu:/\n4:cpu,memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "60"}, [60]),
         ("4:memory:/outside", {"memory/memory.limit_in_bytes": "80", "memory.max": "1"}, [80]),
         ("nonsense", {"memory.max": "1"}, []),
@@ -867,11 +868,12 @@ def test_memory_is_that_of_the_container(
     tmp_path: pathlib.Path, own: str, files: dict[str, str], limits: list[int]
 ) -> None:
     """Control groups of both versions, those around the process's own, and as a container shows them."""
+    groups = tmp_path / "groups"
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text + "\n")
     (tmp_path / "own").write_text(own + "\n")
-    assert list(memory.limits(tmp_path, tmp_path / "own")) == limits
+    assert list(memory.limits(groups, tmp_path / "own")) == limits
     whole = memory.of_this_machine()
     assert whole is not None
     assert whole > 2**28

@@ -14,10 +14,11 @@ import tensorstore as ts
 
 import epochckpt as ec
 from epochckpt import _threads
+from epochckpt.directory import directory_of
 from epochckpt.format import paths
 from epochckpt.inspection import rows
 from epochckpt.inspection.gc import collect
-from epochckpt.orbax import object_view
+from epochckpt.orbax import StepNames, object_view
 from epochckpt.storage import Store, open_store
 from epochckpt.testing import Faults, StoreCall
 from tests.support import stock_steps
@@ -156,6 +157,21 @@ def test_retention_deletes_what_is_a_step_without_doubt(url: str) -> None:
     with ec.CheckpointManager(url) as manager:
         manager.delete(1)
     assert names(url, "1") == set()
+
+
+def test_a_step_that_is_in_doubt_is_read_once(url: str, faults: Faults) -> None:
+    """A bucket charges for each look, and retention would look with every save."""
+    open_store(url).create("1/default/_CHECKPOINT_METADATA", b"{}")
+    directory = directory_of(open_store(url), StepNames.of(Options()))
+    directory.refresh()
+    read = list[str]()
+    faults.after(Store.open_reader, lambda call: read.append(call.path))
+    faults.after(Store.read, lambda call: read.append(call.path))
+    assert [directory.is_certain_step(step) for step in (1, 2, 2)] == [False, True, True]
+    assert read != []
+    read.clear()
+    assert not directory.is_certain_step(1)
+    assert read == []
 
 
 def test_a_subfolder_keeps_deleted_steps(url: str) -> None:

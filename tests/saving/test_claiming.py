@@ -157,6 +157,25 @@ def test_a_run_that_was_fenced_off_is_told_by_whatever_it_does_next(
     newer.close()
 
 
+def test_a_run_that_was_fenced_off_changes_nothing_when_it_ends(directory: str, faults: Faults) -> None:
+    """It does not try to end a claim that is another run's by now; a run that was not does."""
+    older = ec.CheckpointManager(directory)
+    commit(older, 1)
+    ec.CheckpointManager(directory).claim()
+    with pytest.raises(errors.FencedError):
+        older.claim()
+    changed = list[str]()
+    for method in (Store.create, Store.put, Store.replace, Store.rename, Store.remove, Store.remove_tree):
+        faults.before(method, lambda call: changed.append(f"{call.method} {call.path}"))
+    older.close()
+    assert changed == []
+    newest = ec.CheckpointManager(directory)
+    newest.claim()
+    changed.clear()
+    newest.close()
+    assert changed != []
+
+
 def test_of_two_managers_of_one_process_the_last_to_begin_writing_wins(directory: str) -> None:
     """A notebook's cell that is run twice: no epoch is lost, and the first manager does not come back."""
     one, other = ec.CheckpointManager(directory), ec.CheckpointManager(directory)

@@ -6,6 +6,7 @@ import collections
 import errno
 import os
 import pathlib
+import shutil
 
 import orbax.checkpoint as ocp
 import pytest
@@ -135,3 +136,18 @@ def test_the_first_retention_of_a_large_directory_is_linear(
             assert manager.all_steps() == [count]
     assert found[0]["root"] == found[1]["root"]
     assert 0 < found[1]["below"] <= 3 * found[0]["below"]
+
+
+def test_a_step_of_stock_orbax_that_is_gone_leaves_the_history_like_any_other_epoch(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody has removed it by hand: there is nothing left to be careful with."""
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(1, args=args(1))
+        stock.wait_until_finished()
+    with ec.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        assert manager.all_steps() == [1]
+        shutil.rmtree(tmp_path / "1")
+        commit(manager, 2)
+        assert manager.all_steps() == [2]
+    assert "is not deleted" not in caplog.text

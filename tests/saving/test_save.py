@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from epochckpt import _progress
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import Snapshot
 from epochckpt.directory.epoch_summary import EpochSummary
@@ -19,6 +20,7 @@ from epochckpt.saving.in_flight import InFlight
 from epochckpt.saving.reports import Committed
 from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save, SaveRequest
+from epochckpt.storage import Tally
 
 MOVES = {
     (Phase.QUEUED, Phase.CLAIMING),
@@ -204,3 +206,17 @@ def test_a_save_that_was_not_needed_is_let_go_and_nobody_is_told(in_flight: InFl
     assert (dropped.phase, begun.phase) == (Phase.DROPPED, Phase.WRITING)
     assert in_flight.all() == [begun]
     assert told.ends == []
+
+
+def test_a_wait_shows_what_this_process_has_written_of_the_save() -> None:
+    """Not what the store had written before, and all of it once its nodes have written."""
+    tally = Tally()
+    tally.add(100)
+    save = Save(SaveRequest(epoch=3, number=0, nbytes=400), Snapshot(), Deadline(60.0))
+    with _progress.work("waiting") as outer, save.shown(tally):
+        assert outer.figures() == (0.0, 400)
+        save.written_before = tally.nbytes
+        tally.add(250)
+        assert outer.figures() == (250.0, 400)
+        save.written.set(None)
+        assert outer.figures() == (400.0, 400)
