@@ -306,3 +306,8 @@ def test_two_processes_save_the_same_steps(tmp_path: Any) -> None:
     assert one == other
     assert one[:2] == [0, 1]
     assert len(one) < 1000
+
+
+def test_a_time_between_failures_may_be_a_fraction_of_a_second() -> None:
+    assert ec.policy.auto_interval(mtbf=0.5).mtbf_secs == 0.5
+    assert ec.policy.auto_interval(mtbf="500ms").mtbf_secs == 0.5
