@@ -92,7 +92,7 @@ class NodeEpochs:
                     options=self._options,
                     pool=self._pool,
                 )
-                remove = self._publish(writer, save, staging)
+                finish_later = self._publish(writer, save, staging)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
             _threads.logged("the remains of a save stay", lambda: writer.discard(staging))
             if isinstance(error, EpochCheckpointError) or not isinstance(error, Exception):
@@ -101,8 +101,8 @@ class NodeEpochs:
             raise (writer.lost(epoch) if lost else as_save_error(epoch, error)) from error
         finally:
             save.snapshot.drop()
-        if remove is not None:
-            _threads.logged("what was replaced stays", remove)
+        if finish_later is not None:
+            _threads.logged("what was replaced stays", finish_later)
         directory = self.epoch_directory
         logging.info("%s: checkpoint %d of node %s committed", directory.store.root, epoch, directory.node)
 
@@ -122,7 +122,7 @@ class NodeEpochs:
         return Save(request, snapshot, Deadline(self._options.save_timeout_secs))
 
     def _publish(self, writer: Writer, save: Save, staging: Staging) -> Callable[[], None] | None:
-        """Commits what is staged, in place of an epoch of this number; returns what removes that one."""
+        """Commits what is staged, in place of an epoch of this number; see `Writer.publish`."""
         epoch = save.request.epoch
         replaces = None
         if self.epoch_directory.is_committed(epoch):

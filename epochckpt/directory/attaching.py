@@ -1,4 +1,4 @@
-"""Attaching metrics to a committed epoch: the one change of a directory that needs no claim.
+"""Attaching metrics to a committed epoch, which needs no claim.
 
 Any job may do it, evaluators mostly, and it never takes a run's right to write. What is attached is read by
 `attached_metrics`.

@@ -5,7 +5,7 @@
 | only below `incarnation-*` (POSIX), or named by no epoch of the head (object store) | uncommitted | nobody |
 | `<epoch>/epoch.json` under its final name (POSIX), or an epoch of the head (object store) | committed | everybody |
 | the same, named by a `rollback.json` (POSIX) | rolled back or deleted, being moved or removed | nobody |
-| `<epoch>/` as stock Orbax finished it (POSIX; see `orbax.step_recognition`) | committed | everybody |
+| `<epoch>/` as stock Orbax finished it (see `orbax.step_recognition`) | committed | everybody |
 | the same, while a save that may replace it (`allow_overwrite`) commits | committed, old or new | everybody |
 | moved out of sight (POSIX), or gone from the head (object store) | deleted, being removed | nobody |
 
@@ -644,7 +644,9 @@ class Writer(Stager):
     def publish(
         self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        """Makes the epoch visible. Returns a call that removes the bytes of a good epoch that gave way.
+        """Makes the epoch visible. Returns a call for what is left to do, in the background; None for nothing.
+
+        That is: in a bucket the Orbax view and the copy of the record; and the bytes of a good epoch that gave way.
 
         `check` is called just before the decisive step, and raises when it is too late. An epoch of this number gives
         way only where it is the one that `replaces` names.

@@ -163,7 +163,7 @@ class JobDirectory(abc.ABC):
     ) -> Callable[[], None] | None:
         """On the primary: commits a save that all nodes have written; `check` raises what forbids it.
 
-        `key` gives the prefixes of a save's keys. If the save replaces an epoch, the result removes that one.
+        `key` gives the prefixes of a save's keys. The result is that of `Writer.publish`.
         """
 
     def verdict_key(self, save: Save) -> str:

@@ -175,9 +175,10 @@ class Primary(ProcessSide):
         record = self._record(save)
         data = record.to_bytes()
         check = functools.partial(self._bind, save)
-        remove = self._directory.commit(save, self.staging(save), data, check, self._key)
-        if remove is not None:
-            self._commit_lane.submit(lambda: _threads.logged("a replaced epoch could not be removed", remove))
+        finish_later = self._directory.commit(save, self.staging(save), data, check, self._key)
+        if finish_later is not None:
+            what = f"checkpoint {save.epoch} is committed, and what follows a commit was not done"
+            self._commit_lane.submit(lambda: _threads.logged(what, finish_later))
         self._history.run.committed()
         logging.info(
             "checkpoint %d committed to %s: %s", save.epoch, self._epoch_directory.store.root, save.summary(record)
