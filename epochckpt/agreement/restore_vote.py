@@ -1,8 +1,9 @@
 """Whether an epoch can be restored, agreed by vote; and which one `restore(None)` takes: the newest that can.
 
 A vote is a collective call: each process restores (and so verifies) its part of the candidate, and tells whether it
-could. The decision is that the epoch is accepted, or the first error. Guarantees:
+could, and of which save. The decision is that the epoch is accepted, or the first error. Guarantees:
 
+- an accepted epoch is of one save on all processes, also where another run replaces it while they read;
 - every wait is bounded, and an epoch that one process finds damaged is used by none;
 - an epoch that was deleted shows that the list is old: the next candidate is the newest that storage has then;
 - where storage does not answer one of the processes, all of them stop instead of falling back to an older epoch.
@@ -30,7 +31,9 @@ Look = tuple[Sequence[int], Mapping[int, str]]  # committed epochs, ascending, a
 
 def newest_readable(
     candidates: Sequence[int],
+    *,
     restore: Callable[[int], T],
+    save_of: Callable[[int], str | None],
     look_again: Callable[[Mapping[int, Exception]], Look],
     coordinator: Coordinator,
     prefix: str,
@@ -42,9 +45,10 @@ def newest_readable(
     Returns the epoch, its restored value, and the errors of newer epochs that a process found damaged.
 
     `restore` raises DamagedError or FormatError for an epoch that is damaged, and EpochNotFoundError for one that is
-    gone. Any other error says nothing about the epoch, and ends the search on every process. `look_again` is given what
-    was rejected so far, and looks at storage for all processes alike; it is called after an epoch that was gone, and
-    before giving up. Where no epoch can be restored, a DamagedError names the reason for the newest.
+    gone; `save_of` tells which save of an epoch it has read, None if that is not known. Any other error says nothing
+    about the epoch, and ends the search on every process. `look_again` is given what was rejected so far, and looks at
+    storage for all processes alike; it is called after an epoch that was gone or replaced, and before giving up. Where
+    no epoch can be restored, a DamagedError names the reason for the newest.
     """
     candidates_left = candidates
     rejected: dict[int, Exception] = {}
@@ -60,7 +64,15 @@ def newest_readable(
         if not left:
             break
         epoch = left[-1]
-        value, error = vote(lambda epoch=epoch: restore(epoch), coordinator, f"{prefix}/{number}", timeout_secs)
+        value, error = vote(
+            epoch=epoch,
+            restore=restore,
+            save_of=save_of,
+            coordinator=coordinator,
+            key=f"{prefix}/{number}",
+            timeout_secs=timeout_secs,
+            directory=directory,
+        )
         if error is None:
             return epoch, value[0], rejected
         if not isinstance(error, errors.EpochNotFoundError):
@@ -71,7 +83,8 @@ def newest_readable(
             rejected[epoch] = errors.kept(error)  # its traceback would hold the arrays that were read of the epoch
             continue
         logging.warning("%s: checkpoint %d is not restored, it is not there any more: %s", directory, epoch, error)
-        gone.append(epoch)
+        if not isinstance(error, errors.EpochDeletedError) or looks >= _LOOKS:  # one that was replaced is tried again
+            gone.append(epoch)
         if looks < _LOOKS:
             candidates_left, damaged = look_again(rejected)
             looks += 1
@@ -84,21 +97,33 @@ def newest_readable(
 
 
 def vote(
-    restore: Callable[[], T], coordinator: Coordinator, key: str, timeout_secs: float
+    *,
+    epoch: int,
+    restore: Callable[[int], T],
+    save_of: Callable[[int], str | None],
+    coordinator: Coordinator,
+    key: str,
+    timeout_secs: float,
+    directory: str,
 ) -> tuple[list[T], Exception | None]:
     """Restores an epoch in a collective call; returns its value, and why it cannot be used, as all processes decide.
 
-    An error that says nothing about the epoch is raised.
+    An error that says nothing about the epoch is raised. For `restore` and `save_of` see `newest_readable`.
     """
     if coordinator.processes == 1:
         try:
-            return [restore()], None
+            return [restore(epoch)], None
         except _VERDICTS as error:
             return [], error
     value: list[T] = []
 
-    def act() -> None:
-        value.append(restore())
+    def act() -> str | None:
+        value.append(restore(epoch))
+        return save_of(epoch)
+
+    def decide(save_ids: Sequence[str | None]) -> None:
+        if len({save_id for save_id in save_ids if save_id is not None}) > 1:
+            raise errors.EpochDeletedError(epoch, directory, "the processes have read different saves of it")
 
     patience = Timeouts(
         collect_secs=timeout_secs,
@@ -106,7 +131,7 @@ def vote(
         late_text=f"{{names}} did not say within {{secs:g}} s whether it can restore. {ALONE}",
         silent_text="the primary, {names}, did not say within {secs:g} s whether all can restore the epoch",
     )
-    outcome = meet(coordinator, key, act, lambda _: None, patience, weigh=_weigh)
+    outcome = meet(coordinator, key, act, decide, patience, weigh=_weigh)
     # An error that says nothing about the epoch stops this process. Where storage is silent, all take the verdict.
     own = outcome.own
     heard = outcome.serial is not None

@@ -214,6 +214,7 @@ class _Export:
         _, exported, _ = restore_vote.newest_readable(
             candidates=self._epochs(),
             restore=self.write,
+            save_of=lambda epoch: None,
             look_again=lambda rejected: (self._epochs(), {}),
             coordinator=Coordinator(),
             prefix="",

@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -34,7 +34,35 @@ from epochckpt.saving.opening import Opened
 
 T = TypeVar("T")
 S = TypeVar("S")
-_voting = contextvars.ContextVar("_voting", default=False)  # a restore inside a vote: that vote decides on its epoch
+
+
+class _Vote:
+    """A vote on epochs of a directory, and the saves that this process has read for it, by epoch."""
+
+    def __init__(self, epoch_directory: EpochDirectory):
+        self._epoch_directory = epoch_directory
+        self._saves: dict[int, str | None] = {}
+
+    def note(self, epoch_directory: EpochDirectory, epoch: int, save_id: str | None) -> None:
+        """An epoch was read as this save has written it; epochs of other directories do not count."""
+        if epoch_directory is self._epoch_directory:
+            self._saves[epoch] = save_id
+
+    def save_of(self, epoch: int) -> str | None:
+        """The save of an epoch; None if nothing of it was read."""
+        return self._saves.get(epoch)
+
+    @contextlib.contextmanager
+    def going_on(self) -> Generator[None]:
+        """In the block, restores take part in this vote, which decides on their epochs."""
+        within = _vote.set(self)
+        try:
+            yield
+        finally:
+            _vote.reset(within)
+
+
+_vote = contextvars.ContextVar[_Vote | None]("_vote", default=None)
 
 
 class Response(Generic[T]):
@@ -115,6 +143,7 @@ class EpochRestore(Generic[T]):
         self._epoch_ahead: int | None = None
         self._ahead = Future[T]()
         self._taken = _threads.Once()
+        self._save_id: str | None = None  # of the save that was read last
 
     def read_ahead(self, epoch: int) -> Future[T]:
         """Begins to restore an epoch."""
@@ -123,16 +152,23 @@ class EpochRestore(Generic[T]):
         return self._ahead
 
     def __call__(self, epoch: int) -> T:
-        if epoch == self._epoch_ahead and self._taken.first():
-            return self._ahead.result()
-        return self._read(epoch)
+        is_ahead = epoch == self._epoch_ahead and self._taken.first()
+        value = self._ahead.result() if is_ahead else self._read(epoch)
+        if (vote := _vote.get()) is not None:
+            vote.note(self._request.readers.epoch_directory, epoch, self._save_id)
+        return value
 
     def _read(self, epoch: int) -> T:
         request = self._request
         if self._shared is None:
-            return request.readers.read(epoch, request.result_of)
+            return request.readers.read(epoch, self._use)
         with self._shared.begin(epoch) as sharing:
-            return request.readers.read(epoch, request.result_of, sharing)
+            return request.readers.read(epoch, self._use, sharing)
+
+    def _use(self, reader: CheckpointReader) -> T:
+        # A step of stock Orbax may have no id that is the same on all hosts.
+        self._save_id = None if reader.native is None else reader.record.origin
+        return self._request.result_of(reader)
 
 
 def in_background(fn: Callable[[], T]) -> Future[T]:
@@ -285,13 +321,22 @@ class Restores:
 
     def _named(self, epoch_directory: EpochDirectory, epoch: int, restore: Callable[[int], T]) -> T:
         """Restores an epoch if every process can: else all of them raise, and know that it is damaged, or gone."""
-        if _voting.get():
+        if _vote.get() is not None:
             return restore(epoch)
         own = epoch_directory is self._epoch_directory  # of another directory nothing is remembered
         wait = self._storage.restore_timeout_secs
         known = [info.step for info in self._history.committed() if own and info.step == epoch]
-        with self._calls.vote(f"restore({epoch})", known, hear_secs(wait)) as (listed, prefix):
-            value, error = vote(lambda: restore(epoch), self._coordinator, f"{prefix}/1", wait)
+        this = _Vote(epoch_directory)
+        with self._calls.vote(f"restore({epoch})", known, hear_secs(wait)) as (listed, prefix), this.going_on():
+            value, error = vote(
+                epoch=epoch,
+                restore=restore,
+                save_of=this.save_of,
+                coordinator=self._coordinator,
+                key=f"{prefix}/1",
+                timeout_secs=wait,
+                directory=epoch_directory.store.root,
+            )
         if error is None:
             return value[0]
         if own and isinstance(error, errors.EpochNotFoundError):
@@ -346,20 +391,18 @@ class Restores:
         )
         candidates = search.allowed() if among is None else list(among)
         wait = self._storage.restore_timeout_secs
-        within = _voting.set(True)
-        try:
-            with self._calls.vote("restore(None)", candidates, hear_secs(wait)) as (found, prefix):
-                epoch, value, rejected = newest_readable(
-                    found,
-                    search.restore,
-                    search.look_again,
-                    self._coordinator,
-                    prefix,
-                    wait,
-                    epoch_directory.store.root,
-                )
-        finally:
-            _voting.reset(within)
+        this = _Vote(epoch_directory)
+        with self._calls.vote("restore(None)", candidates, hear_secs(wait)) as (found, prefix), this.going_on():
+            epoch, value, rejected = newest_readable(
+                found,
+                restore=search.restore,
+                save_of=this.save_of,
+                look_again=search.look_again,
+                coordinator=self._coordinator,
+                prefix=prefix,
+                timeout_secs=wait,
+                directory=epoch_directory.store.root,
+            )
         search.reject(rejected)
         return epoch, value
 

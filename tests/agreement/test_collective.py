@@ -14,10 +14,16 @@ import jax
 import pytest
 
 from epochckpt import _threads
-from epochckpt.agreement import CollectiveCalls, coordination
+from epochckpt.agreement import CollectiveCalls, Coordinator, coordination
 from epochckpt.agreement.collective import Timeouts, broadcast, collective, meet
 from epochckpt.agreement.restore_vote import vote
-from epochckpt.errors import CoordinationError, CoordinationTimeoutError, DamagedError, InvalidArgumentError
+from epochckpt.errors import (
+    CoordinationError,
+    CoordinationTimeoutError,
+    DamagedError,
+    EpochDeletedError,
+    InvalidArgumentError,
+)
 from tests.support.in_memory import InMemory, Service
 from tests.support.processes import run_worker
 from tests.support.taps import WAIT_SECS
@@ -317,8 +323,52 @@ def test_an_error_that_says_nothing_about_the_epoch_ends_a_vote_for_all() -> Non
             assert service.changed.wait_for(lambda: len(service.values) == 2, WAIT_SECS)
         return number
 
-    found = each(service, 3, lambda c: vote(lambda: restore(c.process), c, "vote", WAIT_SECS))
-    assert [type(one) for one in found] == [InvalidArgumentError] * 3
+    def one(coordinator: Coordinator) -> Any:
+        return vote(
+            epoch=5,
+            restore=lambda epoch: restore(coordinator.process),
+            save_of=lambda epoch: "a-5-0",
+            coordinator=coordinator,
+            key="vote",
+            timeout_secs=WAIT_SECS,
+            directory="run",
+        )
+
+    found = each(service, 3, one)
+    assert [type(each) for each in found] == [InvalidArgumentError] * 3
+
+
+@pytest.mark.parametrize(
+    ("saves", "are_accepted"),
+    [
+        (["a-5-0", "a-5-0", "a-5-0"], True),
+        (["a-5-0", None, None], True),
+        (["a-5-0", "a-5-0", "b-5-0"], False),
+        (["b-5-0", None, "a-5-0"], False),
+    ],
+)
+def test_an_epoch_is_accepted_if_all_processes_have_read_one_save_of_it(
+    saves: list[str | None], are_accepted: bool
+) -> None:
+    """Else another run has replaced it while they read. A process that knows no id of the save has no objection."""
+
+    def one(coordinator: Coordinator) -> tuple[list[int], Exception | None]:
+        return vote(
+            epoch=5,
+            restore=lambda epoch: epoch,
+            save_of=lambda epoch: saves[coordinator.process],
+            coordinator=coordinator,
+            key="vote",
+            timeout_secs=WAIT_SECS,
+            directory="run",
+        )
+
+    for value, error in each(Service(), 3, one):
+        assert value == [5]
+        assert (error is None) is are_accepted
+        if error is not None:
+            assert isinstance(error, EpochDeletedError)
+            assert "the processes have read different saves of it" in str(error)
 
 
 def test_of_many_openings_the_primary_of_several_processes_forgets_the_oldest() -> None:

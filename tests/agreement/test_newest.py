@@ -131,6 +131,40 @@ def test_processes_vote_on_each_epoch(tmp_path: pathlib.Path) -> None:
         assert rest == [[3, [1, 2, 3], []], 1, f"1 on {me}", [1], [2, 3]]
 
 
+def read_while_replaced(directory: str) -> list[Any]:
+    """Process 0 reads epoch 2, then somebody replaces it, and then process 1 reads it."""
+    me = jax.process_index()
+    tried = []
+
+    with ec.CheckpointManager(f"{directory}/run") as manager:
+
+        def restore(epoch: int) -> int:
+            tried.append(epoch)
+            if me == 1 and len(tried) == 1:
+                with open(f"{directory}/has_read"):  # a pipe: until process 0 opens it, too
+                    pass
+                os.rename(f"{directory}/run/2", f"{directory}/away")
+                os.rename(f"{directory}/other/2", f"{directory}/run/2")
+            found = value(manager.restore(epoch))
+            if me == 0 and len(tried) == 1:
+                with open(f"{directory}/has_read", "w"):
+                    pass
+            return found
+
+        return [*manager.restore_newest(restore), tried]
+
+
+def test_all_processes_restore_one_save_of_an_epoch_that_is_replaced_meanwhile(tmp_path: pathlib.Path) -> None:
+    """It is read once more, and no array is put together from both."""
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        save_epochs(manager, 1, 2)
+    with ec.CheckpointManager(tmp_path / "other") as manager:
+        assert manager.save(2, args=Save({"x": np.full(5, 20)}))
+    os.mkfifo(tmp_path / "has_read")
+    found = run_worker("tests.agreement.test_newest:read_while_replaced", {"directory": str(tmp_path)}, 2)
+    assert found == [[2, 20, [2, 2]]] * 2
+
+
 # -- what is damaged, what is deleted --------------------------------------------------------------------------------
 
 
