@@ -42,6 +42,7 @@ from epochckpt.directory.contents import (
 )
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
+from epochckpt.orbax import step_files
 from epochckpt.storage import File
 from epochckpt.storage.listing import names
 
@@ -54,7 +55,7 @@ MAX_ENTRIES = 100_000
 
 _SAVE = re.compile(r"(\d+)-(\d+)\Z")
 _NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so
-_VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
+_VIEW = frozenset({step_files.OCDBT, step_files.TREE_RECORD, step_files.ARRAY_RECORDS})
 
 
 def extent(store: Store, path: str) -> DiskUsage | None:

@@ -1,7 +1,8 @@
 """All that epochckpt knows of stock Orbax: options, arguments, handlers, older forms, its steps, and our view for it.
 
-Promises: no other package knows the names of Orbax's files. What an option of Orbax's cannot mean here is refused by
-name; the view that is written beside an epoch lets stock Orbax read the epoch without epochckpt.
+Promises: other packages take the names of Orbax's files from here (but for `format.paths`, which says what no node may
+be called). What an option of Orbax's cannot mean here is refused by name; the view that is written beside an epoch lets
+stock Orbax read the epoch without epochckpt.
 """
 
 from typing import TYPE_CHECKING, Any
