@@ -240,3 +240,14 @@ def test_a_bucket_that_may_not_be_listed_says_so_and_shows_what_its_head_names()
         found = directory.contents().leftovers()
     assert found.problems == {"": "this user may not list it"}
     assert [thing.epochs for thing in found.others] == [(3,)]
+
+
+def test_a_measure_counts_each_thing_once_and_keeps_the_first_problem(tmp_path: pathlib.Path) -> None:
+    folder(tmp_path, "notes", "12345")
+    (tmp_path / "notes" / "link").symlink_to("file")
+    found = opened(str(tmp_path)).contents().measure("notes")
+    assert found is not None
+    assert (found.nbytes, found.entries, found.problem) == (5, 3, "")
+    for error in (FileNotFoundError("gone"), PermissionError("first"), OSError("second")):
+        found.note(error)
+    assert found.problem == "first"

@@ -302,3 +302,33 @@ def test_what_another_user_left_is_named_with_its_owner_and_the_remedy(
         assert "path_permission_mode" in text
     assert [text.partition(":")[0] for text in said] == ["SaveError", "SaveError", "AccessError", "no error"]
     assert listed == [0]
+
+
+def test_a_refusal_names_the_process_that_may_be_alive(run: pathlib.Path) -> None:
+    """Where the record of its owner has it."""
+    home = left_by(run, THIS)
+    with ec.CheckpointManager(run) as manager:
+        who = rf"a run \(process {os.getpid()} on host {socket.gethostname()}\) has not closed it and may be alive"
+        with pytest.raises(errors.InvalidArgumentError, match=who):
+            manager.claim(take_over=False)
+        for unknown in ({}, {**THIS, "pid": 0}, {**THIS, "host": ""}):
+            (home / paths.OWNER_FILE).write_text(json.dumps(unknown))
+            with pytest.raises(errors.InvalidArgumentError, match=r"a run has not closed it and may be alive"):
+                manager.claim(take_over=False)
+
+
+def test_of_a_process_on_a_kernel_that_is_not_known_nothing_is_known() -> None:
+    """Its number may be free here, and its host may have the same name."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert Process.parse({**THIS, "pid": ended.pid}).has_ended
+    assert not Process.parse({**THIS, "pid": ended.pid, "boot": ""}).has_ended
+
+
+def test_a_look_at_a_process_leaves_it_alone() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        assert not Process.parse({**THIS, "pid": other.pid, "started": 0}).has_ended
+        assert not Process.parse({**THIS, "pid": other.pid, "namespace": "x"}).has_ended
+        assert other.poll() is None
+        other.communicate()
+    assert other.returncode == 0

@@ -120,3 +120,16 @@ def test_a_small_record_is_replaced_whole(tmp_path: pathlib.Path) -> None:
         writer.overwrite(paths.MIRROR_RECORD, b"{}")
     assert caught.value.epoch == 0
     assert json.loads((tmp_path / paths.MIRROR_RECORD).read_bytes()) == {"a": 2}
+
+
+def test_an_epoch_is_there_only_as_the_save_that_it_is_of(tmp_path: pathlib.Path) -> None:
+    """Ids have no order: another save of the number is another epoch."""
+    save(tmp_path, 1)
+    directory = opened(tmp_path)
+    save_id = directory.read_save_id(1)
+    assert save_id is not None
+    error = OSError("the rename")
+    assert directory.is_there(1, save_id, error)
+    for other in ("0", "z", save_id + "0", save_id[:-1]):
+        assert not directory.is_there(1, other, error)
+    assert not directory.is_there(2, save_id, error)

@@ -69,6 +69,7 @@ def test_an_item_is_read() -> None:
         ("leaves.0.5", [None, -1, 2**48, True]),
         ("leaves.2.6", [None, -2, 1, True, 0.5]),
         ("leaves.0.7", [1, ["threefry2x32"]]),
+        ("leaves.0", [ENTRY["leaves"][0][:7], [["k"], "jax", "uint32", [4, 2], 1, 0, -1, "threefry2x32"], None]),
         ("grids", [None, {}, [[]], [[[], [[0]]]]]),
         ("grids.1", [None, [[2, 1]], [[2, 1], [[0], [1]], 3], {"2": 1}]),
         ("grids.1.0", [None, [2, 2], [0, 2], [2.0, 1], [True, 2], [-2, -1], [1] * 32 + [2], [MAX_CELLS + 1]]),
