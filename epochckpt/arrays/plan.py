@@ -1,6 +1,7 @@
 """The plan of a save: a pure function of trees, shardings and the node list, so that all nodes compute the same one.
 
-A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares `leaf_keys`.
+A plan is computed once per tree structure, shapes and shardings. `planner` keeps it; a later save of the same tree
+finds it by `leaf_keys`, which the training thread compares.
 """
 
 import bisect

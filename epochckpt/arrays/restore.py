@@ -1,4 +1,7 @@
-"""Restores an item: matches the target (`targets`), reads the bytes (`reader`), and places arrays on devices."""
+"""Restores array items: matches the target (`targets`), and reads what `assembly` asks for and makes values of.
+
+The items of several epochs' readers, such as those of several nodes, are read at the same time (`restore_trees`).
+"""
 
 import dataclasses
 from collections.abc import Generator, Sequence
