@@ -49,7 +49,7 @@ class CellSource(NamedTuple):
     cut: tuple[slice, ...] | None  # the part of that shard, or leaf; None for all of it
     staged: bool = False  # it lies on an accelerator
     alone: bool = False  # the leaf is that shard, on one device
-    whole: bool = False  # to host memory that shard moves whole, once: several cells are parts of it
+    whole: bool = False  # that shard is copied whole, once, and the cells that are parts of it are views of the copy
 
 
 class CellRange(NamedTuple):
@@ -305,25 +305,9 @@ def plan_item(
     cell_bytes = part_bytes if cut and part_bytes else math.inf
     builder = _Builder(name, node_of_process, replica_split_bytes, cell_bytes, per_node)
     item = builder.item(paths, forms)
-
-    def planned(cells: NodeCells, replicas: ItemPlan | None = None) -> ItemPlan:
-        sources = tuple(_sources(builder, item, forms, cells))
-        taken = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
-        if taken:  # A shard that is mostly wanted is copied whole, and the cells are views of that copy.
-            shards = {k: _shard_bytes(forms.distinct[forms.of[k[0]]]) for k in taken}
-            whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
-            sources = tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
-        host = ~item.each(lambda leaf: leaf.is_global, bool)[cells.leaves]
-        return ItemPlan(
-            item=item,
-            owned=cells,
-            sources=sources,
-            part_ends=tuple(item.part_ends(cells, part_bytes)),
-            copied_bytes=int(cells.nbytes[host].sum()),
-            replicas=replicas,
-        )
-
-    return planned(item.owned(node), planned(item.replicas(node)) if local_disks and not per_node else None)
+    part = _NodePart(builder, item, forms, part_bytes)
+    replicas = part.plan(item.replicas(node)) if local_disks and not per_node else None
+    return part.plan(item.owned(node), replicas)
 
 
 class _Builder:
@@ -539,42 +523,105 @@ def _holders(cells: np.ndarray, nodes: np.ndarray, count: int) -> tuple[tuple[in
     return tuple([equal.setdefault(nodes, nodes) for nodes in found])
 
 
-def _sources(builder: "_Builder", item: ArrayItem, forms: Forms, cells: NodeCells) -> Iterator[CellSource]:
-    """The sources of the cells that this node writes."""
-    places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
-    whole: dict[int, tuple[Any, ...]] = {}  # by form, of those of which a leaf is one cell: the source but for the leaf
-    shards: dict[int, tuple[ShardingGrid, dict[int, int], bool]] = {}  # by form: which shard is which cell
-    for leaf, cell in zip(cells.leaves.tolist(), cells.cells.tolist(), strict=True):
-        number = forms.of[leaf]
-        if (rest := whole.get(number)) is not None:
-            yield CellSource._make((leaf, *rest))
-            continue
-        form = forms.distinct[number]
-        if form.sharding is None:
-            source = CellSource(leaf, -1, None if item.is_whole(leaf) else slices(item.cell_box(leaf, cell)))
-        else:
-            if number not in shards:
-                layout = builder.layout(form)
-                local = dict[int, int]()
-                if (place := places.get(id(layout.devices))) is None:
-                    place = places[id(layout.devices)] = {device: i for i, device in enumerate(layout.devices.flat)}
-                for k, device in enumerate(form.held):
-                    local.setdefault(int(layout.cells[place[device]]), k)
-                shards[number] = layout, local, {device.platform for device in form.held} != transfers.HOST
-            layout, local, staged = shards[number]
-            alone = layout.devices.size == 1
-            counts = layout.counts
-            if item.is_whole(leaf):
-                source = CellSource(leaf, next(iter(local.values())), None, staged, alone)  # maybe without elements
-            else:
-                # The shard is a cell of the sharding's grid, and this cell all of it or, of a split leaf, a piece.
-                counts += (1,) * (len(form.shape) - len(counts))  # typed keys have the dimensions of their data, too
-                box = item.cell_box(leaf, cell)
-                outer = tuple(d // c for d, c in zip(form.shape, counts, strict=True))
-                at = [start // side for (start, _), side in zip(box, outer, strict=True)]
-                parent = int(np.ravel_multi_index(at, counts))
-                cut = None if outer == item.cell_shape(leaf) else slices(box, cell_box(parent, counts, outer))
-                source = CellSource(leaf, local[parent], cut, staged, alone)
-        if item.is_whole(leaf):
-            whole[number] = source[1:]
-        yield source
+class _HeldShards(NamedTuple):
+    """The shards that this process holds of a leaf; the same for all leaves of one form."""
+
+    layout: ShardingGrid
+    numbers: dict[int, int]  # by cell of the layout: the number of the first shard that has it
+    staged: bool  # they lie on an accelerator
+
+
+class _NodePart:
+    """Plans a node's part in saving an item: finds each cell that it writes in the leaves that this process holds."""
+
+    def __init__(self, builder: _Builder, item: ArrayItem, forms: Forms, part_bytes: int | None):
+        self._builder = builder
+        self._item = item
+        self._forms = forms
+        self._part_bytes = part_bytes
+        self._held: dict[int, _HeldShards] = {}  # by number of the form
+        self._places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
+
+    def plan(self, cells: NodeCells, replicas: ItemPlan | None = None) -> ItemPlan:
+        """The plan of writing these cells."""
+        host = ~self._item.each(lambda leaf: leaf.is_global, bool)[cells.leaves]
+        return ItemPlan(
+            item=self._item,
+            owned=cells,
+            sources=self._moved_whole([*self._sources(cells)]),
+            part_ends=tuple(self._item.part_ends(cells, self._part_bytes)),
+            copied_bytes=int(cells.nbytes[host].sum()),
+            replicas=replicas,
+        )
+
+    def _moved_whole(self, sources: Sequence[CellSource]) -> tuple[CellSource, ...]:
+        """The sources, with `whole` set for cells of a shard of which most is wanted, in several cells."""
+        parts = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
+        whole = {shard for shard, count in parts.items() if count > 1 and self._is_mostly_wanted(shard[0], count)}
+        if not whole:
+            return tuple(sources)
+        return tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
+
+    def _is_mostly_wanted(self, leaf: int, count: int) -> bool:
+        """Whether so many cells of one shard of a leaf are more than half of it."""
+        shard_bytes = _shard_bytes(self._forms.distinct[self._forms.of[leaf]])
+        return 2 * count * self._item.cell_bytes(leaf) > shard_bytes
+
+    def _sources(self, cells: NodeCells) -> Iterator[CellSource]:
+        """The source of each cell, in the order of the cells.
+
+        The sources of leaves that are one cell differ in the leaf only, if the leaves have one form. A tree has
+        thousands of them: they are made of the fields of the first one.
+        """
+        after_leaf: dict[int, tuple[Any, ...]] = {}  # by number of the form: the fields of a source after `leaf`
+        for leaf, cell in zip(cells.leaves.tolist(), cells.cells.tolist(), strict=True):
+            form = self._forms.of[leaf]
+            fields = after_leaf.get(form)
+            if fields is not None:
+                yield CellSource._make((leaf, *fields))  # by place: with keywords it takes five times as long
+                continue
+            source = self._source(leaf, cell)
+            if self._item.is_whole(leaf):
+                after_leaf[form] = source[1:]
+            yield source
+
+    def _source(self, leaf: int, cell: int) -> CellSource:
+        """Where a cell of a leaf is found."""
+        number = self._forms.of[leaf]
+        if self._forms.distinct[number].sharding is None:
+            cut = None if self._item.is_whole(leaf) else slices(self._item.cell_box(leaf, cell))
+            return CellSource(leaf=leaf, shard=-1, cut=cut)
+        held = self._held_shards(number)
+        shard, cut = self._place(leaf, cell, held)
+        return CellSource(leaf=leaf, shard=shard, cut=cut, staged=held.staged, alone=held.layout.devices.size == 1)
+
+    def _held_shards(self, number: int) -> _HeldShards:
+        """The shards that are here of the leaves of one form; found once."""
+        if number not in self._held:
+            form = self._forms.distinct[number]
+            layout = self._builder.layout(form)
+            devices = id(layout.devices)
+            if devices not in self._places:
+                self._places[devices] = {device: i for i, device in enumerate(layout.devices.flat)}
+            numbers = dict[int, int]()
+            for shard, device in enumerate(form.held):
+                numbers.setdefault(int(layout.cells[self._places[devices][device]]), shard)
+            staged = {device.platform for device in form.held} != transfers.HOST
+            self._held[number] = _HeldShards(layout, numbers, staged)
+        return self._held[number]
+
+    def _place(self, leaf: int, cell: int, held: _HeldShards) -> tuple[int, tuple[slice, ...] | None]:
+        """The number of the shard that a cell lies in, and the cell's part of that shard; None for all of it."""
+        if self._item.is_whole(leaf):
+            return next(iter(held.numbers.values())), None  # maybe without elements
+        # The shard is a cell of the sharding's grid, and this cell all of it or, of a split leaf, a piece.
+        shape = self._item.leaves[leaf].shape
+        counts = held.layout.counts
+        counts += (1,) * (len(shape) - len(counts))  # typed keys have the dimensions of their data, too
+        shard_shape = tuple(d // c for d, c in zip(shape, counts, strict=True))
+        box = self._item.cell_box(leaf, cell)
+        at = [start // side for (start, _), side in zip(box, shard_shape, strict=True)]
+        shard_cell = int(np.ravel_multi_index(at, counts))
+        if shard_shape == self._item.cell_shape(leaf):
+            return held.numbers[shard_cell], None
+        return held.numbers[shard_cell], slices(box, cell_box(shard_cell, counts, shard_shape))
