@@ -17,7 +17,7 @@ import numpy as np
 
 from epochckpt import _collector, _progress
 from epochckpt._threads import Pool
-from epochckpt.arrays.node_files import ArrayFile, CellCopy, InlinedFile, NodeFile, Pack, noting
+from epochckpt.arrays.node_files import ArrayFile, CellCopy, HandlerFile, InlinedFile, NodeFile, Pack, noting
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -202,7 +202,7 @@ class EpochReader:
         """A file that a handler wrote, wherever it can be read."""
         content = self.record.inlined.get(file.item, {}).get(file.name)
         if node in self.local_nodes or content is None:
-            return NodeFile(self.of_owner(node), node, file)
+            return HandlerFile(self.of_owner(node), node, file)
         return InlinedFile(self, node, file, content)
 
     def read_file(self, item: str, name: str) -> bytes:
@@ -363,7 +363,7 @@ class EpochReader:
                             if written or name in record.items:  # else this node has no tree of the item
                                 damage += self.of_node(node, name).verify_all(progress)
                             continue
-                        files: Iterable[NodeFile] = (NodeFile(self, node, file) for file in written)
+                        files: Iterable[NodeFile] = (HandlerFile(self, node, file) for file in written)
                         if item.kind == "arrays":
                             files = [*self.files(name, node), *self.replica_files(name, node)]
                         for file in files:
