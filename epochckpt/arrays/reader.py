@@ -45,6 +45,10 @@ from epochckpt.storage import Store
 
 T = TypeVar("T")
 
+_OfNode = tuple[str, int]  # an item, and the number of a node
+_Place = tuple[ArrayFile, int]  # of a cell: its file, and its position there
+_Places = dict[tuple[int, int], _Place]  # by leaf and cell
+
 
 class Request(NamedTuple):
     """A part of a leaf, and the array of its shape and of the stored dtype that it is read into."""
@@ -109,7 +113,14 @@ class EpochReader:
         self.local_nodes = range(len(record.nodes)) if local_nodes is None else local_nodes
         self.copy = functools.cache(copy)
         self.tally: list[tuple[int, float]] | None = None  # (bytes, seconds of verifying), while `read` reads
-        self.kept: dict[Any, Any] = {}  # see `once`
+        # What is found when it is first asked for. To cache bound methods instead would be a cycle of references, and
+        # the leaves of the record would stay until the garbage collector has looked at all objects of the program.
+        self._node_records: dict[int, NodeRecord] = {}
+        self._node_files: dict[int, dict[str, DataFile]] = {}
+        self._files: dict[_OfNode, list[ArrayFile]] = {}
+        self._replica_files: dict[_OfNode, list[ArrayFile]] = {}
+        self._places: dict[_OfNode, _Places] = {}
+        self._replica_places: dict[_OfNode, _Places] = {}
         self._checked: set[tuple[int, str]] = set()  # reader and path of files whose sizes are as recorded
 
     def verifying_copy(self, pool: Pool) -> EpochReader:
@@ -240,16 +251,22 @@ class EpochReader:
 
     def node_record(self, node: int) -> NodeRecord:
         """A node's `node.json`, verified against `epoch.json`."""
-        return self._node_record(node) if node in self.local_nodes else self.of_owner(node).node_record(node)
+        if node not in self.local_nodes:
+            return self.of_owner(node).node_record(node)
+        if node not in self._node_records:
+            self._node_records[node] = self.store.confirming_damage(lambda: self._read_node_record(node))
+        return self._node_records[node]
 
-    @once
+    def adopt_node_record(self, node: int, record: NodeRecord) -> None:
+        """Takes the verified record of a node from another reader, so that it is not read again."""
+        self._node_records[node] = record
+
     def node_files(self, node: int) -> dict[str, DataFile]:
-        record = self.node_record(node)
-        return {file.path: file for file in (*record.files, *record.replicas)}
-
-    @once
-    def _node_record(self, node: int) -> NodeRecord:
-        return self.store.confirming_damage(lambda: self._read_node_record(node))
+        """The files of a node by path, as its record describes them."""
+        if node not in self._node_files:
+            record = self.node_record(node)
+            self._node_files[node] = {file.path: file for file in (*record.files, *record.replicas)}
+        return self._node_files[node]
 
     def _read_node_record(self, node: int) -> NodeRecord:
         entry = self.record.nodes[node]
@@ -276,24 +293,28 @@ class EpochReader:
             raise FormatError(self.path(node), f"has no tree of item {item!r}")
         record = dataclasses.replace(self.record, nodes=(self.record.nodes[node],), items={item: own})
         reader = EpochReader(self.store, self.folder, record, self.pool, self.verify)
-        reader.kept["_node_record", 0] = self.node_record(node)  # so that it is not read again
+        reader.adopt_node_record(0, self.node_record(node))
         return reader
 
-    @once
     def files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node wrote for an item."""
         if node not in self.local_nodes:
             return self.of_owner(node).files(item, node)
-        listed = [f for f in self.record.nodes[node].files if f.item == item]
-        owned = self._arrays(item).owned(node)
-        return self._laid_out(item, node, listed, owned, paths.join(self.folder, paths.EPOCH_RECORD))
+        if (item, node) not in self._files:
+            listed = [f for f in self.record.nodes[node].files if f.item == item]
+            owned = self._arrays(item).owned(node)
+            where = paths.join(self.folder, paths.EPOCH_RECORD)
+            self._files[item, node] = self._laid_out(item, node, listed, owned, where)
+        return self._files[item, node]
 
-    @once
     def replica_files(self, item: str, node: int) -> list[ArrayFile]:
         """The replica files that a local node wrote; none unless hosts have disks of their own."""
-        listed = [f for f in self.node_record(node).replicas if f.item == item]
-        held = self._arrays(item).replicas(node)
-        return self._laid_out(item, node, listed, held, self.path(node)) if listed else []
+        if (item, node) not in self._replica_files:
+            listed = [f for f in self.node_record(node).replicas if f.item == item]
+            held = self._arrays(item).replicas(node)
+            files = self._laid_out(item, node, listed, held, self.path(node)) if listed else []
+            self._replica_files[item, node] = files
+        return self._replica_files[item, node]
 
     def _laid_out(
         self,
@@ -383,7 +404,7 @@ class EpochReader:
             assert info.dtype is not None, "it has bytes"
             yield Request(pack.item, leaf, whole(info.shape), np.ndarray(info.shape, info.dtype, pack.out, start))
 
-    def _cells(self, request: Request) -> Iterator[tuple[tuple[ArrayFile, int], CellCopy]]:
+    def _cells(self, request: Request) -> Iterator[tuple[_Place, CellCopy]]:
         """((file, position in it), copy) for every cell that a request needs."""
         arrays = self._arrays(request.item)
         if arrays.is_whole(request.leaf):
@@ -397,21 +418,25 @@ class EpochReader:
             place = self._place(request.item, request.leaf, cell)
             yield place, CellCopy(request.out, slices(meet, request.box), slices(meet, box))
 
-    def _place(self, item: str, leaf: int, cell: int) -> tuple[ArrayFile, int]:
+    def _place(self, item: str, leaf: int, cell: int) -> _Place:
         """Where a cell is read from: the file, and the position in it."""
         owner = self._arrays(item).owner(leaf, cell)
         for node in () if owner in self.local_nodes else sorted(self.local_nodes):
-            if (found := self._also_places(item, node).get((leaf, cell))) is not None:
+            if (found := self._places_of_replicas(item, node).get((leaf, cell))) is not None:
                 return found
-        return self._places(item, owner)[leaf, cell]
+        return self._places_of(item, owner)[leaf, cell]
 
-    @once
-    def _places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
-        return _places_in(self.files(item, node))
+    def _places_of(self, item: str, node: int) -> _Places:
+        """Where the cells lie that a node wrote as their owner."""
+        if (item, node) not in self._places:
+            self._places[item, node] = _places_in(self.files(item, node))
+        return self._places[item, node]
 
-    @once
-    def _also_places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
-        return _places_in(self.replica_files(item, node))
+    def _places_of_replicas(self, item: str, node: int) -> _Places:
+        """Where the cells lie that a local node wrote and another one owns."""
+        if (item, node) not in self._replica_places:
+            self._replica_places[item, node] = _places_in(self.replica_files(item, node))
+        return self._replica_places[item, node]
 
     def _inlined(self, request: Request) -> np.ndarray | None:
         """The leaf of a request, if the commit record has it and its node is not local."""
@@ -463,9 +488,9 @@ def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence
         events.read(root, time.monotonic() - began, sum(sizes), read, sum(secs for _, secs in tally))
 
 
-def _places_in(files: Sequence[ArrayFile]) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
-    """Where each (leaf, cell) of some files lies: the file, and the position in it."""
-    found = {}
+def _places_in(files: Sequence[ArrayFile]) -> _Places:
+    """Where each cell of some files lies."""
+    found: _Places = {}
     for file in files:
         pairs = zip(file.part.leaves.tolist(), file.part.cells.tolist(), strict=True)
         found.update({pair: (file, i) for i, pair in enumerate(pairs)})
