@@ -129,7 +129,7 @@ class Assembly:
     def boxes(self, request: LeafRequest) -> _LeafBoxes:
         """The boxes of an array; one value for arrays of the same form."""
         leaf = self.item.leaves[request.leaf]
-        form = id(request.sharding), request.shape, leaf[2:]
+        form = id(request.sharding), request.shape, leaf.form
         known = self._boxes.get(form)
         if known is None:
             known = self._boxes[form] = self._new_boxes(request, leaf)
