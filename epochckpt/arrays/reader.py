@@ -75,6 +75,38 @@ def once(method: Callable[..., T]) -> Callable[..., T]:
     return kept
 
 
+class Reads(NamedTuple):
+    """What is to be read of one reader: requests, and leaves that are read into shared memory."""
+
+    requests: Sequence[Request]
+    packs: Sequence[Pack] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is asked for."""
+        return sum(request.out.nbytes for request in self.requests) + sum(int(pack.sizes.sum()) for pack in self.packs)
+
+
+class FileReads:
+    """What is to be read of each data file, for one reader or several.
+
+    Attributes:
+        copies: by file, and the position of a cell there, where its bytes go.
+        packs: by file, the packs of which some leaves lie there.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[ArrayFile, dict[int, list[CellCopy]]] = collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        )
+        self.packs: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
+
+    @property
+    def files(self) -> list[ArrayFile]:
+        """The files, each once."""
+        return [*dict.fromkeys([*self.packs, *self.copies])]
+
+
 class ArraySource(Protocol):
     """What a restore reads from: an `EpochReader`, which says what the methods do, or a step of stock Orbax."""
 
@@ -161,29 +193,24 @@ class EpochReader:
 
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
         """Fills the `out` of every request; DamagedError, or EpochDeletedError if the epoch went away meanwhile."""
-        read_together([(self, requests, packs)])
+        read_together([ReaderReads(self, Reads(requests, packs))])
 
-    def sort(
-        self,
-        requests: Sequence[Request],
-        packs: Sequence[Pack],
-        wanted: dict[ArrayFile, dict[int, list[CellCopy]]],
-        packed: dict[ArrayFile, list[Pack]],
-    ) -> None:
+    def sort(self, requests: Sequence[Request], packs: Sequence[Pack], into: FileReads) -> None:
         """Notes by files what is to be read of them; fills requests for what the commit record has."""
+        copies = into.copies
         for pack in packs:
             if pack.node not in self.local_nodes:
                 requests = [*requests, *self._unpacked(pack)]
                 continue
             for file in self.files(pack.item, pack.node):
                 if np.any(file.cell_of[pack.leaves] >= 0):
-                    packed[file].append(pack)
+                    into.packs[file].append(pack)
         for request in requests:
             if (content := self._inlined(request)) is not None:
                 request.out[...] = content[slices(request.box)]
                 continue
             for (file, position), copy in self._cells(request):
-                wanted[file][position].append(copy)
+                copies[file][position].append(copy)
 
     def load_records(self, nodes: Iterable[int]) -> None:
         """Reads the records of these nodes, several at once."""
@@ -449,43 +476,51 @@ class EpochReader:
         return np.frombuffer(content, np.uint8).view(leaf.dtype).reshape(leaf.shape)
 
 
-def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence[Pack]]]) -> None:
+class ReaderReads(NamedTuple):
+    """What is to be read of one reader."""
+
+    reader: EpochReader
+    reads: Reads
+
+
+def read_together(asked: Sequence[ReaderReads]) -> None:
     """Does what `EpochReader.read` does for several readers of one directory, with the threads of the first."""
     began = time.monotonic()
-    tally = list[tuple[int, float]]()
-    wanted: dict[ArrayFile, dict[int, list[CellCopy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    packed: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
-    pool = asked[0][0].pool
-    root = asked[0][0].store.root
+    store = asked[0].reader.store
+    pool = asked[0].reader.pool
+    by_file = FileReads()
     with _collector.paused():
-        for reader, requests, packs in asked:
-            reader.sort(requests, packs, wanted, packed)
-    files = {**packed, **wanted}
+        for reader, reads in asked:
+            reader.sort(reads.requests, reads.packs, by_file)
+    files = by_file.files
     records = {(file.epoch, file.node) for file in files}
     pool.run([functools.partial(epoch.node_record, node) for epoch, node in records])
+    tally = list[tuple[int, float]]()
+    nbytes = sum(each.reads.nbytes for each in asked)
     try:
         for epoch, _ in records:
             epoch.tally = tally
-        sizes = [request.out.nbytes for _, requests, _ in asked for request in requests]
-        sizes += [int(pack.sizes.sum()) for _, _, packs in asked for pack in packs]
-        _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), sum(sizes))
-        waiting = [*files]
-        at_once = asked[0][0].store.max_open_files or max(len(files), 1)
-        for first in range(0, len(waiting), at_once):
-            batch = waiting[first : first + at_once]
-            try:
-                with _collector.paused():
-                    tasks = [task for file in batch for task in file.tasks(wanted[file], packed[file])]
-                pool.run(tasks)
-            finally:
-                for file in batch:
-                    file.close()
+        _progress.follow(lambda: sum(done for done, _ in list(tally)), nbytes)
+        at_once = store.max_open_files or max(len(files), 1)
+        for first in range(0, len(files), at_once):
+            _read_files(files[first : first + at_once], by_file, pool)
     finally:
         for epoch, _ in records:
             epoch.tally = None
     if files:
-        read = sum(nbytes for nbytes, _ in tally)
-        events.read(root, time.monotonic() - began, sum(sizes), read, sum(secs for _, secs in tally))
+        read = sum(done for done, _ in tally)
+        events.read(store.root, time.monotonic() - began, nbytes, read, sum(secs for _, secs in tally))
+
+
+def _read_files(files: Sequence[ArrayFile], by_file: FileReads, pool: Pool) -> None:
+    """Reads what is wanted of some files, which are open at the same time."""
+    try:
+        with _collector.paused():
+            tasks = [task for file in files for task in file.tasks(by_file.copies[file], by_file.packs[file])]
+        pool.run(tasks)
+    finally:
+        for file in files:
+            file.close()
 
 
 def _places_in(files: Sequence[ArrayFile]) -> _Places:

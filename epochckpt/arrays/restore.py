@@ -14,9 +14,9 @@ from absl import logging
 from epochckpt import _collector, _progress, _text, _units
 from epochckpt._text import readable, shown
 from epochckpt.arrays import mismatches
-from epochckpt.arrays.assembly import PACK_BYTES, Assembly, Reads
+from epochckpt.arrays.assembly import PACK_BYTES, Assembly
 from epochckpt.arrays.broadcast import Sharing
-from epochckpt.arrays.reader import ArraySource, EpochReader, read_together
+from epochckpt.arrays.reader import ArraySource, EpochReader, ReaderReads, Reads, read_together
 from epochckpt.arrays.renames import Sources
 from epochckpt.arrays.shardings import Shardings
 from epochckpt.arrays.targets import LeafRequest, Matcher, RestoredForm, as_saved, describe_leaf
@@ -62,7 +62,7 @@ def restore_trees(readers: Sequence[EpochReader], name: str, requests: Sequence[
         asked = []
         for number, steps in [*restoring.items()]:
             try:
-                asked.append((readers[number], *next(steps)))
+                asked.append(ReaderReads(readers[number], next(steps)))
             except StopIteration as end:
                 trees[number] = end.value
                 del restoring[number]
@@ -75,11 +75,11 @@ def _read_alone(reader: ArraySource, steps: Generator[Reads, None, T]) -> T:
     """Reads what each step asks for; returns the result of the last one."""
     while True:
         try:
-            requests, packs = next(steps)
+            reads = next(steps)
         except StopIteration as end:
             return end.value
-        reader.read(requests, packs)
-        del requests, packs  # they hold buffers, which the next step lets go of
+        reader.read(reads.requests, reads.packs)
+        del reads  # it holds buffers, which the next step lets go of
 
 
 def _restoring(
