@@ -326,14 +326,16 @@ class _Builder:
         self.replica_split_bytes = replica_split_bytes
         self.cell_bytes = cell_bytes
         self.per_node = per_node
+        # The tables of the item: the number of each row.
         self.grids: dict[Grid, int] = {}
-        self.equal: dict[Grid, Grid] = {}  # one of each: to compare two takes long in a large job
-        self.cut: dict[Any, Grid] = {}  # by another grid, and the cells along each axis
         self.shardings: dict[Any, int] = {}
         self.meshes: dict[Any, int] = {}
+        # What was found before.
+        self.equal: dict[Grid, Grid] = {}  # one of each: to compare two takes long in a large job
+        self.finer_grids: dict[tuple[Grid, tuple[int, ...]], Grid] = {}  # by another grid, and cells along each axis
         self.layouts: dict[Any, ShardingGrid] = {}  # by sharding
-        self.cells: dict[int, Grid] = {}  # by the id of a layout
-        self.nodes: dict[int, np.ndarray] = {}  # by the id of its devices
+        self.layout_grids: dict[int, Grid] = {}  # by the id of a layout
+        self.device_nodes: dict[int, np.ndarray] = {}  # by the id of a layout's devices
 
     def item(self, paths: Sequence[tree_lib.KeyPath], forms: Forms) -> ArrayItem:
         """The item; its leaves differ in path, name and rotation, and few of them in more."""
@@ -398,78 +400,76 @@ class _Builder:
     def nodes_of(self, layout: "ShardingGrid") -> np.ndarray:
         """The node of each device, or -1; int64 of shape (devices,)."""
         # A mesh keeps its array of devices alive, so the array's id stays unique.
-        if (found := self.nodes.get(id(layout.devices))) is None:
+        if (found := self.device_nodes.get(id(layout.devices))) is None:
             of = (self.node_of_process.get(device.process_index, -1) for device in layout.devices.flat)
-            found = self.nodes[id(layout.devices)] = np.fromiter(of, np.int64, layout.devices.size)
+            found = self.device_nodes[id(layout.devices)] = np.fromiter(of, np.int64, layout.devices.size)
         return found
 
     def _one(self, grid: Grid) -> Grid:
         return self.equal.setdefault(grid, grid)
 
     def _sharding_cells(self, name: str, form: LeafForm) -> Grid:
-        """The grid of an array's sharding, with the nodes that hold each cell; cached by sharding."""
+        """The grid of an array's sharding, with the nodes that hold each cell; refuses one that cuts it unevenly."""
         layout = self.layout(form)
-        grid = self.cells.get(id(layout))
+        grid = self.layout_grids.get(id(layout))
         if grid is None:
-            counts, devices, cells = layout
-            nodes = self.nodes_of(layout)
-            count = math.prod(counts)
-            here = nodes >= 0
-            held = np.zeros(count, bool)
-            held[cells[here]] = not self.per_node
-            if (lost := np.flatnonzero(~here & ~held[cells])).size:
-                raise InvalidArgumentError(
-                    f"leaf {name!r} lies on {devices.flat[lost[0]]}, whose process is no node of this manager"
-                    + (" (NodeSave takes arrays that only this process holds)" if self.per_node else "")
-                )
-            holders = _holders(cells[here], nodes[here], count)
-            if len(self.node_of_process) > 1 and len({n for h in set(holders) for n in h}) == 1:
-                raise InvalidArgumentError(
-                    f"item {self.name!r}, leaf {name!r} lies on devices of one process only, in a job of "
-                    f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global "
-                    "array, for example by creating it under jax.jit with out_shardings"
-                )
-            while counts and counts[-1] == 1:
-                counts = counts[:-1]
-            grid = self.cells[id(layout)] = self._one(Grid(counts, holders))
+            grid = self.layout_grids[id(layout)] = self._one(self._layout_grid(name, layout))
         uneven = [d for d, c in zip(form.of_leaf, grid.counts, strict=False) if d % c]
         if uneven:
             problem = f"leaf {name!r} of shape {form.of_leaf} is sharded unevenly as {form.sharding}"
             raise InvalidArgumentError(problem)
         return grid
 
+    def _layout_grid(self, name: str, layout: ShardingGrid) -> Grid:
+        """The grid of a layout; refuses one with cells that no node of the job holds, or that one process alone has."""
+        nodes = self.nodes_of(layout)
+        count = math.prod(layout.counts)
+        here = nodes >= 0
+        held = np.zeros(count, bool)
+        held[layout.cells[here]] = not self.per_node
+        lost = np.flatnonzero(~here & ~held[layout.cells])
+        if lost.size:
+            raise InvalidArgumentError(
+                f"leaf {name!r} lies on {layout.devices.flat[lost[0]]}, whose process is no node of this manager"
+                + (" (NodeSave takes arrays that only this process holds)" if self.per_node else "")
+            )
+        holders = _holders(layout.cells[here], nodes[here], count)
+        if len(self.node_of_process) > 1 and len({n for h in set(holders) for n in h}) == 1:
+            raise InvalidArgumentError(
+                f"item {self.name!r}, leaf {name!r} lies on devices of one process only, in a job of "
+                f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global "
+                "array, for example by creating it under jax.jit with out_shardings"
+            )
+        return Grid(_without_trailing_ones(layout.counts), holders)
+
     def _split(self, shape: tuple[int, ...], itemsize: int, grid: Grid) -> Grid:
         """Cuts the cells of a large leaf into contiguous pieces: one for each holder, and none above `cell_bytes`."""
-        full = grid.counts + (1,) * (len(shape) - len(grid.counts))
-        cell = [d // c for d, c in zip(shape, full, strict=True)]
-        finer = [*full]
-
-        def nbytes() -> int:
-            return math.prod(cell) * itemsize
-
-        def cut(axis: int, pieces: int) -> None:
-            cell[axis] //= pieces
-            finer[axis] *= pieces
-
-        axes = [i for i, d in enumerate(cell) if d > 1] if nbytes() else []
-        if axes and nbytes() > self.replica_split_bytes:
+        counts = grid.counts + (1,) * (len(shape) - len(grid.counts))
+        cells = _CutCells(shape, counts, itemsize)
+        axes = [i for i, d in enumerate(cells.shape) if d > 1] if cells.nbytes else []
+        if axes and cells.nbytes > self.replica_split_bytes:
             width = min(grid.width[0], _MAX_SPLIT)
-            cut(axes[0], next(k for k in range(width, 0, -1) if cell[axes[0]] % k == 0))
+            rows = cells.shape[axes[0]]
+            cells.cut(axes[0], next(k for k in range(width, 0, -1) if rows % k == 0))
         for axis in axes:
-            if nbytes() <= self.cell_bytes:
+            if cells.nbytes <= self.cell_bytes:
                 break
-            cut(axis, _pieces(cell[axis], math.ceil(nbytes() / self.cell_bytes), _MAX_CUT // math.prod(finer)))
-            if cell[axis] > 1:  # along another axis they would not be contiguous
+            wanted = math.ceil(cells.nbytes / self.cell_bytes)
+            cells.cut(axis, _pieces(cells.shape[axis], wanted, _MAX_CUT // math.prod(cells.counts)))
+            if cells.shape[axis] > 1:  # along another axis they would not be contiguous
                 break
-        if tuple(finer) == full:
-            return grid
-        if (found := self.cut.get((grid, *finer))) is None:
+        finer = tuple(cells.counts)
+        return grid if finer == counts else self._finer_grid(grid, counts, finer)
+
+    def _finer_grid(self, grid: Grid, counts: tuple[int, ...], finer: tuple[int, ...]) -> Grid:
+        """A grid whose cells, of these counts along all axes, are cut into more; each piece has its cell's holders."""
+        found = self.finer_grids.get((grid, finer))
+        if found is None:
             where = np.indices(finer).reshape(len(finer), -1)
-            where //= np.array([[f // c] for f, c in zip(finer, full, strict=True)])
-            parents = np.ravel_multi_index(list(where), full)
-            counts = tuple(finer[: max(i for i, c in enumerate(finer) if c > 1) + 1])
-            found = self._one(Grid(counts, tuple(grid.holders[p] for p in parents)))
-            self.cut[(grid, *finer)] = found
+            where //= np.array([[f // c] for f, c in zip(finer, counts, strict=True)])
+            parents = np.ravel_multi_index(list(where), counts)
+            holders = tuple(grid.holders[parent] for parent in parents)
+            found = self.finer_grids[grid, finer] = self._one(Grid(_without_trailing_ones(finer), holders))
         return found
 
     def _sharding_row(self, sharding: Any) -> dict[str, Any]:
@@ -479,6 +479,36 @@ class _Builder:
             return {"mesh": mesh, "spec": spec, "memory": sharding.memory_kind}
         (device,) = sharding.device_set
         return {"device": device.id, "platform": device.platform, "memory": sharding.memory_kind}
+
+
+class _CutCells:
+    """The equal cells of a leaf while they are cut further.
+
+    Attributes:
+        shape: of each cell.
+        counts: cells along each axis.
+    """
+
+    def __init__(self, shape: Sequence[int], counts: Sequence[int], itemsize: int):
+        self.shape = [d // c for d, c in zip(shape, counts, strict=True)]
+        self.counts = [*counts]
+        self._itemsize = itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of each cell."""
+        return math.prod(self.shape) * self._itemsize
+
+    def cut(self, axis: int, pieces: int) -> None:
+        """Cuts each cell along an axis into so many pieces, by which its length can be divided."""
+        self.shape[axis] //= pieces
+        self.counts[axis] *= pieces
+
+
+def _without_trailing_ones(counts: tuple[int, ...]) -> tuple[int, ...]:
+    while counts and counts[-1] == 1:
+        counts = counts[:-1]
+    return counts
 
 
 def _pieces(rows: int, wanted: int, most: int) -> int:
