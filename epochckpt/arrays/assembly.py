@@ -15,7 +15,7 @@ from epochckpt import _collector, _progress
 from epochckpt.arrays.broadcast import Sharing, Source
 from epochckpt.arrays.leaf_values import LeafValues, on_devices
 from epochckpt.arrays.node_files import Pack
-from epochckpt.arrays.reader import ArraySource, Request
+from epochckpt.arrays.reader import ArraySource, Reads, Request
 from epochckpt.arrays.sharding_grids import boxes_of_devices
 from epochckpt.arrays.shardings import key_dims
 from epochckpt.arrays.targets import LeafRequest, RestoredForm
@@ -23,9 +23,6 @@ from epochckpt.errors import MismatchError
 from epochckpt.format import ArrayItem, Box, Leaf
 from epochckpt.format.grid import box_shape, whole
 from epochckpt.storage.mmap import JAX_ALIGNMENT, aligned, fresh
-
-Reads = tuple[Sequence[Request], Sequence[Pack]]
-"""What is to be read of one reader."""
 
 _ALIGN_FROM = 64 * 1024
 _MAP_FROM = 2**20
@@ -83,7 +80,7 @@ class Assembly:
         with _collector.paused():
             batch = _Batch(self, requests)
         if self.sharing is None:
-            yield batch.reads, batch.packs
+            yield Reads(batch.reads, batch.packs)
         else:
             self.sharing.read(Source(self.reader.record, self.name, self.reader.read), requests, batch.reads)
         with _collector.paused():
@@ -129,7 +126,7 @@ class Assembly:
     def boxes(self, request: LeafRequest) -> _LeafBoxes:
         """The boxes of an array; one value for arrays of the same form."""
         leaf = self.item.leaves[request.leaf]
-        form = id(request.sharding), request.shape, leaf[2:]
+        form = id(request.sharding), request.shape, leaf.form
         known = self._boxes.get(form)
         if known is None:
             known = self._boxes[form] = self._new_boxes(request, leaf)

@@ -7,6 +7,7 @@ an object store, neighbouring blocks are read with one request.
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import functools
@@ -80,11 +81,10 @@ def noting(damage: list[EpochCheckpointError]) -> Generator[None]:
         damage.append(error)
 
 
-class NodeFile:
+class NodeFile(abc.ABC):
     """One file of a node: `name` is its path in the node's folder, `path` the one in the directory."""
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile):
-        self._epoch: Callable[[], Epoch | None] = lambda: epoch
         self.node = node
         self.name = file.path
         self.path = epoch.path(node, file)
@@ -96,10 +96,9 @@ class NodeFile:
         self._sums = checksums.BlockSums(checksums.WRITTEN)
 
     @property
+    @abc.abstractmethod
     def epoch(self) -> Epoch:
-        epoch = self._epoch()
-        assert epoch is not None, "its reader is in use"
-        return epoch
+        """The epoch of the file. Each kind of file has its own way to refer to it."""
 
     def open(self) -> None:
         """Opens the file, and compares both records and its size."""
@@ -262,7 +261,19 @@ class NodeFile:
         return 1
 
 
-class InlinedFile(NodeFile):
+class HandlerFile(NodeFile):
+    """A file that a handler wrote. It keeps its epoch alive."""
+
+    def __init__(self, epoch: Epoch, node: int, file: DataFile):
+        super().__init__(epoch, node, file)
+        self._epoch = epoch
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._epoch
+
+
+class InlinedFile(HandlerFile):
     """A file that a handler wrote on another host's disk, and whose content is in the commit record."""
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile, content: bytes):
@@ -281,14 +292,24 @@ class InlinedFile(NodeFile):
 
 
 class ArrayFile(NodeFile):
-    """A data file, in which each cell of `part` begins at one of the `offsets`; its epoch's reader must live."""
+    """A data file, in which each cell of `part` begins at one of the `offsets`.
+
+    Its epoch keeps it, so that it refers to the epoch weakly: else both would stay until the garbage collector finds
+    the cycle. Whoever uses the file keeps the epoch.
+    """
 
     def __init__(self, epoch: Epoch, node: int, file: DataFile, item: ArrayItem, part: PartCells):
         super().__init__(epoch, node, file)
-        self._epoch = weakref.ref(epoch)  # which keeps this file
+        self._weak_epoch = weakref.ref(epoch)
         self.item = item
         self.part = part
         self.offsets = part.offsets + file.data_start
+
+    @property
+    def epoch(self) -> Epoch:
+        epoch = self._weak_epoch()
+        assert epoch is not None, "its reader is in use"
+        return epoch
 
     def _cut(self, block_bytes: int) -> np.ndarray:
         return grid.blocks(np.diff(self.part.offsets), self.data_start, block_bytes)

@@ -1,6 +1,7 @@
 """The plan of a save: a pure function of trees, shardings and the node list, so that all nodes compute the same one.
 
-A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares `leaf_keys`.
+A plan is computed once per tree structure, shapes and shardings. `planner` keeps it; a later save of the same tree
+finds it by `leaf_keys`, which the training thread compares.
 """
 
 import bisect
@@ -48,7 +49,7 @@ class CellSource(NamedTuple):
     cut: tuple[slice, ...] | None  # the part of that shard, or leaf; None for all of it
     staged: bool = False  # it lies on an accelerator
     alone: bool = False  # the leaf is that shard, on one device
-    whole: bool = False  # to host memory that shard moves whole, once: several cells are parts of it
+    whole: bool = False  # that shard is copied whole, once, and the cells that are parts of it are views of the copy
 
 
 class CellRange(NamedTuple):
@@ -304,25 +305,9 @@ def plan_item(
     cell_bytes = part_bytes if cut and part_bytes else math.inf
     builder = _Builder(name, node_of_process, replica_split_bytes, cell_bytes, per_node)
     item = builder.item(paths, forms)
-
-    def planned(cells: NodeCells, replicas: ItemPlan | None = None) -> ItemPlan:
-        sources = tuple(_sources(builder, item, forms, cells))
-        taken = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
-        if taken:  # A shard that is mostly wanted is copied whole, and the cells are views of that copy.
-            shards = {k: _shard_bytes(forms.distinct[forms.of[k[0]]]) for k in taken}
-            whole = {k for k, n in taken.items() if n > 1 and 2 * n * item.cell_bytes(k[0]) > shards[k]}
-            sources = tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
-        host = ~item.each(lambda leaf: leaf.is_global, bool)[cells.leaves]
-        return ItemPlan(
-            item=item,
-            owned=cells,
-            sources=sources,
-            part_ends=tuple(item.part_ends(cells, part_bytes)),
-            copied_bytes=int(cells.nbytes[host].sum()),
-            replicas=replicas,
-        )
-
-    return planned(item.owned(node), planned(item.replicas(node)) if local_disks and not per_node else None)
+    part = _NodePart(builder, item, forms, part_bytes)
+    replicas = part.plan(item.replicas(node)) if local_disks and not per_node else None
+    return part.plan(item.owned(node), replicas)
 
 
 class _Builder:
@@ -341,14 +326,16 @@ class _Builder:
         self.replica_split_bytes = replica_split_bytes
         self.cell_bytes = cell_bytes
         self.per_node = per_node
+        # The tables of the item: the number of each row.
         self.grids: dict[Grid, int] = {}
-        self.equal: dict[Grid, Grid] = {}  # one of each: to compare two takes long in a large job
-        self.cut: dict[Any, Grid] = {}  # by another grid, and the cells along each axis
         self.shardings: dict[Any, int] = {}
         self.meshes: dict[Any, int] = {}
+        # What was found before.
+        self.equal: dict[Grid, Grid] = {}  # one of each: to compare two takes long in a large job
+        self.finer_grids: dict[tuple[Grid, tuple[int, ...]], Grid] = {}  # by another grid, and cells along each axis
         self.layouts: dict[Any, ShardingGrid] = {}  # by sharding
-        self.cells: dict[int, Grid] = {}  # by the id of a layout
-        self.nodes: dict[int, np.ndarray] = {}  # by the id of its devices
+        self.layout_grids: dict[int, Grid] = {}  # by the id of a layout
+        self.device_nodes: dict[int, np.ndarray] = {}  # by the id of a layout's devices
 
     def item(self, paths: Sequence[tree_lib.KeyPath], forms: Forms) -> ArrayItem:
         """The item; its leaves differ in path, name and rotation, and few of them in more."""
@@ -356,8 +343,9 @@ class _Builder:
         if len({*names}) != len(names):
             twice = next(name for name, count in collections.Counter(names).items() if count > 1)
             raise InvalidArgumentError(f"item {self.name!r}: two leaves have the name {twice!r}")
-        tails = [self._leaf(names[i], form)[2:] for i, form in zip(forms.first, forms.distinct, strict=True)]
-        leaves = [Leaf._make((path, name, *tails[n])) for path, name, n in zip(paths, names, forms.of, strict=True)]
+        fields = [self._leaf(names[i], form).form for i, form in zip(forms.first, forms.distinct, strict=True)]
+        # By place: a tree has thousands of leaves, and with keywords one takes five times as long.
+        leaves = [Leaf._make((path, name, *fields[n])) for path, name, n in zip(paths, names, forms.of, strict=True)]
         for i, rotation in self._rotations(leaves, forms):
             leaves[i] = leaves[i]._replace(rotation=rotation)
         shardings = tuple(map(self._sharding_row, self.shardings))
@@ -412,78 +400,76 @@ class _Builder:
     def nodes_of(self, layout: "ShardingGrid") -> np.ndarray:
         """The node of each device, or -1; int64 of shape (devices,)."""
         # A mesh keeps its array of devices alive, so the array's id stays unique.
-        if (found := self.nodes.get(id(layout.devices))) is None:
+        if (found := self.device_nodes.get(id(layout.devices))) is None:
             of = (self.node_of_process.get(device.process_index, -1) for device in layout.devices.flat)
-            found = self.nodes[id(layout.devices)] = np.fromiter(of, np.int64, layout.devices.size)
+            found = self.device_nodes[id(layout.devices)] = np.fromiter(of, np.int64, layout.devices.size)
         return found
 
     def _one(self, grid: Grid) -> Grid:
         return self.equal.setdefault(grid, grid)
 
     def _sharding_cells(self, name: str, form: LeafForm) -> Grid:
-        """The grid of an array's sharding, with the nodes that hold each cell; cached by sharding."""
+        """The grid of an array's sharding, with the nodes that hold each cell; refuses one that cuts it unevenly."""
         layout = self.layout(form)
-        grid = self.cells.get(id(layout))
+        grid = self.layout_grids.get(id(layout))
         if grid is None:
-            counts, devices, cells = layout
-            nodes = self.nodes_of(layout)
-            count = math.prod(counts)
-            here = nodes >= 0
-            held = np.zeros(count, bool)
-            held[cells[here]] = not self.per_node
-            if (lost := np.flatnonzero(~here & ~held[cells])).size:
-                raise InvalidArgumentError(
-                    f"leaf {name!r} lies on {devices.flat[lost[0]]}, whose process is no node of this manager"
-                    + (" (NodeSave takes arrays that only this process holds)" if self.per_node else "")
-                )
-            holders = _holders(cells[here], nodes[here], count)
-            if len(self.node_of_process) > 1 and len({n for h in set(holders) for n in h}) == 1:
-                raise InvalidArgumentError(
-                    f"item {self.name!r}, leaf {name!r} lies on devices of one process only, in a job of "
-                    f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global "
-                    "array, for example by creating it under jax.jit with out_shardings"
-                )
-            while counts and counts[-1] == 1:
-                counts = counts[:-1]
-            grid = self.cells[id(layout)] = self._one(Grid(counts, holders))
+            grid = self.layout_grids[id(layout)] = self._one(self._layout_grid(name, layout))
         uneven = [d for d, c in zip(form.of_leaf, grid.counts, strict=False) if d % c]
         if uneven:
             problem = f"leaf {name!r} of shape {form.of_leaf} is sharded unevenly as {form.sharding}"
             raise InvalidArgumentError(problem)
         return grid
 
+    def _layout_grid(self, name: str, layout: ShardingGrid) -> Grid:
+        """The grid of a layout; refuses one with cells that no node of the job holds, or that one process alone has."""
+        nodes = self.nodes_of(layout)
+        count = math.prod(layout.counts)
+        here = nodes >= 0
+        held = np.zeros(count, bool)
+        held[layout.cells[here]] = not self.per_node
+        lost = np.flatnonzero(~here & ~held[layout.cells])
+        if lost.size:
+            raise InvalidArgumentError(
+                f"leaf {name!r} lies on {layout.devices.flat[lost[0]]}, whose process is no node of this manager"
+                + (" (NodeSave takes arrays that only this process holds)" if self.per_node else "")
+            )
+        holders = _holders(layout.cells[here], nodes[here], count)
+        if len(self.node_of_process) > 1 and len({n for h in set(holders) for n in h}) == 1:
+            raise InvalidArgumentError(
+                f"item {self.name!r}, leaf {name!r} lies on devices of one process only, in a job of "
+                f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global "
+                "array, for example by creating it under jax.jit with out_shardings"
+            )
+        return Grid(_without_trailing_ones(layout.counts), holders)
+
     def _split(self, shape: tuple[int, ...], itemsize: int, grid: Grid) -> Grid:
         """Cuts the cells of a large leaf into contiguous pieces: one for each holder, and none above `cell_bytes`."""
-        full = grid.counts + (1,) * (len(shape) - len(grid.counts))
-        cell = [d // c for d, c in zip(shape, full, strict=True)]
-        finer = [*full]
-
-        def nbytes() -> int:
-            return math.prod(cell) * itemsize
-
-        def cut(axis: int, pieces: int) -> None:
-            cell[axis] //= pieces
-            finer[axis] *= pieces
-
-        axes = [i for i, d in enumerate(cell) if d > 1] if nbytes() else []
-        if axes and nbytes() > self.replica_split_bytes:
+        counts = grid.counts + (1,) * (len(shape) - len(grid.counts))
+        cells = _CutCells(shape, counts, itemsize)
+        axes = [i for i, d in enumerate(cells.shape) if d > 1] if cells.nbytes else []
+        if axes and cells.nbytes > self.replica_split_bytes:
             width = min(grid.width[0], _MAX_SPLIT)
-            cut(axes[0], next(k for k in range(width, 0, -1) if cell[axes[0]] % k == 0))
+            rows = cells.shape[axes[0]]
+            cells.cut(axes[0], next(k for k in range(width, 0, -1) if rows % k == 0))
         for axis in axes:
-            if nbytes() <= self.cell_bytes:
+            if cells.nbytes <= self.cell_bytes:
                 break
-            cut(axis, _pieces(cell[axis], math.ceil(nbytes() / self.cell_bytes), _MAX_CUT // math.prod(finer)))
-            if cell[axis] > 1:  # along another axis they would not be contiguous
+            wanted = math.ceil(cells.nbytes / self.cell_bytes)
+            cells.cut(axis, _pieces(cells.shape[axis], wanted, _MAX_CUT // math.prod(cells.counts)))
+            if cells.shape[axis] > 1:  # along another axis they would not be contiguous
                 break
-        if tuple(finer) == full:
-            return grid
-        if (found := self.cut.get((grid, *finer))) is None:
+        finer = tuple(cells.counts)
+        return grid if finer == counts else self._finer_grid(grid, counts, finer)
+
+    def _finer_grid(self, grid: Grid, counts: tuple[int, ...], finer: tuple[int, ...]) -> Grid:
+        """A grid whose cells, of these counts along all axes, are cut into more; each piece has its cell's holders."""
+        found = self.finer_grids.get((grid, finer))
+        if found is None:
             where = np.indices(finer).reshape(len(finer), -1)
-            where //= np.array([[f // c] for f, c in zip(finer, full, strict=True)])
-            parents = np.ravel_multi_index(list(where), full)
-            counts = tuple(finer[: max(i for i, c in enumerate(finer) if c > 1) + 1])
-            found = self._one(Grid(counts, tuple(grid.holders[p] for p in parents)))
-            self.cut[(grid, *finer)] = found
+            where //= np.array([[f // c] for f, c in zip(finer, counts, strict=True)])
+            parents = np.ravel_multi_index(list(where), counts)
+            holders = tuple(grid.holders[parent] for parent in parents)
+            found = self.finer_grids[grid, finer] = self._one(Grid(_without_trailing_ones(finer), holders))
         return found
 
     def _sharding_row(self, sharding: Any) -> dict[str, Any]:
@@ -493,6 +479,36 @@ class _Builder:
             return {"mesh": mesh, "spec": spec, "memory": sharding.memory_kind}
         (device,) = sharding.device_set
         return {"device": device.id, "platform": device.platform, "memory": sharding.memory_kind}
+
+
+class _CutCells:
+    """The equal cells of a leaf while they are cut further.
+
+    Attributes:
+        shape: of each cell.
+        counts: cells along each axis.
+    """
+
+    def __init__(self, shape: Sequence[int], counts: Sequence[int], itemsize: int):
+        self.shape = [d // c for d, c in zip(shape, counts, strict=True)]
+        self.counts = [*counts]
+        self._itemsize = itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of each cell."""
+        return math.prod(self.shape) * self._itemsize
+
+    def cut(self, axis: int, pieces: int) -> None:
+        """Cuts each cell along an axis into so many pieces, by which its length can be divided."""
+        self.shape[axis] //= pieces
+        self.counts[axis] *= pieces
+
+
+def _without_trailing_ones(counts: tuple[int, ...]) -> tuple[int, ...]:
+    while counts and counts[-1] == 1:
+        counts = counts[:-1]
+    return counts
 
 
 def _pieces(rows: int, wanted: int, most: int) -> int:
@@ -538,42 +554,105 @@ def _holders(cells: np.ndarray, nodes: np.ndarray, count: int) -> tuple[tuple[in
     return tuple([equal.setdefault(nodes, nodes) for nodes in found])
 
 
-def _sources(builder: "_Builder", item: ArrayItem, forms: Forms, cells: NodeCells) -> Iterator[CellSource]:
-    """The sources of the cells that this node writes."""
-    places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
-    whole: dict[int, tuple[Any, ...]] = {}  # by form, of those of which a leaf is one cell: the source but for the leaf
-    shards: dict[int, tuple[ShardingGrid, dict[int, int], bool]] = {}  # by form: which shard is which cell
-    for leaf, cell in zip(cells.leaves.tolist(), cells.cells.tolist(), strict=True):
-        number = forms.of[leaf]
-        if (rest := whole.get(number)) is not None:
-            yield CellSource._make((leaf, *rest))
-            continue
-        form = forms.distinct[number]
-        if form.sharding is None:
-            source = CellSource(leaf, -1, None if item.is_whole(leaf) else slices(item.cell_box(leaf, cell)))
-        else:
-            if number not in shards:
-                layout = builder.layout(form)
-                local = dict[int, int]()
-                if (place := places.get(id(layout.devices))) is None:
-                    place = places[id(layout.devices)] = {device: i for i, device in enumerate(layout.devices.flat)}
-                for k, device in enumerate(form.held):
-                    local.setdefault(int(layout.cells[place[device]]), k)
-                shards[number] = layout, local, {device.platform for device in form.held} != transfers.HOST
-            layout, local, staged = shards[number]
-            alone = layout.devices.size == 1
-            counts = layout.counts
-            if item.is_whole(leaf):
-                source = CellSource(leaf, next(iter(local.values())), None, staged, alone)  # maybe without elements
-            else:
-                # The shard is a cell of the sharding's grid, and this cell all of it or, of a split leaf, a piece.
-                counts += (1,) * (len(form.shape) - len(counts))  # typed keys have the dimensions of their data, too
-                box = item.cell_box(leaf, cell)
-                outer = tuple(d // c for d, c in zip(form.shape, counts, strict=True))
-                at = [start // side for (start, _), side in zip(box, outer, strict=True)]
-                parent = int(np.ravel_multi_index(at, counts))
-                cut = None if outer == item.cell_shape(leaf) else slices(box, cell_box(parent, counts, outer))
-                source = CellSource(leaf, local[parent], cut, staged, alone)
-        if item.is_whole(leaf):
-            whole[number] = source[1:]
-        yield source
+class _HeldShards(NamedTuple):
+    """The shards that this process holds of a leaf; the same for all leaves of one form."""
+
+    layout: ShardingGrid
+    numbers: dict[int, int]  # by cell of the layout: the number of the first shard that has it
+    staged: bool  # they lie on an accelerator
+
+
+class _NodePart:
+    """Plans a node's part in saving an item: finds each cell that it writes in the leaves that this process holds."""
+
+    def __init__(self, builder: _Builder, item: ArrayItem, forms: Forms, part_bytes: int | None):
+        self._builder = builder
+        self._item = item
+        self._forms = forms
+        self._part_bytes = part_bytes
+        self._held: dict[int, _HeldShards] = {}  # by number of the form
+        self._places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
+
+    def plan(self, cells: NodeCells, replicas: ItemPlan | None = None) -> ItemPlan:
+        """The plan of writing these cells."""
+        host = ~self._item.each(lambda leaf: leaf.is_global, bool)[cells.leaves]
+        return ItemPlan(
+            item=self._item,
+            owned=cells,
+            sources=self._moved_whole([*self._sources(cells)]),
+            part_ends=tuple(self._item.part_ends(cells, self._part_bytes)),
+            copied_bytes=int(cells.nbytes[host].sum()),
+            replicas=replicas,
+        )
+
+    def _moved_whole(self, sources: Sequence[CellSource]) -> tuple[CellSource, ...]:
+        """The sources, with `whole` set for cells of a shard of which most is wanted, in several cells."""
+        parts = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
+        whole = {shard for shard, count in parts.items() if count > 1 and self._is_mostly_wanted(shard[0], count)}
+        if not whole:
+            return tuple(sources)
+        return tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
+
+    def _is_mostly_wanted(self, leaf: int, count: int) -> bool:
+        """Whether so many cells of one shard of a leaf are more than half of it."""
+        shard_bytes = _shard_bytes(self._forms.distinct[self._forms.of[leaf]])
+        return 2 * count * self._item.cell_bytes(leaf) > shard_bytes
+
+    def _sources(self, cells: NodeCells) -> Iterator[CellSource]:
+        """The source of each cell, in the order of the cells.
+
+        The sources of leaves that are one cell differ in the leaf only, if the leaves have one form. A tree has
+        thousands of them: they are made of the fields of the first one.
+        """
+        after_leaf: dict[int, tuple[Any, ...]] = {}  # by number of the form: the fields of a source after `leaf`
+        for leaf, cell in zip(cells.leaves.tolist(), cells.cells.tolist(), strict=True):
+            form = self._forms.of[leaf]
+            fields = after_leaf.get(form)
+            if fields is not None:
+                yield CellSource._make((leaf, *fields))  # by place: with keywords it takes five times as long
+                continue
+            source = self._source(leaf, cell)
+            if self._item.is_whole(leaf):
+                after_leaf[form] = source[1:]
+            yield source
+
+    def _source(self, leaf: int, cell: int) -> CellSource:
+        """Where a cell of a leaf is found."""
+        number = self._forms.of[leaf]
+        if self._forms.distinct[number].sharding is None:
+            cut = None if self._item.is_whole(leaf) else slices(self._item.cell_box(leaf, cell))
+            return CellSource(leaf=leaf, shard=-1, cut=cut)
+        held = self._held_shards(number)
+        shard, cut = self._place(leaf, cell, held)
+        return CellSource(leaf=leaf, shard=shard, cut=cut, staged=held.staged, alone=held.layout.devices.size == 1)
+
+    def _held_shards(self, number: int) -> _HeldShards:
+        """The shards that are here of the leaves of one form; found once."""
+        if number not in self._held:
+            form = self._forms.distinct[number]
+            layout = self._builder.layout(form)
+            devices = id(layout.devices)
+            if devices not in self._places:
+                self._places[devices] = {device: i for i, device in enumerate(layout.devices.flat)}
+            numbers = dict[int, int]()
+            for shard, device in enumerate(form.held):
+                numbers.setdefault(int(layout.cells[self._places[devices][device]]), shard)
+            staged = {device.platform for device in form.held} != transfers.HOST
+            self._held[number] = _HeldShards(layout, numbers, staged)
+        return self._held[number]
+
+    def _place(self, leaf: int, cell: int, held: _HeldShards) -> tuple[int, tuple[slice, ...] | None]:
+        """The number of the shard that a cell lies in, and the cell's part of that shard; None for all of it."""
+        if self._item.is_whole(leaf):
+            return next(iter(held.numbers.values())), None  # maybe without elements
+        # The shard is a cell of the sharding's grid, and this cell all of it or, of a split leaf, a piece.
+        shape = self._item.leaves[leaf].shape
+        counts = held.layout.counts
+        counts += (1,) * (len(shape) - len(counts))  # typed keys have the dimensions of their data, too
+        shard_shape = tuple(d // c for d, c in zip(shape, counts, strict=True))
+        box = self._item.cell_box(leaf, cell)
+        at = [start // side for (start, _), side in zip(box, shard_shape, strict=True)]
+        shard_cell = int(np.ravel_multi_index(at, counts))
+        if shard_shape == self._item.cell_shape(leaf):
+            return held.numbers[shard_cell], None
+        return held.numbers[shard_cell], slices(box, cell_box(shard_cell, counts, shard_shape))

@@ -1,7 +1,7 @@
 """From the arguments of `save()` to its plan: the `Planner` of a manager, which makes each plan once.
 
-A plan is made on the training thread by the first save of a tree. A tree that was restored
-into a target will be saved later: it is planned in the background after the restore, and its first save finds the plan.
+A plan is made on the training thread by the first save of a tree. A tree that was restored into a target will be saved
+later: it is planned in the background after the restore, and its first save finds the plan.
 """
 
 import collections

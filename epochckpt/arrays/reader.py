@@ -17,7 +17,7 @@ import numpy as np
 
 from epochckpt import _collector, _progress
 from epochckpt._threads import Pool
-from epochckpt.arrays.node_files import ArrayFile, CellCopy, InlinedFile, NodeFile, Pack, noting
+from epochckpt.arrays.node_files import ArrayFile, CellCopy, HandlerFile, InlinedFile, NodeFile, Pack, noting
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -45,6 +45,10 @@ from epochckpt.storage import Store
 
 T = TypeVar("T")
 
+_OfNode = tuple[str, int]  # an item, and the number of a node
+_Place = tuple[ArrayFile, int]  # of a cell: its file, and its position there
+_Places = dict[tuple[int, int], _Place]  # by leaf and cell
+
 
 class Request(NamedTuple):
     """A part of a leaf, and the array of its shape and of the stored dtype that it is read into."""
@@ -69,6 +73,38 @@ def once(method: Callable[..., T]) -> Callable[..., T]:
         return self.kept[key]
 
     return kept
+
+
+class Reads(NamedTuple):
+    """What is to be read of one reader: requests, and leaves that are read into shared memory."""
+
+    requests: Sequence[Request]
+    packs: Sequence[Pack] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is asked for."""
+        return sum(request.out.nbytes for request in self.requests) + sum(int(pack.sizes.sum()) for pack in self.packs)
+
+
+class FileReads:
+    """What is to be read of each data file, for one reader or several.
+
+    Attributes:
+        copies: by file, and the position of a cell there, where its bytes go.
+        packs: by file, the packs of which some leaves lie there.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[ArrayFile, dict[int, list[CellCopy]]] = collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        )
+        self.packs: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
+
+    @property
+    def files(self) -> list[ArrayFile]:
+        """The files, each once."""
+        return [*dict.fromkeys([*self.packs, *self.copies])]
 
 
 class ArraySource(Protocol):
@@ -109,7 +145,14 @@ class EpochReader:
         self.local_nodes = range(len(record.nodes)) if local_nodes is None else local_nodes
         self.copy = functools.cache(copy)
         self.tally: list[tuple[int, float]] | None = None  # (bytes, seconds of verifying), while `read` reads
-        self.kept: dict[Any, Any] = {}  # see `once`
+        # What is found when it is first asked for. To cache bound methods instead would be a cycle of references, and
+        # the leaves of the record would stay until the garbage collector has looked at all objects of the program.
+        self._node_records: dict[int, NodeRecord] = {}
+        self._node_files: dict[int, dict[str, DataFile]] = {}
+        self._files: dict[_OfNode, list[ArrayFile]] = {}
+        self._replica_files: dict[_OfNode, list[ArrayFile]] = {}
+        self._places: dict[_OfNode, _Places] = {}
+        self._replica_places: dict[_OfNode, _Places] = {}
         self._checked: set[tuple[int, str]] = set()  # reader and path of files whose sizes are as recorded
 
     def verifying_copy(self, pool: Pool) -> EpochReader:
@@ -150,29 +193,24 @@ class EpochReader:
 
     def read(self, requests: Sequence[Request], packs: Sequence[Pack] = ()) -> None:
         """Fills the `out` of every request; DamagedError, or EpochDeletedError if the epoch went away meanwhile."""
-        read_together([(self, requests, packs)])
+        read_together([ReaderReads(self, Reads(requests, packs))])
 
-    def sort(
-        self,
-        requests: Sequence[Request],
-        packs: Sequence[Pack],
-        wanted: dict[ArrayFile, dict[int, list[CellCopy]]],
-        packed: dict[ArrayFile, list[Pack]],
-    ) -> None:
+    def sort(self, requests: Sequence[Request], packs: Sequence[Pack], into: FileReads) -> None:
         """Notes by files what is to be read of them; fills requests for what the commit record has."""
+        copies = into.copies
         for pack in packs:
             if pack.node not in self.local_nodes:
                 requests = [*requests, *self._unpacked(pack)]
                 continue
             for file in self.files(pack.item, pack.node):
                 if np.any(file.cell_of[pack.leaves] >= 0):
-                    packed[file].append(pack)
+                    into.packs[file].append(pack)
         for request in requests:
             if (content := self._inlined(request)) is not None:
                 request.out[...] = content[slices(request.box)]
                 continue
             for (file, position), copy in self._cells(request):
-                wanted[file][position].append(copy)
+                copies[file][position].append(copy)
 
     def load_records(self, nodes: Iterable[int]) -> None:
         """Reads the records of these nodes, several at once."""
@@ -202,7 +240,7 @@ class EpochReader:
         """A file that a handler wrote, wherever it can be read."""
         content = self.record.inlined.get(file.item, {}).get(file.name)
         if node in self.local_nodes or content is None:
-            return NodeFile(self.of_owner(node), node, file)
+            return HandlerFile(self.of_owner(node), node, file)
         return InlinedFile(self, node, file, content)
 
     def read_file(self, item: str, name: str) -> bytes:
@@ -240,16 +278,22 @@ class EpochReader:
 
     def node_record(self, node: int) -> NodeRecord:
         """A node's `node.json`, verified against `epoch.json`."""
-        return self._node_record(node) if node in self.local_nodes else self.of_owner(node).node_record(node)
+        if node not in self.local_nodes:
+            return self.of_owner(node).node_record(node)
+        if node not in self._node_records:
+            self._node_records[node] = self.store.confirming_damage(lambda: self._read_node_record(node))
+        return self._node_records[node]
 
-    @once
+    def adopt_node_record(self, node: int, record: NodeRecord) -> None:
+        """Takes the verified record of a node from another reader, so that it is not read again."""
+        self._node_records[node] = record
+
     def node_files(self, node: int) -> dict[str, DataFile]:
-        record = self.node_record(node)
-        return {file.path: file for file in (*record.files, *record.replicas)}
-
-    @once
-    def _node_record(self, node: int) -> NodeRecord:
-        return self.store.confirming_damage(lambda: self._read_node_record(node))
+        """The files of a node by path, as its record describes them."""
+        if node not in self._node_files:
+            record = self.node_record(node)
+            self._node_files[node] = {file.path: file for file in (*record.files, *record.replicas)}
+        return self._node_files[node]
 
     def _read_node_record(self, node: int) -> NodeRecord:
         entry = self.record.nodes[node]
@@ -276,24 +320,28 @@ class EpochReader:
             raise FormatError(self.path(node), f"has no tree of item {item!r}")
         record = dataclasses.replace(self.record, nodes=(self.record.nodes[node],), items={item: own})
         reader = EpochReader(self.store, self.folder, record, self.pool, self.verify)
-        reader.kept["_node_record", 0] = self.node_record(node)  # so that it is not read again
+        reader.adopt_node_record(0, self.node_record(node))
         return reader
 
-    @once
     def files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node wrote for an item."""
         if node not in self.local_nodes:
             return self.of_owner(node).files(item, node)
-        listed = [f for f in self.record.nodes[node].files if f.item == item]
-        owned = self._arrays(item).owned(node)
-        return self._laid_out(item, node, listed, owned, paths.join(self.folder, paths.EPOCH_RECORD))
+        if (item, node) not in self._files:
+            listed = [f for f in self.record.nodes[node].files if f.item == item]
+            owned = self._arrays(item).owned(node)
+            where = paths.join(self.folder, paths.EPOCH_RECORD)
+            self._files[item, node] = self._laid_out(item, node, listed, owned, where)
+        return self._files[item, node]
 
-    @once
     def replica_files(self, item: str, node: int) -> list[ArrayFile]:
         """The replica files that a local node wrote; none unless hosts have disks of their own."""
-        listed = [f for f in self.node_record(node).replicas if f.item == item]
-        held = self._arrays(item).replicas(node)
-        return self._laid_out(item, node, listed, held, self.path(node)) if listed else []
+        if (item, node) not in self._replica_files:
+            listed = [f for f in self.node_record(node).replicas if f.item == item]
+            held = self._arrays(item).replicas(node)
+            files = self._laid_out(item, node, listed, held, self.path(node)) if listed else []
+            self._replica_files[item, node] = files
+        return self._replica_files[item, node]
 
     def _laid_out(
         self,
@@ -363,7 +411,7 @@ class EpochReader:
                             if written or name in record.items:  # else this node has no tree of the item
                                 damage += self.of_node(node, name).verify_all(progress)
                             continue
-                        files: Iterable[NodeFile] = (NodeFile(self, node, file) for file in written)
+                        files: Iterable[NodeFile] = (HandlerFile(self, node, file) for file in written)
                         if item.kind == "arrays":
                             files = [*self.files(name, node), *self.replica_files(name, node)]
                         for file in files:
@@ -383,7 +431,7 @@ class EpochReader:
             assert info.dtype is not None, "it has bytes"
             yield Request(pack.item, leaf, whole(info.shape), np.ndarray(info.shape, info.dtype, pack.out, start))
 
-    def _cells(self, request: Request) -> Iterator[tuple[tuple[ArrayFile, int], CellCopy]]:
+    def _cells(self, request: Request) -> Iterator[tuple[_Place, CellCopy]]:
         """((file, position in it), copy) for every cell that a request needs."""
         arrays = self._arrays(request.item)
         if arrays.is_whole(request.leaf):
@@ -397,21 +445,25 @@ class EpochReader:
             place = self._place(request.item, request.leaf, cell)
             yield place, CellCopy(request.out, slices(meet, request.box), slices(meet, box))
 
-    def _place(self, item: str, leaf: int, cell: int) -> tuple[ArrayFile, int]:
+    def _place(self, item: str, leaf: int, cell: int) -> _Place:
         """Where a cell is read from: the file, and the position in it."""
         owner = self._arrays(item).owner(leaf, cell)
         for node in () if owner in self.local_nodes else sorted(self.local_nodes):
-            if (found := self._also_places(item, node).get((leaf, cell))) is not None:
+            if (found := self._places_of_replicas(item, node).get((leaf, cell))) is not None:
                 return found
-        return self._places(item, owner)[leaf, cell]
+        return self._places_of(item, owner)[leaf, cell]
 
-    @once
-    def _places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
-        return _places_in(self.files(item, node))
+    def _places_of(self, item: str, node: int) -> _Places:
+        """Where the cells lie that a node wrote as their owner."""
+        if (item, node) not in self._places:
+            self._places[item, node] = _places_in(self.files(item, node))
+        return self._places[item, node]
 
-    @once
-    def _also_places(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
-        return _places_in(self.replica_files(item, node))
+    def _places_of_replicas(self, item: str, node: int) -> _Places:
+        """Where the cells lie that a local node wrote and another one owns."""
+        if (item, node) not in self._replica_places:
+            self._replica_places[item, node] = _places_in(self.replica_files(item, node))
+        return self._replica_places[item, node]
 
     def _inlined(self, request: Request) -> np.ndarray | None:
         """The leaf of a request, if the commit record has it and its node is not local."""
@@ -424,48 +476,56 @@ class EpochReader:
         return np.frombuffer(content, np.uint8).view(leaf.dtype).reshape(leaf.shape)
 
 
-def read_together(asked: Sequence[tuple[EpochReader, Sequence[Request], Sequence[Pack]]]) -> None:
+class ReaderReads(NamedTuple):
+    """What is to be read of one reader."""
+
+    reader: EpochReader
+    reads: Reads
+
+
+def read_together(asked: Sequence[ReaderReads]) -> None:
     """Does what `EpochReader.read` does for several readers of one directory, with the threads of the first."""
     began = time.monotonic()
-    tally = list[tuple[int, float]]()
-    wanted: dict[ArrayFile, dict[int, list[CellCopy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    packed: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
-    pool = asked[0][0].pool
-    root = asked[0][0].store.root
+    store = asked[0].reader.store
+    pool = asked[0].reader.pool
+    by_file = FileReads()
     with _collector.paused():
-        for reader, requests, packs in asked:
-            reader.sort(requests, packs, wanted, packed)
-    files = {**packed, **wanted}
+        for reader, reads in asked:
+            reader.sort(reads.requests, reads.packs, by_file)
+    files = by_file.files
     records = {(file.epoch, file.node) for file in files}
     pool.run([functools.partial(epoch.node_record, node) for epoch, node in records])
+    tally = list[tuple[int, float]]()
+    nbytes = sum(each.reads.nbytes for each in asked)
     try:
         for epoch, _ in records:
             epoch.tally = tally
-        sizes = [request.out.nbytes for _, requests, _ in asked for request in requests]
-        sizes += [int(pack.sizes.sum()) for _, _, packs in asked for pack in packs]
-        _progress.follow(lambda: sum(nbytes for nbytes, _ in list(tally)), sum(sizes))
-        waiting = [*files]
-        at_once = asked[0][0].store.max_open_files or max(len(files), 1)
-        for first in range(0, len(waiting), at_once):
-            batch = waiting[first : first + at_once]
-            try:
-                with _collector.paused():
-                    tasks = [task for file in batch for task in file.tasks(wanted[file], packed[file])]
-                pool.run(tasks)
-            finally:
-                for file in batch:
-                    file.close()
+        _progress.follow(lambda: sum(done for done, _ in list(tally)), nbytes)
+        at_once = store.max_open_files or max(len(files), 1)
+        for first in range(0, len(files), at_once):
+            _read_files(files[first : first + at_once], by_file, pool)
     finally:
         for epoch, _ in records:
             epoch.tally = None
     if files:
-        read = sum(nbytes for nbytes, _ in tally)
-        events.read(root, time.monotonic() - began, sum(sizes), read, sum(secs for _, secs in tally))
+        read = sum(done for done, _ in tally)
+        events.read(store.root, time.monotonic() - began, nbytes, read, sum(secs for _, secs in tally))
 
 
-def _places_in(files: Sequence[ArrayFile]) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
-    """Where each (leaf, cell) of some files lies: the file, and the position in it."""
-    found = {}
+def _read_files(files: Sequence[ArrayFile], by_file: FileReads, pool: Pool) -> None:
+    """Reads what is wanted of some files, which are open at the same time."""
+    try:
+        with _collector.paused():
+            tasks = [task for file in files for task in file.tasks(by_file.copies[file], by_file.packs[file])]
+        pool.run(tasks)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _places_in(files: Sequence[ArrayFile]) -> _Places:
+    """Where each cell of some files lies."""
+    found: _Places = {}
     for file in files:
         pairs = zip(file.part.leaves.tolist(), file.part.cells.tolist(), strict=True)
         found.update({pair: (file, i) for i, pair in enumerate(pairs)})

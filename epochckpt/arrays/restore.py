@@ -1,4 +1,7 @@
-"""Restores an item: matches the target (`targets`), reads the bytes (`reader`), and places arrays on devices."""
+"""Restores array items: matches the target (`targets`), and reads what `assembly` asks for and makes values of.
+
+The items of several epochs' readers, such as those of several nodes, are read at the same time (`restore_trees`).
+"""
 
 import dataclasses
 from collections.abc import Generator, Sequence
@@ -11,9 +14,9 @@ from absl import logging
 from epochckpt import _collector, _progress, _text, _units
 from epochckpt._text import readable, shown
 from epochckpt.arrays import mismatches
-from epochckpt.arrays.assembly import PACK_BYTES, Assembly, Reads
+from epochckpt.arrays.assembly import PACK_BYTES, Assembly
 from epochckpt.arrays.broadcast import Sharing
-from epochckpt.arrays.reader import ArraySource, EpochReader, read_together
+from epochckpt.arrays.reader import ArraySource, EpochReader, ReaderReads, Reads, read_together
 from epochckpt.arrays.renames import Sources
 from epochckpt.arrays.shardings import Shardings
 from epochckpt.arrays.targets import LeafRequest, Matcher, RestoredForm, as_saved, describe_leaf
@@ -59,7 +62,7 @@ def restore_trees(readers: Sequence[EpochReader], name: str, requests: Sequence[
         asked = []
         for number, steps in [*restoring.items()]:
             try:
-                asked.append((readers[number], *next(steps)))
+                asked.append(ReaderReads(readers[number], next(steps)))
             except StopIteration as end:
                 trees[number] = end.value
                 del restoring[number]
@@ -72,11 +75,11 @@ def _read_alone(reader: ArraySource, steps: Generator[Reads, None, T]) -> T:
     """Reads what each step asks for; returns the result of the last one."""
     while True:
         try:
-            requests, packs = next(steps)
+            reads = next(steps)
         except StopIteration as end:
             return end.value
-        reader.read(requests, packs)
-        del requests, packs  # they hold buffers, which the next step lets go of
+        reader.read(reads.requests, reads.packs)
+        del reads  # it holds buffers, which the next step lets go of
 
 
 def _restoring(

@@ -1,4 +1,4 @@
-"""Turns Orbax's arguments into items to save, and restores items as an argument asks.
+"""Restores items as Orbax's restore arguments, and our own, ask.
 
 An item that differs per node (`NodeSave`) is restored by node. In a job of as many nodes as before, each node takes the
 place of one of them. In a job of another number `NodeRestore(reshard=…)` makes new values of the old ones; without it,

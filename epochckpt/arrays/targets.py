@@ -1,8 +1,7 @@
 """Matches a target pytree with the recorded tree, in one pass: the form in which each leaf is restored.
 
 Every difference is collected, so that a target that does not fit is refused with one table of all of them. Where names
-have changed since the save, `Sources` find the recorded leaves. For them a leaf's name is its keys joined by `/`, such
-as `layers/0/kernel`, whatever the type of the key 0 is.
+have changed since the save, `renames` says which recorded leaf a leaf of the target is.
 """
 
 import contextlib
