@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,8 +43,6 @@ from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import events
 from epochckpt.storage import Store
 
-T = TypeVar("T")
-
 _OfNode = tuple[str, int]  # an item, and the number of a node
 _Place = tuple[ArrayFile, int]  # of a cell: its file, and its position there
 _Places = dict[tuple[int, int], _Place]  # by leaf and cell
@@ -57,22 +55,6 @@ class Request(NamedTuple):
     leaf: int
     box: Box
     out: np.ndarray
-
-
-def once(method: Callable[..., T]) -> Callable[..., T]:
-    """Keeps what a method returns, by its arguments, in the `kept` of its object.
-
-    `functools.cache` of a bound method would be a cycle of references, and the leaves of the epoch's record would stay
-    until the garbage collector has looked at all objects of the program.
-    """
-
-    @functools.wraps(method)
-    def kept(self: Any, *args: Any) -> T:
-        if (key := (method.__name__, *args)) not in self.kept:
-            self.kept[key] = method(self, *args)
-        return self.kept[key]
-
-    return kept
 
 
 class Reads(NamedTuple):

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, item_names, restore_items
-from epochckpt.arrays.reader import ArraySource, once
+from epochckpt.arrays.reader import ArraySource
 from epochckpt.arrays.restore import read_leaves, read_values
 from epochckpt.arrays.restore_items import MISSING, RestoreContext
 from epochckpt.directory import EpochDirectory, attached_metrics
@@ -246,7 +246,7 @@ class NativeReader(CheckpointReader):
     ):
         super().__init__(epoch_directory, folder, record, context)
         self.native = native  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
-        self.kept: dict[Any, Any] = {}
+        self._sources: dict[tuple[str, str], EpochReader] = {}  # by item and node, see `of`
 
     def restore_item(self, name: str, args: Any) -> Any:
         return restore_items.restore_item(self.native, name, args, self.context)
@@ -261,8 +261,13 @@ class NativeReader(CheckpointReader):
             raise UnknownNameError(f"checkpoint {self.record.epoch}: item {item!r}{of} has no leaves")
         return source
 
-    @once
     def of(self, item: str, node: str) -> EpochReader:
+        if (item, node) not in self._sources:
+            self._sources[item, node] = self._source(item, node)
+        return self._sources[item, node]
+
+    def _source(self, item: str, node: str) -> EpochReader:
+        """See `of`."""
         known = self.record.items.get(item)
         if not node or (self.record.per_node and known is not None and known.kind != "node"):
             return self.native  # of an epoch that one node saved by itself, every item is that node's
