@@ -409,7 +409,10 @@ class _Builder:
         return self.equal.setdefault(grid, grid)
 
     def _sharding_cells(self, name: str, form: LeafForm) -> Grid:
-        """The grid of an array's sharding, with the nodes that hold each cell; refuses one that cuts it unevenly."""
+        """The grid of an array's sharding, with the nodes that hold each cell.
+
+        UnsupportedError: the sharding cuts the array unevenly.
+        """
         layout = self.layout(form)
         grid = self.layout_grids.get(id(layout))
         if grid is None:

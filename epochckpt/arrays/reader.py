@@ -65,7 +65,7 @@ class Reads(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is asked for."""
+        """All bytes that are to be read."""
         return sum(request.out.nbytes for request in self.requests) + sum(int(pack.sizes.sum()) for pack in self.packs)
 
 

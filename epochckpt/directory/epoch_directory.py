@@ -644,9 +644,10 @@ class Writer(Stager):
     def publish(
         self, staging: Staging, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        """Makes the epoch visible. Returns a call for what is left to do, in the background; None for nothing.
+        """Makes the epoch visible. Returns a call that does the rest in the background, or None if there is no rest.
 
-        That is: in a bucket the Orbax view and the copy of the record; and the bytes of a good epoch that gave way.
+        In a bucket the rest writes the Orbax view and the copy of the record. It also removes the bytes of a good epoch
+        that gave way.
 
         `check` is called just before the decisive step, and raises when it is too late. An epoch of this number gives
         way only where it is the one that `replaces` names.

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def read(store: Store, path: str, parse: Callable[[str, bytes], T]) -> T | None:
-    """What `parse` makes of a record's path and content; None if there is none, or in a bucket, which is not asked.
+    """What `parse` makes of a record's path and content; None if there is no such record. A bucket is not asked.
 
     Raises what `parsing.read_record` raises.
     """
