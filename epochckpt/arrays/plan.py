@@ -411,7 +411,7 @@ class _Builder:
     def _sharding_cells(self, name: str, form: LeafForm) -> Grid:
         """The grid of an array's sharding, with the nodes that hold each cell.
 
-        UnsupportedError: the sharding cuts the array unevenly.
+        InvalidArgumentError: the sharding cuts the array unevenly.
         """
         layout = self.layout(form)
         grid = self.layout_grids.get(id(layout))
