@@ -4,8 +4,8 @@ cosmic-ray makes the mutants and runs the tests; what is here chooses. A mutant 
 of the checkout, so that the processes that tests start run it, too. The whole of the tests takes minutes, and a
 package has thousands of mutants. So each module gives a sample, always the same, and each mutant is tested by
 
-1. the tests that run its line, one case of each and the fastest first, as long as they take `LIMIT` seconds together;
-   which these are is seen once, from the default level under coverage.py;
+1. the tests that run its line: the package's own quick ones, then one case of each other, the fastest first, as long
+   as they take `LIMIT` seconds together; which these are is seen once, from the default level under coverage.py;
 2. the tests of `IN_PROCESSES`, whose processes coverage.py does not see.
 
 Results are kept in the folder `--work` until the package changes. `--again "-m 'not long' tests/saving tests/faults"`
@@ -42,6 +42,8 @@ PACKAGES = ["format", "directory", "agreement", "saving"]
 IN_PROCESSES = ["tests/agreement", "tests/multiprocess", "tests/saving/test_pod.py", "tests/tiers/test_standing.py"]
 LIMIT = 60.0
 """Seconds that the tests of one mutant's line may take together, as they were timed under coverage.py."""
+QUICK = 0.5
+"""Seconds below which a test of the mutant's own package is run before those of others."""
 TIMEOUT = 300.0
 """Seconds after which a mutant counts as killed: it made a test wait without end."""
 JOBS = 4
@@ -111,11 +113,13 @@ class Tests:
             contexts = {context for line in body for context in ran.get(line, ()) if context}
         names = {context.partition("|")[0] for context in contexts} & self._seconds.keys()
         # Of the cases of one test function the fastest first, and the others after all functions.
+        own = f"tests/{mutation.module_path.parts[1]}/"
         cases: collections.Counter[str] = collections.Counter()
         order: list[tuple[int, float, str]] = []
         for name in sorted(names, key=self._seconds.__getitem__):
             function = name.partition("[")[0]
-            order.append((cases[function], self._seconds[name], name))
+            is_own = name.startswith(own) and self._seconds[name] < QUICK
+            order.append((-1 if is_own else cases[function], self._seconds[name], name))
             cases[function] += 1
         chosen: list[str] = []
         left = LIMIT

@@ -546,3 +546,12 @@ def test_boxes_are_the_array_piece_by_piece(shape: tuple[int, ...], limit: int) 
 def test_boxes_are_as_few_as_whole_rows_allow() -> None:
     assert len(list(grid.boxes((10, 10), 30))) == 4
     assert len(list(grid.boxes((10, 10), 4))) == 30
+
+
+@pytest.mark.parametrize(("size", "held"), [(0, []), (1, [0]), (8, [0])])
+def test_a_node_has_a_replica_of_what_it_holds_and_another_writes(size: int, held: list[int]) -> None:
+    """An array without bytes has none, and one of a single byte does."""
+    leaf = Leaf(path=(("k", "w"),), name="w", kind="jax", dtype=np.dtype("int8"), shape=(size,), grid=0)
+    item = ArrayItem("default", (leaf,), (Grid((), ((0, 1),)),), (), ())
+    assert item.replicas(0).leaves.tolist() == []
+    assert item.replicas(1).cells.tolist() == held
