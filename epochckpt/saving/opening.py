@@ -76,7 +76,7 @@ def open_directory(
         InvalidArgumentError: names of nodes or items are unusable or repeated.
         CoordinationTimeoutError: a process did not come to open it; the error names that process.
     """
-    base = _base(coordinator, options)  # first of all: every process counts alike
+    base = keys_prefix(coordinator, options)  # first of all: every process counts alike
     names = StepNames.of(options)  # refuses what cannot be used before another process hears of this one
     defaults = _default_names(coordinator)
     own = check_names(defaults[coordinator.process] if node is None else node)
@@ -122,7 +122,7 @@ def _default_names(coordinator: Coordinator) -> list[str]:
     return [f"process_{id}" for id in coordinator.ids]
 
 
-def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> str:
+def keys_prefix(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> str:
     """The prefix of an opening's coordination keys: the processes that open, and a number that all of them count."""
     requested = options.multiprocessing_options
     group = [requested.barrier_sync_key_prefix] if requested.barrier_sync_key_prefix else []
