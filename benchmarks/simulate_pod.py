@@ -178,7 +178,7 @@ class Pod:
     def open(self) -> dict[int, ec.CheckpointManager]:
         storage, local = ec.StorageOptions(open_timeout_secs=3600, save_timeout_secs=3600), threading.local()
         coordination.connect = lambda *_: local.coordinator  # what `jax.distributed` says in a job of many processes
-        opening._base = lambda coordinator, _: f"pod/{id(self)}"
+        opening.keys_prefix = lambda coordinator, _: f"pod/{id(self)}"
 
         def opened(node: int) -> ec.CheckpointManager:
             local.coordinator = coordination.JaxCoordinator(self.clients[node], range(self.nodes), node)
