@@ -5,7 +5,6 @@ the epoch in the middle, and whether it can save; the primary decides from all r
 ended. So stop, preemption and the results of saves are common to all processes. A save that fails never stops training.
 """
 
-import collections
 import dataclasses
 import fnmatch
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _text
-from epochckpt.errors import CoordinationTimeoutError, FencedError, InvalidArgumentError, say
+from epochckpt.errors import FencedError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
@@ -26,13 +25,13 @@ from epochckpt.jobs.notes import EPOCH, RunNotes
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
 from epochckpt.jobs.run_calls import RunCalls
+from epochckpt.jobs.run_saves import EpochToSave, RunSaves
 from epochckpt.jobs.session import Session
-from epochckpt.manager import HandlerNotifier, SaveResult
+from epochckpt.manager import HandlerNotifier
 
 PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced off"
 UNSAVED = "too many saves have failed"
 WARN, ERROR, IGNORE = "warn", "error", "ignore"  # about blobs that are not checkpointed
-NOT_ACCESSIBLE = "the metadata handler does not say that the storage can be reached"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,15 +78,18 @@ class TrainingRun:
         self._result = RunResult(unit=self.job.unit)  # so far
         self._began = time.monotonic()
         self._earlier_secs = 0.0
-        self._saved = self._began  # when the last save began
+        self._saves = RunSaves(
+            unit=self.job.unit,
+            every_secs=self.settings.save_every_secs,
+            max_failures_in_a_row=self.settings.max_consecutive_save_failures,
+            calls=self.calls,
+            backend=self.backend,
+            handler=self.handler,
+        )
         self._begun = 0  # of a job that counts steps: what had been done when the epoch under way began
         self._in_epoch: int | None = 0  # None when the loop is over
         self._looked_back = False
         self._stop_states: Mapping[str, Any] = {}  # as they were after the last epoch that the conditions were shown
-        self._ended: list[SaveResult] = []  # saves that have ended and were not reported to the other processes yet
-        self._failures_in_a_row = 0
-        self._secs_by_node: collections.Counter[str] = collections.Counter()
-        self._retry: Callable[[], None] | None = None  # saves the last epoch once more
 
     def train(self) -> RunResult:
         """Runs the job; see `JobRunner.train`."""
@@ -120,16 +122,21 @@ class TrainingRun:
 
         # What follows the loop needs the last epoch on storage, and is left to the next start when time is short.
         if not self._result.unsaved:
-            self._drain()
+            self._finish_saves()
             if not self._result.preempted and not self._result.fenced_off:
                 self._conclude()
         elif self.backend is not None:
             self.backend.drain()  # the result tells why its saves failed: closing the manager does not raise it again
         self.handler.run_ended(self._result.epoch, self._result.stop_reason)
         elapsed = time.monotonic() - self._began
-        secs = self._secs_by_node.most_common()
-        slowest = secs[0] if len(secs) > 1 else None
-        self._set(elapsed_secs=elapsed, total_secs=self._earlier_secs + elapsed, slowest_node=slowest)
+        self._set(
+            last_committed_epoch=self._saves.last_committed_epoch,
+            failed_saves=self._saves.failed,
+            blocked_secs=self._saves.blocked_secs,
+            slowest_node=self._saves.slowest_node,
+            elapsed_secs=elapsed,
+            total_secs=self._earlier_secs + elapsed,
+        )
         return self._result
 
     # -- before the first epoch ----------------------------------------------------------------------------------
@@ -158,7 +165,8 @@ class TrainingRun:
             return None
         epoch = restored.epoch
         notes = restored.notes
-        self._set(epoch=epoch, resumed_from=epoch, last_committed_epoch=epoch, partial=notes.partial)
+        self._set(epoch=epoch, resumed_from=epoch, partial=notes.partial)
+        self._saves.resumed_from(epoch)
         self._in_epoch = epoch
         self._earlier_secs = notes.total_secs or 0.0
         self._begun = epoch if notes.begun is None else notes.begun
@@ -392,7 +400,7 @@ class TrainingRun:
         if verdict.fenced_off:
             self._end_fenced_off(number, verdict.fenced_off)
             return
-        if too_many := self._too_many_failures():
+        if too_many := self._saves.too_many_failures():
             self._set(epoch=number, stop_reason=UNSAVED, unsaved=too_many)
             logging.error("the run ends after %s: %s", self._named(number), too_many)
             return
@@ -424,7 +432,7 @@ class TrainingRun:
             lambda told: self._decide(epoch, EpochReports(told)).to_json(),
         )
         verdict = EpochVerdict(**answer)
-        self._enter(verdict.results)
+        self._saves.enter(verdict.results)
         return verdict
 
     def _report(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> EpochReport:
@@ -450,36 +458,20 @@ class TrainingRun:
 
     def _decide(self, epoch: _TrainedEpoch, reports: EpochReports) -> EpochVerdict:
         """On the primary. The epoch is saved if it is time, all can save their parts, and storage can be reached."""
-        backend = self.backend
         stops = reports.stops(self.job.stop_conditions)
         if reports.first:
             self._check_excluded(reports.blobs)
-        due = bool(stops) or reports.interrupted or epoch.preempted or epoch.number == 0
-        due = due or time.monotonic() - self._saved >= self.settings.save_every_secs
-        refusal = reports.problem
-        if due and backend is not None and not refusal and not self.handler.cp_accessible(epoch.number):
-            refusal = NOT_ACCESSIBLE
-        if due and refusal:
-            self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
+        due = bool(stops) or reports.interrupted or epoch.preempted or epoch.number == 0 or self._saves.is_time()
+        refusal = self._saves.refusal(epoch.number, reports.problem) if due else ""
         return EpochVerdict(
             stop=stops,
             interrupted=reports.interrupted,
             save=due and not refusal,
             retry=not reports.problem,
-            exists=backend is not None and epoch.number in backend.epochs(),
+            exists=self._saves.exists(epoch.number),
             fenced_off=reports.fenced_off,
-            results=self._take_results(),
+            results=self._saves.take_results(),
         )
-
-    def _too_many_failures(self) -> str:
-        """Which saves in a row have failed; empty unless they end the run."""
-        limit = self.settings.max_consecutive_save_failures
-        failures = self._failures_in_a_row
-        if limit is None or failures <= limit:
-            return ""
-        failed, reason = self._result.failed_saves[-1]
-        many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
-        return f"{many}; the last, of {self._named(failed)}: {reason}"
 
     def _check_excluded(self, known: Sequence[str]) -> None:
         """On the primary, after the first epoch: warns of a name in `exclude` that no node has: it may be misspelt.
@@ -515,92 +507,25 @@ class TrainingRun:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _save(self, epoch: _TrainedEpoch, verdict: EpochVerdict, force: bool) -> None:
-        """Begins to save an epoch. The last one of a run (`force`) may be tried once more."""
-        backend = self.backend
-        number = epoch.number
+        """Begins to save an epoch, with the notes of this moment. `force`: it is the last of the run, or epoch 0."""
         metrics = dict(epoch.metrics)
-        if backend is None:
-            return
-        notes = self._notes(self._result.partial).with_end(list(verdict.stop), metrics)
+        to_save = EpochToSave(
+            number=epoch.number,
+            prepared=epoch.prepared,
+            metrics=metrics,
+            notes=self._notes(self._result.partial).with_end(list(verdict.stop), metrics),
+            exists=verdict.exists,
+            force=force,
+        )
+        self._saves.save(to_save, verdict)
 
-        def save() -> None:
-            began = time.monotonic()
-            try:
-                if verdict.exists:  # a part of the epoch, or what `save_checkpoints` has saved as the epoch
-                    backend.allow_overwrite(number)
-                if backend.save(number, epoch.prepared, metrics, notes, force or verdict.exists):
-                    self._saved = began
-            except CoordinationTimeoutError:
-                raise
-            except Exception as error:
-                logging.warning("%s could not be saved: %s", self._named(number), say(error))
-                self._ended.append(SaveResult(number, False, say(error), 0.0, 0.0, {}))
-            self._set(blocked_secs=self._result.blocked_secs + time.monotonic() - began)
-
-        self._retry = save if force and verdict.retry else None
-        if verdict.save:
-            save()
-
-    def _take_results(self) -> list[dict[str, Any]]:
-        """On the primary: how saves ended since the last call, as JSON; notifies the metadata handler."""
-        results = [*self._ended, *(self.backend.outcomes() if self.backend is not None else ())]
-        self._ended = []
-        results.sort(key=lambda one: one.epoch)
-        for one in results:
-            self.handler.saved(one)
-        return [{**vars(one), "nodes": dict(one.nodes)} for one in results]
-
-    def _enter(self, results: Iterable[Mapping[str, Any]]) -> None:
-        """Enters how saves ended, oldest first, as all processes know it; each has the fields of a `SaveResult`."""
-        for one in results:
-            self._secs_by_node.update(one["nodes"])
-            if one["committed"]:
-                self._failures_in_a_row = 0
-                self._set(last_committed_epoch=one["epoch"])
-            else:
-                self._failures_in_a_row += not one["behind"]  # the saves that it waited for count
-                self._set(failed_saves=(*self._result.failed_saves, (one["epoch"], one["detail"])))
-                logging.warning("%s was not saved, training goes on: %s", self._named(one["epoch"]), one["detail"])
-
-    def _drain(self) -> None:
-        """Waits for the saves in flight. The last epoch, if it could not be saved, is tried once more."""
-        backend = self.backend
-        epoch = self._result.epoch
-        if backend is None:
-            return
-
-        def report() -> str:
-            backend.drain()
-            return backend.fenced_off()
-
-        def decide(fenced_off: list[str]) -> dict[str, Any]:
-            results = self._take_results()
-            why = next(filter(None, fenced_off), "")
-            saved = self._result.last_committed_epoch == epoch or backend.discarded == epoch
-            saved = saved or any(one["committed"] and one["epoch"] == epoch for one in results)
-            retry = self._retry is not None and not saved and not why
-            retry = retry and self.handler.cp_accessible(epoch)
-            return {"results": results, "saved": saved, "fenced_off": why, "retry": retry}
-
-        for _ in range(2):
-            answer = self.calls.collective("last save", report, decide)
-            self._enter(answer["results"])
-            if answer["saved"]:
-                return
-            if answer["fenced_off"]:
-                self._end_fenced_off(epoch, answer["fenced_off"])
-                return
-            retry = self._retry
-            self._retry = None
-            if retry is None or not answer["retry"]:
-                break
-            retry()
-        unsaved = dict(self._result.failed_saves).get(epoch)
-        if unsaved is None:  # the epoch after it was left in the middle and is dropped
-            logging.warning("%s was not to be saved, and is lost with what came after", self._named(epoch))
-            return
-        self._set(unsaved=unsaved)
-        logging.error("%s, the last, was not saved: %s", self._named(epoch), unsaved)
+    def _finish_saves(self) -> None:
+        """Waits for the saves in flight; the last epoch may be tried once more."""
+        last = self._saves.finish(self._result.epoch)
+        if last.fenced_off:
+            self._end_fenced_off(self._result.epoch, last.fenced_off)
+        elif last.unsaved:
+            self._set(unsaved=last.unsaved)
 
     def _notes(self, partial: bool) -> RunNotes:
         return RunNotes.of_run(
@@ -620,9 +545,7 @@ class TrainingRun:
         """
         backend = self.backend
         own = session is self.session
-        if backend is not None:
-            backend.drain()
-            self._ended += backend.outcomes()
+        self._saves.settle()
         current = self._in_epoch  # the run may have gone on meanwhile
         notes = self._notes(current == epoch and self.job.resumable) if own else RunNotes()
         if current is not None and (epoch > current or not own):
@@ -641,7 +564,7 @@ class TrainingRun:
         """Upload, download, exit. A run that is preempted here does all of it again when it is started again."""
         epoch = self._result.epoch
         upload = None
-        if self._result.last_committed_epoch == epoch:
+        if self._saves.last_committed_epoch == epoch:
             upload = self.calls.together("upload", lambda: self.upload(epoch))
         for group in (upload, self.job.download_group, self.job.exit_group):
             self._set(preempted=self.notice.ask(epoch))
