@@ -6,18 +6,15 @@ ended. So stop, preemption and the results of saves are common to all processes.
 """
 
 import dataclasses
-import fnmatch
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from epochckpt import _text
 from epochckpt.errors import FencedError, InvalidArgumentError, say
-from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs import containers, stop
 from epochckpt.jobs import metrics as metric_lib
+from epochckpt.jobs import stop
 from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
 from epochckpt.jobs.epoch_verdict import EpochReport, EpochReports, EpochVerdict, reason_of
 from epochckpt.jobs.job import Job, TaskGroup
@@ -25,13 +22,13 @@ from epochckpt.jobs.notes import EPOCH, RunNotes
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
 from epochckpt.jobs.run_calls import RunCalls
+from epochckpt.jobs.run_names import RunNames
 from epochckpt.jobs.run_saves import EpochToSave, RunSaves
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier
 
 PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced off"
 UNSAVED = "too many saves have failed"
-WARN, ERROR, IGNORE = "warn", "error", "ignore"  # about blobs that are not checkpointed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,15 @@ class TrainingRun:
     upload: Callable[[int], TaskGroup | None]
 
     def __post_init__(self) -> None:
-        self.names: Names = {}  # the blobs that are checkpointed; empty before that is known
+        self._names = RunNames(
+            job=self.job,
+            include=self.settings.include,
+            exclude=self.settings.exclude,
+            unsaved_blobs=self.settings.unsaved_blobs,
+            session=self.session,
+            calls=self.calls,
+            backend=self.backend,
+        )
         self._result = RunResult(unit=self.job.unit)  # so far
         self._began = time.monotonic()
         self._earlier_secs = 0.0
@@ -90,6 +95,11 @@ class TrainingRun:
         self._in_epoch: int | None = 0  # None when the loop is over
         self._looked_back = False
         self._stop_states: Mapping[str, Any] = {}  # as they were after the last epoch that the conditions were shown
+
+    @property
+    def names(self) -> Names:
+        """The blobs that are checkpointed; empty before that is known."""
+        return self._names.checkpointed
 
     def train(self) -> RunResult:
         """Runs the job; see `JobRunner.train`."""
@@ -156,7 +166,7 @@ class TrainingRun:
             outcome.append(restored := backend.resume(named, resume, self.handler))
             if restored is not None:
                 self._check_unit(restored, backend.directory)
-                self._check_targets(restored, backend.directory)
+                self._names.check_targets(restored, backend.directory)
             return time.monotonic() - began
 
         secs = self.calls.collective("restore", restore, list)
@@ -183,60 +193,22 @@ class TrainingRun:
         if restored is None:
             self._initialize()
             made = {node: list(blobs) for node, blobs in self.session.workspaces().items()}
-            self._explain_left_out(made, from_setup)
+            self._names.explain_left_out(made, from_setup)
             return
-        self._check_named_blobs()
-        self._agree_on_names(self._with_setup(restored.names, from_setup))
-        self._explain_left_out(restored.names, from_setup)
+        self._names.go_on(restored, from_setup)
         if self._is_finished(restored):
             self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
             logging.info("training was finished after %s already: nothing to train", self._named(restored.epoch))
 
     def _initialize(self) -> None:
         """From scratch: runs init and saves epoch 0. The blobs that exist then are checkpointed."""
-        spaces = self.session.workspaces()
-        declared = {  # the blobs of which setup tells how they come back
-            node: {name for name in (*ws, *ws.targets) if blob_lib.target_of(ws, name) is not None}
-            for node, ws in spaces.items()
-        }
+        declared = self._names.declared()
         self._run_group(self.job.init_group)
-        self._check_named_blobs()
-        self._agree_on_names({node: list(ws) if node in self._kept_nodes() else [] for node, ws in spaces.items()})
+        self._names.begin(declared)
         if self.backend is not None:
-            self._warn_of_types(declared)
             epoch = _TrainedEpoch(0)
             self._save(epoch, self._agree(epoch, list), force=True)
         self.notice.ask(0)
-
-    def _check_named_blobs(self) -> None:
-        """Refuses a target, or a pattern of `include`, for a blob that no node has when init has run: it is misspelt.
-
-        A resumed run may go on from an epoch that lacks the blob: that is logged, unless nothing would be saved.
-        """
-        resumed = self._result.resumed_from is not None
-
-        def report() -> dict[str, list[str]]:
-            spaces = self.session.workspaces().values()
-            return {"blobs": self._blobs_here(), "targets": sorted({name for ws in spaces for name in ws.targets})}
-
-        def decide(reports: list[dict[str, list[str]]]) -> None:
-            names = sorted({name for one in reports for name in one["blobs"]})
-            targets = set() if resumed else {name for one in reports for name in one["targets"]}
-            given = [(name, f"ws.target({name!r}, …)") for name in sorted(targets) if name not in names]
-            given += [(one, f"include=[{one!r}]") for one in self.settings.include or () if not _matching(one, names)]
-            for name, form in given:
-                when = f"after {self._named(self._result.epoch)}" if resumed else "when init has run"
-                remedy = f"correct the name, or make the blob in init; {_text.near(name, names)}"
-                problem = f"{form}: no node has such a blob {when}; {remedy}"
-                if not resumed or not self._chosen(names):
-                    raise InvalidArgumentError(problem)
-                logging.warning("%s", problem)
-
-        self.calls.collective("the names of blobs", report, decide)
-
-    def _blobs_here(self) -> list[str]:
-        """The names of the blobs of all nodes of this process."""
-        return sorted({name for workspace in self.session.workspaces().values() for name in workspace})
 
     def _check_unit(self, restored: Restored, directory: str) -> None:
         """Refuses an epoch of a job that counted something else, unless the user has named it."""
@@ -248,87 +220,6 @@ class TrainingRun:
                 f"{unit}s: take another directory, make the job with unit={counted!r}, or name the number to go on "
                 f"from (resume_from_epoch={restored.epoch})"
             )
-
-    def _check_targets(self, restored: Restored, directory: str) -> None:
-        """Refuses an epoch of another job, in which all blobs are missing for which setup declared a target.
-
-        If only some are missing, the epoch may be older than the rest of the job: that is logged.
-        """
-        for node, workspace in self.session.workspaces().items():
-            wanted = self._chosen(sorted(workspace.targets))
-            held = restored.names.get(node)
-            missing = [name for name in wanted if name not in workspace]
-            if not missing or not held:
-                continue
-            some = f"{', '.join(held[:10])}{', …' if len(held) > 10 else ''}"
-            problem = (
-                f"{directory}: {self._named(restored.epoch)} holds {some} for node {node}, not {', '.join(missing)}, "
-                "for which setup declared targets"
-            )
-            hints = [f"of {name!r} {_text.near(name, held)}" for name in missing if _text.near_names(name, held)]
-            hint = f" ({'; '.join(hints)})" if hints else ""
-            if len(missing) == len(wanted):
-                remedy = "take another directory, or correct the names" if hints else "take another directory"
-                raise InvalidArgumentError(f"{problem}{hint}: something else saved it; {remedy}")
-            logging.warning("%s%s; these blobs are not there unless the job makes them", problem, hint)
-
-    def _warn_of_types(self, declared: Mapping[str, Collection[str]]) -> None:
-        """Names the blobs that a resume may not be able to give back as they are, except those `declared` by setup."""
-        for node, name in ((node, name) for node, names in self.names.items() for name in names):
-            value = None if name in declared[node] else self.session.workspace(node)[name]
-            container = containers.of(blob_lib.state_of(value))
-            if container is not None and (lost := container.loses()):
-                logging.warning(
-                    "node %s, blob %r: %s. A resume runs init once more, without computing (jax.eval_shape), to get "
-                    "it; where init cannot be traced the blob comes back as dicts and lists. Better say how, in "
-                    "@job.setup: ws.target(%r, jax.eval_shape(…what makes it…))",
-                    node,
-                    name,
-                    lost,
-                    name,
-                )
-
-    def _agree_on_names(self, names: Names) -> None:
-        names = {node: self._chosen(blobs) for node, blobs in names.items()}
-        if self.backend is not None:
-            self.backend.agree_on_names(names)
-            self.names = names
-
-    def _with_setup(self, restored: Names, from_setup: Names) -> Names:
-        """The blobs of the epoch, and those that setup has made since: a run from scratch would save them, too."""
-        if self.backend is None or self.backend.per_node:  # in Caffe2 the epoch alone says what is saved
-            return restored
-        made = {node: blobs for node, blobs in from_setup.items() if node in self._kept_nodes()}
-        nodes = [*restored, *(node for node in made if node not in restored)]
-        names = {n: list(dict.fromkeys([*restored.get(n, ()), *made.get(n, ())])) for n in nodes}
-        for node, blobs in names.items():
-            if new := self._chosen(blob for blob in blobs if blob not in restored.get(node, ())):
-                shown = ", ".join(map(repr, new))
-                logging.info("node %s: setup made %s, which the epoch lacks; saved from here on", node, shown)
-        return names
-
-    def _explain_left_out(self, names: Names, from_setup: Names) -> None:
-        """Tells of blobs that `include` and `exclude` leave out and that no resumed run has: setup does not make them.
-
-        A task that misses a blob is told the same.
-        """
-        if self.backend is None:
-            return
-        for node, workspace in self.session.workspaces().items():
-            workspace.set_missing(self._why_missing)
-            lost = [blob for blob in names.get(node, ()) if blob not in from_setup[node] and not self._chosen([blob])]
-            if lost and node in self._kept_nodes():
-                logging.warning(
-                    "node %s: include= and exclude= leave out %s. A resumed run does not run init, and has no such "
-                    "blobs: make them in @job.setup, which runs at every start, or in the epoch's tasks",
-                    node,
-                    ", ".join(map(repr, lost)),
-                )
-
-    def _why_missing(self, blob: str) -> str:
-        if self._chosen([blob]):
-            return ""
-        return "include= and exclude= leave it out, so no checkpoint has it: make it in @job.setup, not in init"
 
     def _is_finished(self, restored: Restored) -> bool:
         """Whether nothing is left to train: asked only when the run resumes by itself.
@@ -387,7 +278,7 @@ class TrainingRun:
             if not self._looked_back:
                 self._looked_back = True
                 metric_lib.check(epoch.metrics, returned, self.job.epoch_group, self.session.nodes[0])
-                self._check_blobs(number)
+                self._names.check_unsaved(number)
 
             # Every condition looks at every finished epoch: one that counts must not miss any.
             ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
@@ -453,14 +344,14 @@ class TrainingRun:
             problem=problem,
             fenced_off="" if backend is None else backend.fenced_off(),
             first=first,
-            blobs=self._blobs_here() if first or None in reasons else [],
+            blobs=self._names.here() if first or None in reasons else [],
         )
 
     def _decide(self, epoch: _TrainedEpoch, reports: EpochReports) -> EpochVerdict:
         """On the primary. The epoch is saved if it is time, all can save their parts, and storage can be reached."""
         stops = reports.stops(self.job.stop_conditions)
         if reports.first:
-            self._check_excluded(reports.blobs)
+            self._names.check_excluded(reports.blobs)
         due = bool(stops) or reports.interrupted or epoch.preempted or epoch.number == 0 or self._saves.is_time()
         refusal = self._saves.refusal(epoch.number, reports.problem) if due else ""
         return EpochVerdict(
@@ -472,37 +363,6 @@ class TrainingRun:
             fenced_off=reports.fenced_off,
             results=self._saves.take_results(),
         )
-
-    def _check_excluded(self, known: Sequence[str]) -> None:
-        """On the primary, after the first epoch: warns of a name in `exclude` that no node has: it may be misspelt.
-
-        Patterns may match nothing, and a task may make the blob in a later epoch.
-        """
-        names = [name for name in self.settings.exclude or () if not any(mark in name for mark in "*?[")]
-        for name in (name for name in names if name not in known):
-            problem = f"exclude=[{name!r}]: no node has such a blob after the first {self.job.unit} of this run"
-            logging.warning("%s; %s", problem, _text.near(name, known))
-
-    def _check_blobs(self, epoch: int) -> None:
-        """Names the blobs that stay from epoch to epoch and are not checkpointed, except those that `exclude` names."""
-        if self.backend is None or self.settings.unsaved_blobs == IGNORE:
-            return
-        listed: list[str] = []
-        for node, workspace in self.session.workspaces().items():
-            names = self._chosen(name for name in workspace if name not in self.names.get(node, ()))
-            if names and node in self._kept_nodes():
-                listed.append(f"{', '.join(map(repr, names))} of node {node}")
-        if not listed:
-            return
-        message = (
-            f"blobs that are not checkpointed are in the workspace after {self._named(epoch)}: {'; '.join(listed)}. "
-            "Init had not made them, or the resumed epoch lacks them. If a resumed run reads such a blob before it has "
-            "made it, its results differ: make the blobs in init, put them into ws.live, or leave them out with "
-            "JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
-        )
-        if self.settings.unsaved_blobs == ERROR:
-            raise InvalidArgumentError(message)
-        logging.warning("%s", message)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -593,16 +453,6 @@ class TrainingRun:
             workspace.set_stopper(self.notice.poll)
         self.calls.together(f"group {group.name}", lambda: self.session.run(group))
 
-    def _chosen(self, names: Iterable[str]) -> list[str]:
-        """The blobs to checkpoint, by the patterns of the user."""
-        include = self.settings.include
-        exclude = self.settings.exclude or ()
-        wanted = [n for n in names if include is None or any(_matching(pattern, [n]) for pattern in include)]
-        return [n for n in wanted if not any(_matching(pattern, [n]) for pattern in exclude)]
-
-    def _kept_nodes(self) -> Sequence[str]:
-        return self.job.nodes_to_checkpoint() or self.session.nodes
-
     def _context(self, epoch: int, metrics: Mapping[str, Any], secs: float, preempted: bool = False) -> stop.Context:
         root = self.session.root
         total = self._earlier_secs + secs
@@ -610,8 +460,3 @@ class TrainingRun:
         return stop.Context(
             epoch=epoch, metrics=metrics, workspace=root, **times, preempted=preempted, unit=self.job.unit
         )
-
-
-def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that match a shell pattern."""
-    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
