@@ -44,6 +44,18 @@ class RunSettings:
     save_every_secs: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _InEpoch:
+    """The run is in this epoch; before its first one, this is the one that it goes on from."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Over:
+    """The run has trained its last epoch."""
+
+
 @dataclasses.dataclass
 class _TrainedEpoch:
     """An epoch as this process has trained it."""
@@ -51,6 +63,7 @@ class _TrainedEpoch:
     number: int
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the primary's
     preempted: bool = False  # the preemption notice has reached all processes
+    first: bool = False  # the first of this run that this process has trained to its end
     interrupted: bool = False  # this process left the epoch in the middle
     prepared: Any = None  # what the backend saves, see `CheckpointBackend.prepare`
 
@@ -92,8 +105,8 @@ class TrainingRun:
             handler=self.handler,
         )
         self._begun = 0  # of a job that counts steps: what had been done when the epoch under way began
-        self._in_epoch: int | None = 0  # None when the loop is over
-        self._looked_back = False
+        self._where: _InEpoch | _Over = _InEpoch(0)
+        self._trained = 0  # epochs that this process has trained to their end
         self._stop_states: Mapping[str, Any] = {}  # as they were after the last epoch that the conditions were shown
 
     @property
@@ -128,7 +141,7 @@ class TrainingRun:
         # An epoch that was saved in the middle is entered again.
         while not self._result.stop_reason:
             self._train_epoch(self._result.epoch + (0 if self._result.partial else self.job.stride))
-        self._in_epoch = None
+        self._where = _Over()
 
         # What follows the loop needs the last epoch on storage, and is left to the next start when time is short.
         if not self._result.unsaved:
@@ -177,7 +190,7 @@ class TrainingRun:
         notes = restored.notes
         self._set(epoch=epoch, resumed_from=epoch, partial=notes.partial)
         self._saves.resumed_from(epoch)
-        self._in_epoch = epoch
+        self._where = _InEpoch(epoch)
         self._earlier_secs = notes.total_secs or 0.0
         self._begun = epoch if notes.begun is None else notes.begun
         self._stop_states = notes.stop_states or {}
@@ -254,7 +267,7 @@ class TrainingRun:
 
     def _train_epoch(self, number: int) -> None:
         epoch = _TrainedEpoch(number)
-        self._in_epoch = number
+        self._where = _InEpoch(number)
         self._begun = self._begun if self._result.partial else self._result.epoch
         steps = range(0) if self.job.unit == EPOCH else range(self._begun, number)
         stopper = Stopper(self.notice, self.calls, self.job.resumable, self.settings.deadline_secs)
@@ -275,8 +288,9 @@ class TrainingRun:
                 return []
 
             # The first epoch shows what its tasks make that will be lost.
-            if not self._looked_back:
-                self._looked_back = True
+            epoch.first = self._trained == 0
+            self._trained += 1
+            if epoch.first:
                 metric_lib.check(epoch.metrics, returned, self.job.epoch_group, self.session.nodes[0])
                 self._names.check_unsaved(number)
 
@@ -329,10 +343,8 @@ class TrainingRun:
     def _report(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> EpochReport:
         """Trains the epoch, and takes what is saved of it."""
         backend = self.backend
-        looked_back = self._looked_back
         reasons = train()
         problem = ""
-        first = self._looked_back and not looked_back  # the first epoch has been trained to its end
         if backend is not None and (self.job.resumable or not epoch.interrupted):
             try:
                 epoch.prepared = backend.prepare(epoch.number, self.names)
@@ -343,8 +355,8 @@ class TrainingRun:
             interrupted=epoch.interrupted,
             problem=problem,
             fenced_off="" if backend is None else backend.fenced_off(),
-            first=first,
-            blobs=self._names.here() if first or None in reasons else [],
+            first=epoch.first,
+            blobs=self._names.here() if epoch.first or None in reasons else [],
         )
 
     def _decide(self, epoch: _TrainedEpoch, reports: EpochReports) -> EpochVerdict:
@@ -406,17 +418,19 @@ class TrainingRun:
         backend = self.backend
         own = session is self.session
         self._saves.settle()
-        current = self._in_epoch  # the run may have gone on meanwhile
-        notes = self._notes(current == epoch and self.job.resumable) if own else RunNotes()
-        if current is not None and (epoch > current or not own):
-            notes = notes.as_out_of_band()
-        if current is not None and epoch > current:
+        where = self._where  # the run may have gone on meanwhile
+        partial = where == _InEpoch(epoch) and self.job.resumable
+        notes = self._notes(partial) if own else RunNotes()
+        if isinstance(where, _Over):
+            return notes
+        later = epoch > where.number
+        if later:
             resume = "a resumed run goes on from it only if it is named: resume_from_epoch=…"
             if backend is not None and backend.per_node:
                 resume = "a metadata handler takes it for the newest epoch until the run saves its next one"
             saved = "%s is saved by save_checkpoints() while the run is in %s; %s"
-            logging.warning(saved, self._named(epoch), self._named(current), resume)
-        return notes
+            logging.warning(saved, self._named(epoch), self._named(where.number), resume)
+        return notes.as_out_of_band() if later or not own else notes
 
     # -- after the last epoch ------------------------------------------------------------------------------------
 
