@@ -27,7 +27,9 @@ from epochckpt.jobs.run_saves import EpochToSave, RunSaves
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier
 
-PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced off"
+PREEMPTED = "preempted"
+FINISHED = "was finished already"
+FENCED_OFF = "fenced off"
 UNSAVED = "too many saves have failed"
 
 
@@ -54,6 +56,28 @@ class _InEpoch:
 @dataclasses.dataclass(frozen=True)
 class _Over:
     """The run has trained its last epoch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Progress:
+    """How far a run is. An epoch that is saved notes it, and a later run goes on from there."""
+
+    where: _InEpoch | _Over = _InEpoch(0)
+    begun: int = 0  # of a job that counts steps: what had been done when the epoch under way began
+    trained: int = 0  # epochs that this process has trained to their end in this run
+    stop_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # after the last epoch that was trained
+    earlier_secs: float = 0.0  # that earlier runs of the job took
+
+    @classmethod
+    def noted_in(cls, restored: Restored) -> "_Progress":
+        """Of a run that goes on from an epoch."""
+        notes = restored.notes
+        return cls(
+            where=_InEpoch(restored.epoch),
+            begun=restored.epoch if notes.begun is None else notes.begun,
+            stop_states=notes.stop_states or {},
+            earlier_secs=notes.total_secs or 0.0,
+        )
 
 
 @dataclasses.dataclass
@@ -84,6 +108,9 @@ class TrainingRun:
     upload: Callable[[int], TaskGroup | None]
 
     def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._progress = _Progress()
+        self._result = RunResult(unit=self.job.unit)  # so far
         self._names = RunNames(
             job=self.job,
             include=self.settings.include,
@@ -93,9 +120,6 @@ class TrainingRun:
             calls=self.calls,
             backend=self.backend,
         )
-        self._result = RunResult(unit=self.job.unit)  # so far
-        self._began = time.monotonic()
-        self._earlier_secs = 0.0
         self._saves = RunSaves(
             unit=self.job.unit,
             every_secs=self.settings.save_every_secs,
@@ -104,10 +128,6 @@ class TrainingRun:
             backend=self.backend,
             handler=self.handler,
         )
-        self._begun = 0  # of a job that counts steps: what had been done when the epoch under way began
-        self._where: _InEpoch | _Over = _InEpoch(0)
-        self._trained = 0  # epochs that this process has trained to their end
-        self._stop_states: Mapping[str, Any] = {}  # as they were after the last epoch that the conditions were shown
 
     @property
     def names(self) -> Names:
@@ -116,53 +136,41 @@ class TrainingRun:
 
     def train(self) -> RunResult:
         """Runs the job; see `JobRunner.train`."""
+        self._begin()
+        while not self._result.stop_reason:  # an epoch that was saved in the middle is entered again
+            self._train_epoch(self._result.epoch + (0 if self._result.partial else self.job.stride))
+        self._progress = dataclasses.replace(self._progress, where=_Over())
+        self._end()
+        return self._result
+
+    # -- before the first epoch ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Setup. Then either everything comes back from storage, or init makes it and epoch 0 is saved."""
         if self.calls.primary and all(condition is stop.preempted for condition in self.job.stop_conditions):
             remedy = "job.stop_when(ec.stop.max_epochs(…)), for example, ends it"
             logging.warning("the job has no stop condition: it trains until it is preempted or killed; %s", remedy)
+        from_setup = self._set_up()
+        try:
+            restored = self._restore()
+        except FencedError as error:  # of two runs that start at the same moment one is the newer one
+            self._end_fenced_off(0, error.reason)
+            return
+        if restored is None:
+            self._initialize(from_setup)
+        else:
+            self._go_on(restored, from_setup)
+        if self.notice.heard and not self._result.finished:
+            self._set(preempted=True, stop_reason=PREEMPTED)
 
-        # Setup runs at every start: it makes the live objects, and says how blobs come back.
+    def _set_up(self) -> Names:
+        """Setup runs at every start: it makes the live objects, and says how blobs come back. Returns what it made."""
         self.job.reset()
         self.session.unit = self.job.unit
         spaces = self.session.workspaces()
         before = {node: dict(ws) for node, ws in spaces.items()}
         self._run_group(self.job.setup_group)
-        from_setup = {n: [b for b in ws if ws[b] is not before[n].get(b)] for n, ws in spaces.items()}
-
-        # Either everything comes back from storage, or init makes it and epoch 0 is saved.
-        try:
-            restored = self._restore()
-        except FencedError as error:  # of two runs that start at the same moment one is the newer one
-            self._end_fenced_off(0, error.reason)
-        else:
-            self._begin(restored, from_setup)
-        if self.notice.heard and not self._result.finished and not self._result.fenced_off:
-            self._set(preempted=True, stop_reason=PREEMPTED)
-
-        # An epoch that was saved in the middle is entered again.
-        while not self._result.stop_reason:
-            self._train_epoch(self._result.epoch + (0 if self._result.partial else self.job.stride))
-        self._where = _Over()
-
-        # What follows the loop needs the last epoch on storage, and is left to the next start when time is short.
-        if not self._result.unsaved:
-            self._finish_saves()
-            if not self._result.preempted and not self._result.fenced_off:
-                self._conclude()
-        elif self.backend is not None:
-            self.backend.drain()  # the result tells why its saves failed: closing the manager does not raise it again
-        self.handler.run_ended(self._result.epoch, self._result.stop_reason)
-        elapsed = time.monotonic() - self._began
-        self._set(
-            last_committed_epoch=self._saves.last_committed_epoch,
-            failed_saves=self._saves.failed,
-            blocked_secs=self._saves.blocked_secs,
-            slowest_node=self._saves.slowest_node,
-            elapsed_secs=elapsed,
-            total_secs=self._earlier_secs + elapsed,
-        )
-        return self._result
-
-    # -- before the first epoch ----------------------------------------------------------------------------------
+        return {n: [b for b in ws if ws[b] is not before[n].get(b)] for n, ws in spaces.items()}
 
     def _restore(self) -> Restored | None:
         """Restores the epoch that the run goes on from, if there is one."""
@@ -170,7 +178,6 @@ class TrainingRun:
         if backend is None:
             return None
         outcome: list[Restored | None] = []
-        spaces = self.session.workspaces()
 
         def restore() -> float:
             began = time.monotonic()
@@ -186,34 +193,26 @@ class TrainingRun:
         (restored,) = outcome
         if restored is None:
             return None
-        epoch = restored.epoch
-        notes = restored.notes
-        self._set(epoch=epoch, resumed_from=epoch, partial=notes.partial)
-        self._saves.resumed_from(epoch)
-        self._where = _InEpoch(epoch)
-        self._earlier_secs = notes.total_secs or 0.0
-        self._begun = epoch if notes.begun is None else notes.begun
-        self._stop_states = notes.stop_states or {}
-        stop.load_states(self.job.stop_conditions, notes.stop_states)
-        for workspace in spaces.values():
-            workspace.epoch = epoch
+        stop.load_states(self.job.stop_conditions, restored.notes.stop_states)
+        for workspace in self.session.workspaces().values():
+            workspace.epoch = restored.epoch
         self.handler.report("checkpoint_load", dict(zip(self.session.nodes, secs, strict=False)))
-        logging.info("resumed from %s%s", self._named(epoch), " (partial)" if self._result.partial else "")
+        partial = " (partial)" if restored.notes.partial else ""
+        logging.info("resumed from %s%s", self._named(restored.epoch), partial)
         return restored
 
-    def _begin(self, restored: Restored | None, from_setup: Names) -> None:
-        """Goes on from the restored epoch, unless training was finished with it; without one, from scratch."""
-        if restored is None:
-            self._initialize()
-            made = {node: list(blobs) for node, blobs in self.session.workspaces().items()}
-            self._names.explain_left_out(made, from_setup)
-            return
+    def _go_on(self, restored: Restored, from_setup: Names) -> None:
+        """Goes on from the restored epoch, unless training was finished with it."""
+        epoch = restored.epoch
+        self._progress = _Progress.noted_in(restored)
+        self._set(epoch=epoch, resumed_from=epoch, partial=restored.notes.partial)
+        self._saves.resumed_from(epoch)
         self._names.go_on(restored, from_setup)
         if self._is_finished(restored):
-            self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
-            logging.info("training was finished after %s already: nothing to train", self._named(restored.epoch))
+            self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(epoch))
+            logging.info("training was finished after %s already: nothing to train", self._named(epoch))
 
-    def _initialize(self) -> None:
+    def _initialize(self, from_setup: Names) -> None:
         """From scratch: runs init and saves epoch 0. The blobs that exist then are checkpointed."""
         declared = self._names.declared()
         self._run_group(self.job.init_group)
@@ -222,6 +221,8 @@ class TrainingRun:
             epoch = _TrainedEpoch(0)
             self._save(epoch, self._agree(epoch, list), force=True)
         self.notice.ask(0)
+        made = {node: list(blobs) for node, blobs in self.session.workspaces().items()}
+        self._names.explain_left_out(made, from_setup)
 
     def _check_unit(self, restored: Restored, directory: str) -> None:
         """Refuses an epoch of a job that counted something else, unless the user has named it."""
@@ -241,7 +242,7 @@ class TrainingRun:
         end the run: a task's output, a blob, a callable that fails here. A callable may count its calls: it is
         asked only if the run had ended.
         """
-        if restored.named or self._result.partial:
+        if restored.named or restored.notes.partial:
             return False
         notes = restored.notes
         conditions = self.job.stop_conditions
@@ -266,42 +267,18 @@ class TrainingRun:
     # -- one epoch -----------------------------------------------------------------------------------------------
 
     def _train_epoch(self, number: int) -> None:
+        """Trains an epoch, does what the primary decides about the end of the run, and begins a save if it is time."""
         epoch = _TrainedEpoch(number)
-        self._where = _InEpoch(number)
-        self._begun = self._begun if self._result.partial else self._result.epoch
-        steps = range(0) if self.job.unit == EPOCH else range(self._begun, number)
+        begun = self._progress.begun if self._result.partial else self._result.epoch
+        self._progress = dataclasses.replace(self._progress, where=_InEpoch(number), begun=begun)
+        steps = range(0) if self.job.unit == EPOCH else range(begun, number)
         stopper = Stopper(self.notice, self.calls, self.job.resumable, self.settings.deadline_secs)
         for workspace in self.session.workspaces().values():
             workspace.epoch = number
             workspace.steps = steps
             workspace.set_stopper(stopper.of_one_node())
 
-        def train() -> list[str | None]:
-            # Conditions on metrics answer alike everywhere: every process shows them the primary's.
-            returned = self.session.run(self.job.epoch_group)
-            epoch.metrics = self.calls.broadcast(
-                f"metrics of {self._named(number)}", lambda: metric_lib.merge(returned.get(self.session.nodes[0], []))
-            )
-            epoch.preempted = self.notice.ask(number)
-            epoch.interrupted = stopper.stopped
-            if epoch.interrupted:
-                return []
-
-            # The first epoch shows what its tasks make that will be lost.
-            epoch.first = self._trained == 0
-            self._trained += 1
-            if epoch.first:
-                metric_lib.check(epoch.metrics, returned, self.job.epoch_group, self.session.nodes[0])
-                self._names.check_unsaved(number)
-
-            # Every condition looks at every finished epoch: one that counts must not miss any.
-            ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
-            conditions = self.job.stop_conditions
-            answers = [stop.look(condition, ctx) for condition in conditions]
-            self._stop_states = stop.save_states(conditions)
-            return [reason_of(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
-
-        verdict = self._agree(epoch, train)
+        verdict = self._agree(epoch, lambda: self._run_epoch(epoch, stopper))
         if verdict.fenced_off:
             self._end_fenced_off(number, verdict.fenced_off)
             return
@@ -325,6 +302,35 @@ class TrainingRun:
         self._set(epoch=number, partial=verdict.interrupted)
         self.show_epoch(number, epoch.metrics)
         self._save(epoch, dataclasses.replace(verdict, stop=stops), force=bool(reason))
+
+    def _run_epoch(self, epoch: _TrainedEpoch, stopper: Stopper) -> list[str | None]:
+        """Runs the tasks, and shows what they returned to the stop conditions; see `_agree`."""
+        # Conditions on metrics answer alike everywhere: every process shows them the primary's.
+        number = epoch.number
+        first_node = self.session.nodes[0]
+        returned = self.session.run(self.job.epoch_group)
+        epoch.metrics = self.calls.broadcast(
+            f"metrics of {self._named(number)}", lambda: metric_lib.merge(returned.get(first_node, []))
+        )
+        epoch.preempted = self.notice.ask(number)
+        epoch.interrupted = stopper.stopped
+        if epoch.interrupted:
+            return []
+
+        # The first epoch shows what its tasks make that will be lost.
+        trained = self._progress.trained
+        epoch.first = trained == 0
+        if epoch.first:
+            metric_lib.check(epoch.metrics, returned, self.job.epoch_group, first_node)
+            self._names.check_unsaved(number)
+
+        # Every condition looks at every finished epoch: one that counts must not miss any.
+        ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
+        conditions = self.job.stop_conditions
+        answers = [stop.look(condition, ctx) for condition in conditions]
+        stop_states = stop.save_states(conditions)
+        self._progress = dataclasses.replace(self._progress, trained=trained + 1, stop_states=stop_states)
+        return [reason_of(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
 
     def _agree(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> EpochVerdict:
         """The collective call at the end of an epoch; prepares the save.
@@ -391,23 +397,15 @@ class TrainingRun:
         )
         self._saves.save(to_save, verdict)
 
-    def _finish_saves(self) -> None:
-        """Waits for the saves in flight; the last epoch may be tried once more."""
-        last = self._saves.finish(self._result.epoch)
-        if last.fenced_off:
-            self._end_fenced_off(self._result.epoch, last.fenced_off)
-        elif last.unsaved:
-            self._set(unsaved=last.unsaved)
-
     def _notes(self, partial: bool) -> RunNotes:
         return RunNotes.of_run(
             nodes=self.session.nodes,
             partial=partial,
-            stop_states=self._stop_states,
-            total_secs=self._earlier_secs + time.monotonic() - self._began,
+            stop_states=self._progress.stop_states,
+            total_secs=self._progress.earlier_secs + time.monotonic() - self._began,
             went_back_to=self.resume_from_epoch,
             unit=self.job.unit,
-            begun=self._begun,
+            begun=self._progress.begun,
         )
 
     def out_of_band_notes(self, epoch: int, session: Session) -> RunNotes:
@@ -418,7 +416,7 @@ class TrainingRun:
         backend = self.backend
         own = session is self.session
         self._saves.settle()
-        where = self._where  # the run may have gone on meanwhile
+        where = self._progress.where  # the run may have gone on meanwhile
         partial = where == _InEpoch(epoch) and self.job.resumable
         notes = self._notes(partial) if own else RunNotes()
         if isinstance(where, _Over):
@@ -433,6 +431,33 @@ class TrainingRun:
         return notes.as_out_of_band() if later or not own else notes
 
     # -- after the last epoch ------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """The last save; what follows it needs the epoch on storage, and is left to the next start if time is short."""
+        if not self._result.unsaved:
+            self._finish_saves()
+            if not self._result.preempted and not self._result.fenced_off:
+                self._conclude()
+        elif self.backend is not None:
+            self.backend.drain()  # the result tells why its saves failed: closing the manager does not raise it again
+        self.handler.run_ended(self._result.epoch, self._result.stop_reason)
+        elapsed = time.monotonic() - self._began
+        self._set(
+            last_committed_epoch=self._saves.last_committed_epoch,
+            failed_saves=self._saves.failed,
+            blocked_secs=self._saves.blocked_secs,
+            slowest_node=self._saves.slowest_node,
+            elapsed_secs=elapsed,
+            total_secs=self._progress.earlier_secs + elapsed,
+        )
+
+    def _finish_saves(self) -> None:
+        """Waits for the saves in flight; the last epoch may be tried once more."""
+        last = self._saves.finish(self._result.epoch)
+        if last.fenced_off:
+            self._end_fenced_off(self._result.epoch, last.fenced_off)
+        elif last.unsaved:
+            self._set(unsaved=last.unsaved)
 
     def _conclude(self) -> None:
         """Upload, download, exit. A run that is preempted here does all of it again when it is started again."""
@@ -469,7 +494,7 @@ class TrainingRun:
 
     def _context(self, epoch: int, metrics: Mapping[str, Any], secs: float, preempted: bool = False) -> stop.Context:
         root = self.session.root
-        total = self._earlier_secs + secs
+        total = self._progress.earlier_secs + secs
         times = {"elapsed_secs": secs, "total_secs": total}
         return stop.Context(
             epoch=epoch, metrics=metrics, workspace=root, **times, preempted=preempted, unit=self.job.unit
