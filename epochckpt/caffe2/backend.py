@@ -7,7 +7,7 @@ rollback, later epochs are replaced one by one. A save is committed, on each nod
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from epochckpt import _threads
 from epochckpt.caffe2.managers import CheckpointManager, Manager, MultiNodeCheckpointManager
@@ -36,7 +36,7 @@ class _Report:
 class Caffe2Backend(CheckpointBackend):
     """Caffe2's verbs."""
 
-    per_node = True
+    per_node: ClassVar[bool] = True
     handler_calls = frozenset(_VERBS + _ACTIONS)
 
     def __init__(self, manager: Manager):

@@ -22,8 +22,10 @@ from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
-from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
+from epochckpt.jobs.run import RunSettings, TrainingRun
 from epochckpt.jobs.run_calls import RunCalls
+from epochckpt.jobs.run_names import ERROR, IGNORE, WARN
+from epochckpt.jobs.run_saves import NOT_ACCESSIBLE
 from epochckpt.jobs.session import DistributedSession, Session, default_session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handlers

@@ -4,7 +4,7 @@ import abc
 import base64
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -46,8 +46,12 @@ class CheckpointBackend(abc.ABC):
     another session has its own.
     """
 
-    asks_jax = False  # the manager itself asks JAX for its preemption notice, with its steps
-    per_node = False  # an epoch exists per node; a node that is not checkpointed has no part in it
+    asks_jax: ClassVar[bool] = False
+    """Whether the manager itself asks JAX for its preemption notice, with its steps. A subclass sets it."""
+
+    per_node: ClassVar[bool] = False
+    """Whether an epoch exists per node; then a node that is not checkpointed has no part in it. A subclass sets it."""
+
     handler: Any = None  # the manager's own metadata handler
     handler_nodes: Sequence[str]  # those that a metadata handler hears of; known once it is open
     handler_calls: Collection[str] = ()  # its methods that the manager calls itself, and the actions that it reports

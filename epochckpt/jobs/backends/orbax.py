@@ -8,7 +8,7 @@ import base64
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ from epochckpt.manager import SaveResult
 class OrbaxBackend(ItemBackend):
     """Stock Orbax's manager."""
 
-    asks_jax = True
+    asks_jax: ClassVar[bool] = True
     taken_names = ("default",)  # Orbax's name for the item of an epoch of one item
 
     def __init__(self, manager: ocp.CheckpointManager):
