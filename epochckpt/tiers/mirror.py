@@ -456,7 +456,7 @@ class Mirror:
         if not gone:
             return
         id = paths.new_id()
-        folder = f"diverged-{id}"
+        folder = f"{paths.DIVERGED_PREFIX}{id}"
         # All at once: some of them alone would be a history that never was.
         self._writer.roll_back(Rollback(to=None, epochs=gone, id=id, kept=folder))
         logging.warning("%s: checkpoint %s was moved to %s", local.store.root, ", ".join(map(str, gone)), folder)
