@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _FIRST_FREE_INODE = 1024  # roots of file systems have small numbers, and the same ones
 _MAX_CLAIMS = 256
+# In place of the id of an epoch in the mirror, also in ledgers:
+NEWER_ID = "newer"  # a newer epochckpt has written it: nothing here is the same
+UNUSABLE_ID = ""  # its record cannot be used: nothing tells what it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +239,15 @@ def save_id(epoch_directory: EpochDirectory, epoch: int) -> str | None:
         return epoch_directory.read_head(epoch).origin
     except (DamagedError, EpochNotFoundError, FormatError, FormatVersionError, NotADirectoryError):
         return None
+
+
+def seen_id(epoch_directory: EpochDirectory, epoch: int, *, anew: bool = False) -> str:
+    """The id of an epoch of the mirror as of the last look, or `anew`; or what stands in its place."""
+    try:
+        found = epoch_directory.read_save_id(epoch) if anew else epoch_directory.seen_save_id(epoch)
+        return found or UNUSABLE_ID
+    except FormatVersionError:
+        return NEWER_ID
 
 
 def usable_ledger(store: Store) -> Ledger | None:

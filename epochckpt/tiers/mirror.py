@@ -10,7 +10,7 @@ Guarantees:
 - a mirror that does not answer is asked again, for as long as the manager is open. A bounded number of epochs waits.
 
 `Mirror` is what a manager knows of its mirror, on each process. The primary's work in the background is done by
-`copying.Worker`, the other processes' by `copying.MirrorFollower`.
+`worker.Worker`, the other processes' by `copying.MirrorFollower`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store, open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
-from epochckpt.tiers.copying import MirrorFollower, MirrorJob, Worker, publish_end, seen_id
-from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger, LedgerFile, save_id
+from epochckpt.tiers.copying import MirrorFollower, MirrorJob, publish_end
+from epochckpt.tiers.ledger import Adoption, Copy, Identity, Ledger, LedgerFile, save_id, seen_id
 from epochckpt.tiers.standing import ForeignReader, Owner, Standing, Stranger, Successor, Unanswered, assess, claim_of
+from epochckpt.tiers.worker import Worker
 
 _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
 _NO_ANSWER = (DamagedError, FormatError, FormatVersionError, NotACheckpointDirectoryError, OSError)

@@ -37,9 +37,10 @@ from epochckpt.storage import PosixStore, Store, open_store
 from epochckpt.testing import Faults, StoreCall
 from epochckpt.tiers import read_ledger
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
-from epochckpt.tiers.copying import MirrorJob, Worker
+from epochckpt.tiers.copying import MirrorJob
 from epochckpt.tiers.ledger import Copy, Identity, Ledger, LedgerFile, parse
 from epochckpt.tiers.mirror import Mirror
+from epochckpt.tiers.worker import Worker
 from tests.support import lives
 from tests.support.lives import Killed, Life
 from tests.support.taps import eventually
