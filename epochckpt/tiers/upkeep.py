@@ -82,9 +82,9 @@ class Upkeep:
         self._backlog = backlog
         self._life = life
         self._hold: _Unclaimed | _Claimed | _Compared = _Unclaimed()
-        self._tasks = MirrorTasks(job, ledger)
-        self._copier = _Copier(job, self._tasks)
-        self._metrics = _Metrics(job, ledger, epochs)
+        self._tasks = MirrorTasks(job=job, ledger=ledger)
+        self._copier = _Copier(job=job, tasks=self._tasks)
+        self._metrics = _Metrics(job=job, ledger=ledger, epochs=epochs)
         self._unfit = set[int]()  # epochs that cannot be copied
 
     def committed(self, epoch: int) -> None:

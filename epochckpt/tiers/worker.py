@@ -70,7 +70,7 @@ class Worker:
         self._life = WorkLife()
         self._upkeep = Upkeep(job=job, ledger=ledger, epochs=epochs, backlog=backlog, life=self._life)
         self._bell: _threads.Future[None] = _threads.Future()
-        self._failures = _Failures(job.url, job.local.store.root)
+        self._failures = _Failures(url=job.url, root=job.local.store.root)
         self._fenced = 0  # in a row
 
     # -- what the manager tells ----------------------------------------------------------------------------------
