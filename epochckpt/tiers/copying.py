@@ -26,7 +26,7 @@ from epochckpt.format import NodeEntry
 from epochckpt.options import StorageOptions
 from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.tiers.epoch_copy import EpochCopy
-from epochckpt.tiers.ledger import LedgerFile
+from epochckpt.tiers.ledger_file import LedgerFile
 
 _LISTEN_SECS = 60.0  # one question of another process for the next task
 _KEPT_TASKS = 8  # in the coordination service
@@ -110,11 +110,9 @@ class MirrorTasks:
     def _publish(self, task: dict[str, Any]) -> int:
         """Publishes a task for the other processes; returns its number."""
         self._count += 1
-        if self._ledger.on_each_disk:
-            task = {**task, "record": self._ledger.known().to_bytes().decode()}
         task_key = f"{self._job.prefix}/task/{self._count}"
         report_key = f"{self._job.prefix}/report/{self._count}"
-        self._job.coordinator.put(task_key, task)
+        self._job.coordinator.put(task_key, {**task, **self._ledger.told()})
         self._keys.add(self._job.coordinator, task_key, report_key)
         return self._count
 

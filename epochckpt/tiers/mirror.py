@@ -35,7 +35,8 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
-from epochckpt.tiers.ledger import LedgerFile, save_id
+from epochckpt.tiers.ledger import save_id
+from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.looking import NO_LOOK, DiskLedgers, Looker, OneLedger
 from epochckpt.tiers.mirror_run import Claim, Idle, MirrorRun, Unclaimed
 from epochckpt.tiers.standing import Successor, Unanswered

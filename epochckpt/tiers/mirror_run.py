@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.directory.epoch_directory import Rollback, Writer
+from epochckpt.directory.epoch_directory import Writer
 from epochckpt.format import paths
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorFollower, MirrorJob, publish_end
-from epochckpt.tiers.ledger import Adoption, Identity, Ledger, LedgerFile, save_id
+from epochckpt.tiers.ledger import Adoption, Identity, Ledger, save_id
+from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.looking import Look, is_listed, is_unchanged
 from epochckpt.tiers.standing import ForeignReader, Owner, Stranger, Successor, claim_of
 from epochckpt.tiers.worker import Worker
@@ -148,8 +149,7 @@ class Idle(Claimed):
 
     def begin(self, look: Look, epochs: Sequence[int], backlog: Backlog) -> MirrorRun:
         """Begins to work, after this `look`, in a directory that has these epochs; returns what the run does now."""
-        if not self._ledger.on_each_disk:  # else `DirectoryPerHost` does so on each disk
-            self._set_aside(look.diverged)
+        self._ledger.set_aside(look.diverged)
         if not self._job.coordinator.primary:
             return Following(self._claim)
         if isinstance(look.standing, ForeignReader | Stranger):  # it has said so
@@ -180,23 +180,6 @@ class Idle(Claimed):
 
     # -- beginning -----------------------------------------------------------------------------------------------
 
-    def _set_aside(self, diverged: Mapping[int, str | None]) -> None:
-        """Moves the epochs that are no part of the mirror's history out of sight."""
-        local = self._job.local
-        local.ignored = frozenset()
-        if self._writer is None or not diverged:
-            return
-        listed = diverged.keys() & set(local.list_epochs())
-        # Another run may have saved one of them since.
-        gone = tuple(epoch for epoch in diverged if epoch in listed and save_id(local, epoch) == diverged[epoch])
-        if not gone:
-            return
-        id = paths.new_id()
-        folder = f"{paths.DIVERGED_PREFIX}{id}"
-        # All at once: some of them alone would be a history that never was.
-        self._writer.roll_back(Rollback(to=None, epochs=gone, id=id, kept=folder))
-        logging.warning("%s: checkpoint %s was moved to %s", local.store.root, ", ".join(map(str, gone)), folder)
-
     def _leave_alone(self, look: Look, epochs: Sequence[int]) -> None:
         """Writes nothing to the mirror, which is another directory's."""
         if (found := self._ledger.read()) is not None:
@@ -208,7 +191,7 @@ class Idle(Claimed):
         """The ledger with which this run begins."""
         local = self._job.local
         found = self._ledger.read()  # of a run that was alive until now, perhaps
-        if found is not None and not self._ledger.on_each_disk and not found.identity.is_of(local.store):
+        if found is not None and not self._ledger.is_own(found):
             logging.info("%s is a copy of another directory, and gets an id of its own", local.store.root)
             found = None
         identity = Identity.of(local.store, paths.new_id() if found is None else found.identity.directory)

@@ -39,7 +39,8 @@ from epochckpt.errors import (
 from epochckpt.format import paths
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob, MirrorTasks
-from epochckpt.tiers.ledger import NEWER_ID, UNUSABLE_ID, Copy, Ledger, LedgerFile, save_id, seen_id
+from epochckpt.tiers.ledger import NEWER_ID, UNUSABLE_ID, Copy, Ledger, save_id, seen_id
+from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.life import Phase, WorkLife
 from epochckpt.tiers.standing import claim_of
 

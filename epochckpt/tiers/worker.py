@@ -11,7 +11,7 @@ from epochckpt import _patience, _threads
 from epochckpt.errors import FencedError, kept, say
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
-from epochckpt.tiers.ledger import LedgerFile
+from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.life import Phase, WorkLife
 from epochckpt.tiers.upkeep import Upkeep
 
