@@ -49,7 +49,7 @@ def staged(place: str) -> Generator[str]:
     """
     parent, name = os.path.split(place)
     above = open_store(parent)
-    staging = f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
+    staging = f"{paths.EXPORT_PREFIX}{paths.new_id()}{paths.TMP_SUFFIX}"
     folder = os.path.join(parent, staging)
     missing = [str(p) for p in pathlib.Path(place).parents if not os.path.lexists(p)]  # innermost first
     with contextlib.ExitStack() as undo:

@@ -83,13 +83,14 @@ NOT_OURS = frozenset(
 """Kinds that nothing but a person may remove."""
 
 REMOVAL_PREFIX = "gc-"
+_ID = r"[0-9a-f]{16}\Z"
 _STAGED = rf"(.*-)?[0-9a-f]{{8,16}}{re.escape(paths.TMP_SUFFIX)}\Z"
 _NAMED = (
-    (re.compile(r"rolled-back-[0-9a-f]{16}\Z"), Kind.ROLLED_BACK),
-    (re.compile(r"damaged-[0-9a-f]{16}\Z"), Kind.REPLACED),
-    (re.compile(r"partial-[0-9a-f]{16}\Z"), Kind.PARTIAL),
-    (re.compile(r"diverged-[0-9a-f]{16}\Z"), Kind.DIVERGED),
-    (re.compile(f"(?s)export-{_STAGED}"), Kind.EXPORT),
+    (re.compile(f"{paths.ROLLED_BACK_PREFIX}{_ID}"), Kind.ROLLED_BACK),
+    (re.compile(f"{paths.DAMAGED_PREFIX}{_ID}"), Kind.REPLACED),
+    (re.compile(f"{paths.PARTIAL_PREFIX}{_ID}"), Kind.PARTIAL),
+    (re.compile(f"{paths.DIVERGED_PREFIX}{_ID}"), Kind.DIVERGED),
+    (re.compile(f"(?s){paths.EXPORT_PREFIX}{_STAGED}"), Kind.EXPORT),
     (re.compile(f"unclaimed-{_STAGED}"), Kind.UNCLAIMED),
     (re.compile(f"(?s){REMOVAL_PREFIX}{_STAGED}"), Kind.REMOVAL),
 )
@@ -124,7 +125,7 @@ def is_sign(store: Store, names: StepNames, name: str) -> bool:
     """Whether a folder that is named like no epoch shows that the directory is one of checkpoints."""
     if is_staging(name) or orbax_step(names, name) is not None:
         return True
-    if name.startswith(("rolled-back-", "damaged-", "partial-", "diverged-")):  # also what people have named so
+    if name.startswith(paths.QUARANTINE_PREFIXES):  # also what people have named so
         return bool(epochs_in(store, names, name))
     return name == paths.ROOT_METADATA[0] and store.exists(paths.join(*paths.ROOT_METADATA))
 

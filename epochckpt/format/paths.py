@@ -56,7 +56,13 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._]")
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
-_ASIDE = ("rolled-back-", "damaged-", "partial-", "diverged-")  # prefixes of folders with quarantined epochs
+# Of the names of folders with quarantined epochs; an id follows:
+ROLLED_BACK_PREFIX = "rolled-back-"
+DAMAGED_PREFIX = "damaged-"
+PARTIAL_PREFIX = "partial-"  # what one disk has of epochs that are not on all disks
+DIVERGED_PREFIX = "diverged-"  # they are no part of the history that the mirror has
+QUARANTINE_PREFIXES = (ROLLED_BACK_PREFIX, DAMAGED_PREFIX, PARTIAL_PREFIX, DIVERGED_PREFIX)
+EXPORT_PREFIX = "export-"  # of the folder in which an export is made
 _OWN = frozenset({".", "..", ROOT_METADATA[0], ROLLBACK_RECORD, HEAD.partition("/")[0]})
 MAX_NAME = 120
 _MAX_PART = 255  # bytes, of most file systems
@@ -93,7 +99,7 @@ def is_free_folder(name: object) -> bool:
         and _PLAIN.match(name) is not None
         and "/" not in name
         and name not in _OWN
-        and not name.startswith(_ASIDE)
+        and not name.startswith(QUARANTINE_PREFIXES)
         and TMP_SUFFIX not in name
     )
 
@@ -104,7 +110,7 @@ def is_movable(folder: str, into: str = "") -> bool:
     On its way it is called `moving-<id>-<destination>`, see `directory.staging_folder`. A damaged epoch goes to
     `damaged-<id>/`.
     """
-    places = (urllib.parse.quote(join(place, folder), safe="") for place in (into, f"damaged-{new_id()}"))
+    places = (urllib.parse.quote(join(place, folder), safe="") for place in (into, f"{DAMAGED_PREFIX}{new_id()}"))
     return all(len(f"moving-{new_id()}-{place}") <= _MAX_PART for place in places)
 
 

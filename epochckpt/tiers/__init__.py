@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from epochckpt.tiers.directory_per_host import DirectoryPerHost
     from epochckpt.tiers.epoch_copy import EpochCopy, check_place
     from epochckpt.tiers.host_record import HostRecord, read_host_record
-    from epochckpt.tiers.ledger import Ledger, LedgerFile, read_ledger
+    from epochckpt.tiers.ledger import Ledger, read_ledger
+    from epochckpt.tiers.ledger_file import DiskLedgerFile, LedgerFile
     from epochckpt.tiers.mirror import Mirror, viewed
     from epochckpt.tiers.shared_directory import SharedDirectory
 else:
@@ -26,7 +27,8 @@ else:
             "SharedDirectory": "shared_directory",
             "check_place": "epoch_copy",
             "Ledger": "ledger",
-            "LedgerFile": "ledger",
+            "DiskLedgerFile": "ledger_file",
+            "LedgerFile": "ledger_file",
             "read_ledger": "ledger",
             "Mirror": "mirror",
             "viewed": "mirror",
@@ -36,6 +38,7 @@ else:
 
 __all__ = [
     "DirectoryPerHost",
+    "DiskLedgerFile",
     "EpochCopy",
     "HostRecord",
     "Ledger",

@@ -161,7 +161,7 @@ class DirectoryPerHost(JobDirectory):
 
     def _move_aside(self, epochs: Iterable[int]) -> None:
         store = self.epoch_directory.store
-        folder = f"partial-{paths.new_id()}"
+        folder = f"{paths.PARTIAL_PREFIX}{paths.new_id()}"
         for epoch in sorted(epochs):
             if store.exists(self.epoch_directory.folder(epoch)):
                 self.writer.unlist(epoch, folder)

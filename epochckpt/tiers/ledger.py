@@ -12,13 +12,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
-from epochckpt import _threads
 from epochckpt.directory import local_records
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError
 from epochckpt.format import codec, parsing, paths
@@ -26,11 +24,13 @@ from epochckpt.format.codec import Codec, Fields, stored
 
 if TYPE_CHECKING:
     from epochckpt.directory import EpochDirectory
-    from epochckpt.directory.epoch_directory import Writer
     from epochckpt.storage import Store
 
 _FIRST_FREE_INODE = 1024  # roots of file systems have small numbers, and the same ones
 _MAX_CLAIMS = 256
+# In place of the id of an epoch in the mirror, also in ledgers:
+NEWER_ID = "newer"  # a newer epochckpt has written it: nothing here is the same
+UNUSABLE_ID = ""  # its record cannot be used: nothing tells what it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +238,15 @@ def save_id(epoch_directory: EpochDirectory, epoch: int) -> str | None:
         return None
 
 
+def seen_id(epoch_directory: EpochDirectory, epoch: int, *, anew: bool = False) -> str:
+    """The id of an epoch of the mirror as of the last look, or `anew`; or what stands in its place."""
+    try:
+        found = epoch_directory.read_save_id(epoch) if anew else epoch_directory.seen_save_id(epoch)
+        return found or UNUSABLE_ID
+    except FormatVersionError:
+        return NEWER_ID
+
+
 def usable_ledger(store: Store) -> Ledger | None:
     """The ledger of a directory; None, with a warning, if it is damaged: the directory is as good without it.
 
@@ -261,123 +270,3 @@ def settled_withdrawals(ledger: Ledger, local: EpochDirectory) -> tuple[Withdraw
     listed = set(local.list_epochs())
     holding = (each for each in ledger.withdrawals if listed.isdisjoint(each.here))
     return tuple(dataclasses.replace(each, here=()) for each in holding)
-
-
-class LedgerFile:
-    """The ledger of a directory, as the primary of the run that has claimed it writes it.
-
-    Every change goes through the run's claim of its directory, and is a FencedError once a newer run has claimed that.
-    The lock is never taken on the caller's thread: a signal handler may call what it has interrupted.
-    """
-
-    def __init__(self, local: EpochDirectory, on_each_disk: bool):
-        """`on_each_disk`: every host keeps a copy of the ledger on its own disk, so each change is numbered."""
-        self._local = local
-        self.on_each_disk = on_each_disk
-        self._writer: Writer | None = None  # of the directory, once it is claimed
-        self._lock = threading.Lock()
-        self._acting = 0  # calls of `withdraw` that are under way
-        self._open = frozenset[int]()  # epochs of withdrawals that were written, and may not hold
-
-    def claimed(self, writer: Writer) -> None:
-        """Tells that this run has claimed the directory: only from then on the ledger is written."""
-        self._writer = writer
-
-    def undecided(self) -> frozenset[int]:
-        """Epochs of withdrawals of which it is not written yet whether they hold: no policy may delete these."""
-        return self._open
-
-    def read(self) -> Ledger | None:
-        """See `usable_ledger`."""
-        return usable_ledger(self._local.store)
-
-    def known(self) -> Ledger:
-        """The ledger, where there is one; DamagedError if it has gone."""
-        ledger = self.read()
-        if ledger is None:
-            problem = "has gone, or is damaged, in a directory with a mirror: the next run writes it anew"
-            raise DamagedError(paths.MIRROR_RECORD, problem)
-        return ledger
-
-    def write(self, ledger: Ledger) -> Ledger:
-        """Writes the ledger as it is; returns it as it was written."""
-        with self._lock:
-            return self._write(ledger)
-
-    def change(self, edit: Callable[[Ledger], Ledger]) -> Ledger:
-        """Changes the ledger; returns the new one."""
-        with self._lock:
-            ledger = self.known()
-            changed = edit(ledger)
-            return ledger if changed == ledger else self._write(changed)
-
-    def check(self) -> None:
-        """Raises FencedError if a newer run has claimed the directory."""
-        with self._lock:
-            self._write(self.known())
-
-    def text(self) -> str:
-        """The file's content; empty if there is none."""
-        ledger = self.read()
-        return "" if ledger is None else ledger.to_bytes().decode()
-
-    def _write(self, ledger: Ledger) -> Ledger:
-        if self.on_each_disk:
-            ledger = dataclasses.replace(ledger, serial=ledger.serial + 1)
-        assert self._writer is not None, "the ledger is written by the run that has claimed the directory"
-        self._writer.overwrite(paths.MIRROR_RECORD, ledger.to_bytes())
-        return ledger
-
-    def disown(self, epochs: Collection[int], there: Collection[int]) -> None:
-        """Notes that what the mirror has `there` of these epochs is no copy any more, and must not come back as one."""
-        if set(there).isdisjoint(epochs) or self.read() is None:
-            return
-        what = f"{self._local.store.root}: that its mirror's copies of {sorted(epochs)} are outdated is not noted"
-        change = _threads.start(lambda: self.change(lambda now: now.without(epochs)))
-        _threads.logged(what, change.result)
-
-    def withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
-        """Has the mirror follow what `act` does here: epochs are deleted, or rolled back.
-
-        The ledger says so first. Whatever happens then, what is listed here decides: an epoch that is still listed
-        does not leave the mirror. If that cannot be written now, `settle` does so later.
-        """
-        self._acting += 1
-        try:
-            _threads.start(lambda: self._plan(to, epochs)).result()
-            act()
-        finally:
-            self._acting -= 1
-            what = f"{self._local.store.root}: its mirror's ledger"
-            _threads.logged(what, lambda: _threads.start(self.settle).result())
-
-    def _plan(self, to: int | None, epochs: Sequence[int]) -> None:
-        """Writes the withdrawal, if this directory has a mirror."""
-        if not epochs:
-            return
-        with self._lock:
-            ledger = self.read()
-            if ledger is None:
-                return
-            here = set(self._local.list_epochs()).intersection(epochs)
-            if to is not None:  # also what only the mirror has, and a manager without it does not list
-                epochs = sorted({*epochs, *(epoch for epoch in (*ledger.copies, *ledger.copying) if epoch > to)})
-            self._open |= here
-            withdrawal = Withdrawal(to=to, epochs=tuple(epochs), here=tuple(sorted(here)))
-            self._write(dataclasses.replace(ledger, withdrawals=(*ledger.withdrawals, withdrawal)))
-
-    def settle(self) -> None:
-        """Drops withdrawals whose epochs were not deleted here; the others hold, whatever is saved later.
-
-        Nothing is decided while a call is under way that may delete it. Such a call writes its withdrawal under the
-        lock.
-        """
-        with self._lock:
-            ledger = None if self._acting else self.read()
-            if ledger is None:
-                return
-            self._open |= {epoch for each in ledger.withdrawals for epoch in each.here}
-            withdrawals = settled_withdrawals(ledger, self._local)
-            if withdrawals != ledger.withdrawals:
-                self._write(dataclasses.replace(ledger, withdrawals=withdrawals))
-            self._open = frozenset()

@@ -2,7 +2,8 @@
 
 This table is the one answer; `docs/architecture.md` tells how a run gets from one row to another. The mirror is as the
 directory has left it if its claim is one that the ledger lists. Until a directory has claimed a mirror that it goes on
-from, the mirror must also have the same epochs as then. The ledger of a copied directory does not count.
+from, the mirror must also have the same epochs as then. The ledger of a copied directory does not count, but
+to a reader: it knows the epochs that the ledger in its directory lists.
 
 | the mirror | the directory | standing | reads | writes |
 | --- | --- | --- | --- | --- |
@@ -11,7 +12,7 @@ from, the mirror must also have the same epochs as then. The ledger of a copied 
 | has another history | has no epochs | `Successor` | all of it | yes |
 | has another history | knows an older one of it | `Successor` | all of it; what diverges here is set aside | yes |
 | belongs to no directory by now | has an epoch of it | `Successor` | as above | yes |
-| belongs to another directory | has an epoch of it | `ForeignReader` | epochs before the newest common one | no |
+| belongs to another directory | has an epoch of it | `ForeignReader` | known, none after the newest common one | no |
 | has epochs | has none of them | `Stranger` | nothing | no |
 | does not answer, or its records are damaged | any | `Unanswered` | what the ledger knows | no, until it answers |
 

@@ -37,9 +37,11 @@ from epochckpt.storage import PosixStore, Store, open_store
 from epochckpt.testing import Faults, StoreCall
 from epochckpt.tiers import read_ledger
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
-from epochckpt.tiers.copying import MirrorJob, Worker
-from epochckpt.tiers.ledger import Copy, Identity, Ledger, LedgerFile, parse
+from epochckpt.tiers.copying import MirrorJob
+from epochckpt.tiers.ledger import Copy, Identity, Ledger, parse
+from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.mirror import Mirror
+from epochckpt.tiers.worker import Worker
 from tests.support import lives
 from tests.support.lives import Killed, Life
 from tests.support.taps import eventually
@@ -975,7 +977,7 @@ def test_what_is_due_at_the_end_is_copied_though_the_worker_was_at_work(place: P
     names = StepNames.of(Options())
     local = directory_of(open_store(place.root / "one"), names)
     writer = local.claim()
-    ledger = LedgerFile(local, on_each_disk=False)
+    ledger = LedgerFile(local)
     ledger.claimed(writer)
     ledger.write(Ledger(url=str(place.mirror), identity=Identity.of(local.store, paths.new_id())))
     job = MirrorJob(

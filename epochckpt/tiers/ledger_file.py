@@ -1,0 +1,186 @@
+"""The ledger of a directory, as a run writes it: in one directory for all processes, or on a disk of each host."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from absl import logging
+
+from epochckpt import _threads
+from epochckpt.directory import EpochDirectory
+from epochckpt.directory.epoch_directory import Rollback, Writer
+from epochckpt.errors import DamagedError
+from epochckpt.format import paths
+from epochckpt.tiers.ledger import Ledger, Withdrawal, save_id, settled_withdrawals, usable_ledger
+
+
+class LedgerFile:
+    """The ledger of a directory that all processes see, as the primary of the run that has claimed it writes it.
+
+    Every change goes through the run's claim of its directory, and is a FencedError once a newer run has claimed that.
+    The lock is never taken on the caller's thread: a signal handler may call what it has interrupted.
+    """
+
+    def __init__(self, local: EpochDirectory):
+        self._local = local
+        self._writer: Writer | None = None  # of the directory, once it is claimed
+        self._lock = threading.Lock()
+        self._acting = 0  # calls of `withdraw` that are under way
+        self._open = frozenset[int]()  # epochs of withdrawals that were written, and may not hold
+
+    def claimed(self, writer: Writer) -> None:
+        """Tells that this run has claimed the directory: only from then on the ledger is written."""
+        self._writer = writer
+
+    def undecided(self) -> frozenset[int]:
+        """Epochs of withdrawals of which it is not written yet whether they hold: no policy may delete these."""
+        return self._open
+
+    def read(self) -> Ledger | None:
+        """See `usable_ledger`."""
+        return usable_ledger(self._local.store)
+
+    def known(self) -> Ledger:
+        """The ledger, where there is one; DamagedError if it has gone."""
+        ledger = self.read()
+        if ledger is None:
+            problem = "has gone, or is damaged, in a directory with a mirror: the next run writes it anew"
+            raise DamagedError(paths.MIRROR_RECORD, problem)
+        return ledger
+
+    def write(self, ledger: Ledger) -> Ledger:
+        """Writes the ledger as it is; returns it as it was written."""
+        with self._lock:
+            return self._write(ledger)
+
+    def change(self, edit: Callable[[Ledger], Ledger]) -> Ledger:
+        """Changes the ledger; returns the new one."""
+        with self._lock:
+            ledger = self.known()
+            changed = edit(ledger)
+            return ledger if changed == ledger else self._write(changed)
+
+    def check(self) -> None:
+        """Raises FencedError if a newer run has claimed the directory."""
+        with self._lock:
+            self._write(self.known())
+
+    def text(self) -> str:
+        """The file's content; empty if there is none."""
+        ledger = self.read()
+        return "" if ledger is None else ledger.to_bytes().decode()
+
+    def _write(self, ledger: Ledger) -> Ledger:
+        ledger = self._numbered(ledger)
+        assert self._writer is not None, "the ledger is written by the run that has claimed the directory"
+        self._writer.overwrite(paths.MIRROR_RECORD, ledger.to_bytes())
+        return ledger
+
+    # -- what differs where each host has a disk of its own, see `DiskLedgerFile` ---------------------------------
+
+    def _numbered(self, ledger: Ledger) -> Ledger:
+        """The ledger as it is written next."""
+        return ledger
+
+    def is_own(self, ledger: Ledger) -> bool:
+        """Whether a ledger that lies here is this directory's: a copy of a directory has brought it along."""
+        return ledger.identity.is_of(self._local.store)
+
+    def told(self) -> dict[str, str]:
+        """What a task of the mirror tells the other processes of the ledger: nothing, as they need none."""
+        return {}
+
+    def set_aside(self, diverged: Mapping[int, str | None]) -> None:
+        """Moves epochs that are no part of the mirror's history out of sight, by their save ids."""
+        local = self._local
+        local.ignored = frozenset()
+        if self._writer is None or not diverged:
+            return
+        listed = diverged.keys() & set(local.list_epochs())
+        # Another run may have saved one of them since.
+        gone = tuple(epoch for epoch in diverged if epoch in listed and save_id(local, epoch) == diverged[epoch])
+        if not gone:
+            return
+        id = paths.new_id()
+        folder = f"{paths.DIVERGED_PREFIX}{id}"
+        # All at once: some of them alone would be a history that never was.
+        self._writer.roll_back(Rollback(to=None, epochs=gone, id=id, kept=folder))
+        logging.warning("%s: checkpoint %s was moved to %s", local.store.root, ", ".join(map(str, gone)), folder)
+
+    # -- what is deleted or rolled back here ---------------------------------------------------------------------
+
+    def disown(self, epochs: Collection[int], there: Collection[int]) -> None:
+        """Notes that what the mirror has `there` of these epochs is no copy any more, and must not come back as one."""
+        if set(there).isdisjoint(epochs) or self.read() is None:
+            return
+        what = f"{self._local.store.root}: that its mirror's copies of {sorted(epochs)} are outdated is not noted"
+        change = _threads.start(lambda: self.change(lambda now: now.without(epochs)))
+        _threads.logged(what, change.result)
+
+    def withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
+        """Has the mirror follow what `act` does here: epochs are deleted, or rolled back.
+
+        The ledger says so first. Whatever happens then, what is listed here decides: an epoch that is still listed
+        does not leave the mirror. If that cannot be written now, `settle` does so later.
+        """
+        self._acting += 1
+        try:
+            _threads.start(lambda: self._plan(to, epochs)).result()
+            act()
+        finally:
+            self._acting -= 1
+            what = f"{self._local.store.root}: its mirror's ledger"
+            _threads.logged(what, lambda: _threads.start(self.settle).result())
+
+    def _plan(self, to: int | None, epochs: Sequence[int]) -> None:
+        """Writes the withdrawal, if this directory has a mirror."""
+        if not epochs:
+            return
+        with self._lock:
+            ledger = self.read()
+            if ledger is None:
+                return
+            here = set(self._local.list_epochs()).intersection(epochs)
+            if to is not None:  # also what only the mirror has, and a manager without it does not list
+                epochs = sorted({*epochs, *(epoch for epoch in (*ledger.copies, *ledger.copying) if epoch > to)})
+            self._open |= here
+            withdrawal = Withdrawal(to=to, epochs=tuple(epochs), here=tuple(sorted(here)))
+            self._write(dataclasses.replace(ledger, withdrawals=(*ledger.withdrawals, withdrawal)))
+
+    def settle(self) -> None:
+        """Drops withdrawals whose epochs were not deleted here; the others hold, whatever is saved later.
+
+        Nothing is decided while a call is under way that may delete it. Such a call writes its withdrawal under the
+        lock.
+        """
+        with self._lock:
+            ledger = None if self._acting else self.read()
+            if ledger is None:
+                return
+            self._open |= {epoch for each in ledger.withdrawals for epoch in each.here}
+            withdrawals = settled_withdrawals(ledger, self._local)
+            if withdrawals != ledger.withdrawals:
+                self._write(dataclasses.replace(ledger, withdrawals=withdrawals))
+            self._open = frozenset()
+
+
+class DiskLedgerFile(LedgerFile):
+    """The ledger on the primary's own disk. Every host keeps a copy of it, so each change is numbered."""
+
+    def _numbered(self, ledger: Ledger) -> Ledger:
+        return dataclasses.replace(ledger, serial=ledger.serial + 1)
+
+    def is_own(self, ledger: Ledger) -> bool:
+        """Whether a ledger that lies here is this directory's: the newest of all disks is, whichever wrote it."""
+        del ledger
+        return True
+
+    def told(self) -> dict[str, str]:
+        """What a task of the mirror tells the other processes of the ledger: all of it, which they adopt."""
+        return {"record": self.known().to_bytes().decode()}
+
+    def set_aside(self, diverged: Mapping[int, str | None]) -> None:
+        """`DirectoryPerHost` has done so, on each disk."""
+        del diverged
