@@ -75,9 +75,8 @@ def dtype_name(dtype: np.dtype[Any], where: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _dtype_name(dtype: np.dtype[Any]) -> str | None:
-    name = dtype.newbyteorder("=").name if dtype.kind != "V" else dtype.name
-    if name in DTYPES:
-        return name
+    if dtype.name in DTYPES:  # the name of no dtype says its order of bytes
+        return dtype.name
     name = dtype.newbyteorder("<").str if dtype.kind in "mM" else ""
     return name if _TIME.match(name) else None  # a unit that `parse_dtype` would refuse is not written
 

@@ -51,3 +51,9 @@ def test_a_path_is_put_together_and_taken_apart() -> None:
     assert paths.join("", "a", "", "b/c", "") == "a/b/c"
     assert paths.parents("a/b/c") == ["a", "a/b"]
     assert paths.parents("a") == []
+
+
+@pytest.mark.parametrize("name", [".", "..", "metadata", "rollback.json", "_epochckpt"])
+def test_a_folder_beside_the_epochs_is_not_called_as_what_the_directory_has(name: str) -> None:
+    assert not paths.is_free_folder(name)
+    assert paths.is_free_folder(f"{name}5")
