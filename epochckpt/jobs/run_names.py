@@ -1,4 +1,4 @@
-"""The names of a run's blobs: which are checkpointed, and what the user is told of those that are not."""
+"""Which blobs of a run are checkpointed, and what the user is told about the others."""
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,10 +21,10 @@ IGNORE = "ignore"
 
 
 class RunNames:
-    """The names of the blobs that one run checkpoints. Without a backend there are none.
+    """The names of the blobs that one run checkpoints. A run without a backend checkpoints none.
 
     Args:
-        job: says what it counts, and which of its nodes are checkpointed.
+        job: tells its unit and the nodes that are checkpointed.
         include: patterns of the blobs to checkpoint; None: all.
         exclude: patterns of those not to checkpoint.
         unsaved_blobs: what becomes of blobs that are not checkpointed and that `exclude` does not name.

@@ -36,7 +36,7 @@ class OneLedger:
         self._local = local
 
     def read(self) -> Ledger | None:
-        """The ledger; None if there is none that can be used. Raises FormatVersionError or StorageError."""
+        """The ledger; None if it has no usable one. Raises FormatVersionError or StorageError."""
         return ledgers.usable_ledger(self._local.store)
 
     def is_own(self, ledger: Ledger) -> bool:
@@ -56,7 +56,7 @@ class DiskLedgers:
         self._texts = texts
 
     def read(self) -> Ledger | None:
-        """The newest ledger; None if there is none that can be used."""
+        """The newest ledger; None if it has no usable one."""
         return ledgers.newest(self._texts, self._local.store.root)
 
     def is_own(self, ledger: Ledger) -> bool:

@@ -127,7 +127,7 @@ class Claimed(MirrorRun):
             self._writer.overwrite(paths.MIRROR_RECORD, text.encode())
 
     def _started(self, work: Callable[[], None]) -> _threads.Future[None] | None:
-        """The work, in a thread of its own; None, and an error in the log, if there is none."""
+        """Starts the work in a thread of its own. If no thread can be started, logs an error and returns None."""
         try:
             return _threads.start_thread(work)
         except RuntimeError as error:
