@@ -480,7 +480,7 @@ class BucketWriter(Writer):
         kept_in: str | None = None
         if replaces is not None:
             may_replace = None if replaces.save_id is None else frozenset({replaces.save_id})
-            kept_in = f"damaged-{paths.new_id()}" if replaces.damage else None
+            kept_in = f"{paths.DAMAGED_PREFIX}{paths.new_id()}" if replaces.damage else None
         change = PublishEpoch(
             incarnation=self._claimed,
             epoch=epoch,

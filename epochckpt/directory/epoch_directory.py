@@ -76,7 +76,7 @@ class Rollback:
     @property
     def folder(self) -> str | None:
         """Where the epochs go: a name that no clean-up touches; None: they are removed."""
-        return self.kept if self.to is None else f"rolled-back-{self.id}"
+        return self.kept if self.to is None else f"{paths.ROLLED_BACK_PREFIX}{self.id}"
 
 
 def parse_rollback(path: str, data: bytes) -> Rollback:

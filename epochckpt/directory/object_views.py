@@ -128,7 +128,7 @@ class ObjectViews:
             return
         for kept, entry in found.aside.items():
             folder = kept.partition("/")[2]
-            lost = kept.startswith("rolled-back-") and folder not in found.epochs and not entry.stock
+            lost = kept.startswith(paths.ROLLED_BACK_PREFIX) and folder not in found.epochs and not entry.stock
             if lost and object_view.is_complete(self._store, folder):
                 self.remove(folder, entry.save_id)
         newest = max(found.epochs, key=lambda folder: found.epochs[folder].committed_ns)

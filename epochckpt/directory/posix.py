@@ -379,7 +379,7 @@ class PosixWriter(Writer):
         present = replaces is not None and self.directory.read_save_id(epoch) == replaces.save_id
         replace = replaces is not None and present and not replaces.damage
         if present and not replace and self.store.exists(self.directory.folder(epoch)):
-            away = f"damaged-{paths.new_id()}"
+            away = f"{paths.DAMAGED_PREFIX}{paths.new_id()}"
             self.unlist(epoch, away)
             logging.warning("%s: the damaged checkpoint %d was moved to %s", self.store.root, epoch, away)
         return self._put_in_place(staging, replace=replace)

@@ -48,7 +48,7 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True)
 class _InEpoch:
-    """The run is in this epoch; before its first one, this is the one that it goes on from."""
+    """The run is in this epoch. Before the first one, the number is that of the epoch from which the run goes on."""
 
     number: int
 

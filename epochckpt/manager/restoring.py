@@ -154,8 +154,8 @@ class EpochRestore(Generic[T]):
     def __call__(self, epoch: int) -> T:
         is_ahead = epoch == self._epoch_ahead and self._taken.first()
         value = self._ahead.result() if is_ahead else self._read(epoch)
-        if (vote := _vote.get()) is not None:
-            vote.note(self._request.readers.epoch_directory, epoch, self._save_id)
+        if (within := _vote.get()) is not None:
+            within.note(self._request.readers.epoch_directory, epoch, self._save_id)
         return value
 
     def _read(self, epoch: int) -> T:
