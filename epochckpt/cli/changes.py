@@ -145,7 +145,7 @@ def cp(args: argparse.Namespace, output: Output) -> int:
         options_of(args),
         whole=not args.epochs,
         take_over=args.take_over,
-        mirror=run.viewed_mirror(),
+        mirror=args.mirror,
     )
     present = len(copy.present)
     passed_over = f"{several(present, run.unit)} {'is' if present == 1 else 'are'} there already" if present else ""

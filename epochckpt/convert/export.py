@@ -29,7 +29,7 @@ from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
 from epochckpt.storage import Store, open_store
-from epochckpt.tiers import viewed
+from epochckpt.tiers import named_mirror
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ class _Export:
         self._request = request
         self._directory = epoch_directory
         self._place = place
-        self._mirror = None if mirror is None else viewed(mirror, epoch_directory)
+        self._mirror = named_mirror(mirror, epoch_directory)
         store = epoch_directory.store
         pool = _threads.Pool(max(StorageOptions().io_threads, store.concurrency))
         self._readers = Readers(epoch_directory, pool, mirror=self._mirror)
@@ -224,8 +224,7 @@ class _Export:
         return exported
 
     def _epochs(self) -> list[int]:
-        mirrored = () if self._mirror is None else self._mirror.readable()
-        return sorted({*self._directory.list_epochs(), *mirrored})
+        return sorted({*self._directory.list_epochs(), *self._mirror.readable()})
 
     def write(self, epoch: int) -> Exported:
         """Writes an epoch; after an error there is no folder."""

@@ -25,7 +25,6 @@ from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow,
 from epochckpt.orbax import OrbaxRecord, step_files, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store, listing
-from epochckpt.tiers import Mirror
 
 MAX_DRAWN = 64  # parts of an array whose nodes a row lists
 MAX_DEVICES = 512  # devices of an array whose parts a row lists
@@ -37,7 +36,7 @@ _MAX_JSON = 16_384  # bytes of a file that is shown
 _MAX_READ = 8  # files of an item that are shown
 
 
-def describe(epoch_directory: EpochDirectory, row: EpochRow, mirror: Mirror | None = None) -> EpochDetail:
+def describe(epoch_directory: EpochDirectory, row: EpochRow, mirror: str | None = None) -> EpochDetail:
     """Everything that is known of one epoch without reading arrays; of one host's part, with what its `mirror` has.
 
     An item that cannot be looked into has a `problem`; it hides no other item. If the epoch's record itself cannot be

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from epochckpt._lazy import ocp
     from epochckpt.directory import EpochDirectory
     from epochckpt.inspection.plots import Plots
-    from epochckpt.tiers import Mirror
 
 _LOOKS = 16  # at a directory whose chosen epoch is deleted again and again
 
@@ -116,14 +115,6 @@ class Inspection(NamedContents):
     def directory(self) -> str:
         """Its path or URL, in full."""
         return self.epoch_directory.place
-
-    def viewed_mirror(self) -> Mirror | None:
-        """The mirror that the caller has named, looked at now; None without one."""
-        if self._mirror is None:
-            return None
-        from epochckpt.tiers import viewed  # with jax and Orbax, which a directory without a mirror needs not
-
-        return viewed(self._mirror, self.epoch_directory)
 
     @property
     def unit(self) -> str:
@@ -221,10 +212,13 @@ class Inspection(NamedContents):
         number = epoch_number(epoch)
         if epoch_rows.find(self.epoch_directory, number) is not None:
             return self._at(self.epoch_directory, number)
-        with contextlib.suppress(EpochCheckpointError, OSError):  # the mirror does not answer
-            mirror = self.viewed_mirror()
-            if mirror is not None and number in mirror.readable() and epoch_rows.find(mirror.there, number) is not None:
-                return self._at(mirror.there, number)
+        if self._mirror is not None:
+            with contextlib.suppress(EpochCheckpointError, OSError):  # the mirror does not answer
+                from epochckpt.tiers import viewed  # with jax and Orbax, which a directory without a mirror needs not
+
+                mirror = viewed(self._mirror, self.epoch_directory)
+                if number in mirror.readable() and epoch_rows.find(mirror.there, number) is not None:
+                    return self._at(mirror.there, number)
         rows = self.overview(None, check=False).epochs
         known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED, NEWER)]
         error = EpochNotFoundError(number, self.directory, known)
@@ -299,13 +293,12 @@ class Inspection(NamedContents):
         return None
 
     def _at(self, epoch_directory: EpochDirectory, number: int) -> EpochInspection:
-        here = epoch_directory is self.epoch_directory and self._mirror is not None
         return EpochInspection(
             epoch_directory=epoch_directory,
             epoch=number,
             latest_and_best=self._latest_and_best,
             unit=self._unit,
-            mirror=self.viewed_mirror if here else lambda: None,
+            mirror=self._mirror if epoch_directory is self.epoch_directory else None,
         )
 
     def _latest_and_best(self) -> tuple[int | None, int | None]:

@@ -46,7 +46,6 @@ from epochckpt.inspection.select import narrowed, quoted
 if TYPE_CHECKING:
     from epochckpt.directory import EpochDirectory
     from epochckpt.manager import CheckpointReader, Verification
-    from epochckpt.tiers import Mirror
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that have been read since the last call."""
@@ -208,7 +207,7 @@ class EpochInspection(NamedContents):
         epoch: int,
         latest_and_best: Callable[[], tuple[int | None, int | None]],
         unit: str | None = None,
-        mirror: Callable[[], Mirror | None] = lambda: None,
+        mirror: str | None = None,
     ):
         self.epoch = epoch
         self._epoch_directory = epoch_directory
@@ -245,14 +244,14 @@ class EpochInspection(NamedContents):
     def _described_as(self, row: EpochRow) -> EpochDetail:
         from epochckpt.inspection.describe import describe  # with jax and Orbax, which a list of epochs needs not
 
-        return describe(self._epoch_directory, row, self._mirror())
+        return describe(self._epoch_directory, row, self._mirror)
 
     def leaves(self) -> CheckpointReader:
         """A reader of the leaves of the attempt that is committed now."""
         from epochckpt.inspection.leaf_reader import open_reader
 
         try:
-            return open_reader(self._epoch_directory, self.epoch, self._mirror())
+            return open_reader(self._epoch_directory, self.epoch, self._mirror)
         except EpochNotFoundError as error:
             row = self.plain_row()
             raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error

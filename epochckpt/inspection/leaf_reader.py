@@ -12,17 +12,17 @@ from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentEr
 from epochckpt.format import parsing, paths
 from epochckpt.manager import CheckpointReader, Readers, Verification
 from epochckpt.manager.reader import NativeReader, ignore
-from epochckpt.tiers import Mirror
+from epochckpt.tiers import named_mirror
 
 _THREADS = 4
 
 
-def open_reader(epoch_directory: EpochDirectory, epoch: int, mirror: Mirror | None = None) -> CheckpointReader:
+def open_reader(epoch_directory: EpochDirectory, epoch: int, mirror: str | None = None) -> CheckpointReader:
     """A reader of the attempt that is committed now; raises what `Readers.open` raises.
 
-    What a directory on a disk of one host lacks is read from its `mirror`.
+    What a directory on a disk of one host lacks is read from its `mirror`, a URL.
     """
-    readers = Readers(epoch_directory, Pool(_THREADS), mirror=mirror)
+    readers = Readers(epoch_directory, Pool(_THREADS), mirror=named_mirror(mirror, epoch_directory))
     try:
         return readers.open(epoch)
     except EpochNotFoundError:

@@ -16,7 +16,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.saving import History, retention
 from epochckpt.saving.directory_calls import DirectoryCalls
 from epochckpt.saving.opening import Opened
-from epochckpt.tiers import LedgerFile, Mirror
+from epochckpt.tiers import JobMirror, LedgerFile
 
 
 class Administration:
@@ -36,7 +36,7 @@ class Administration:
         access: Access,
         options: ocp.CheckpointManagerOptions,
         storage: StorageOptions,
-        mirror: Mirror | None,
+        mirror: JobMirror,
         ledger: LedgerFile,
         calls: CollectiveCalls,
     ):
@@ -65,8 +65,7 @@ class Administration:
         known = [info.step for info in self._history.committed()]
         survey = self._job_directory.look(self._calls, self._history.damaged)
         self._saves.foreign = survey.foreign
-        if self._mirror is not None:
-            self._mirror.learn(survey.copies)
+        self._mirror.learn(survey.copies)
         self._history.reset(survey, known)
 
     def claim(self, take_over: bool) -> None:
@@ -121,29 +120,26 @@ class Administration:
     @contextlib.contextmanager
     def _pinned(self, epoch: int | None) -> Generator[None]:
         """On the primary: an epoch that only the mirror has stays there; EpochNotFoundError if it is going already."""
-        mirror = self._mirror
-        if mirror is None or epoch is None:
+        if epoch is None:
             yield
             return
-        if not _threads.start(lambda: mirror.pin(epoch)).result():
+        if not _threads.start(lambda: self._mirror.pin(epoch)).result():
             raise EpochNotFoundError(epoch, self._epoch_directory.store.root, self._listed())
         try:
             yield
         finally:
-            _threads.start(lambda: mirror.pin(None)).result()
+            _threads.start(lambda: self._mirror.pin(None)).result()
 
     def _is_remote(self, epoch: int) -> bool:
         """On the primary: whether only the mirror has an epoch."""
-        return self._mirror is not None and self._mirror.has(epoch) and epoch not in self._epoch_directory.list_epochs()
+        return self._mirror.has(epoch) and epoch not in self._epoch_directory.list_epochs()
 
     def _withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
         """On the primary: deletes epochs or rolls back, and has the mirror follow; see `LedgerFile.withdraw`."""
         try:
             self.ledger.withdraw(to, epochs, act)
         finally:
-            mirror = self._mirror
-            if mirror is not None and (ledger := self.ledger.read()) is not None:
-                mirror.withdrawn([epoch for epoch in ledger.hidden if epoch in epochs])
+            self._mirror.withdrawn(epochs, self.ledger)
 
     def _change(
         self,

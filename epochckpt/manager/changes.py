@@ -35,7 +35,7 @@ from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
-from epochckpt.tiers import EpochCopy, Mirror, check_place, read_host_record
+from epochckpt.tiers import EpochCopy, check_place, named_mirror, read_host_record
 
 _THREADS = 4
 _NEVER = 2**62  # of epochs after which one is mirrored
@@ -117,12 +117,12 @@ class DirectoryCopy:
         *,
         whole: bool = False,
         take_over: bool = False,
-        mirror: Mirror | None = None,
+        mirror: str | None = None,
     ):
         """Looks whether the epochs can be copied; changes nothing. `options` have the step name format of both.
 
         With `whole`, what the source says of the directory as such is copied, too. Epochs that are not in the source,
-        or are damaged there, are read from its `mirror`.
+        or are damaged there, are read from its `mirror`, a URL.
 
         Raises:
             EpochExistsError: the destination has another epoch of one of the numbers.
@@ -136,7 +136,7 @@ class DirectoryCopy:
         check_place(source.store, self._target.store)
         self.problems = dict[int, str]()
         self.present = list[int]()
-        self._readers = Readers(source, _threads.Pool(_THREADS), mirror=mirror)
+        self._readers = Readers(source, _threads.Pool(_THREADS), mirror=named_mirror(mirror, source))
         self.destination = self._target.store.root
         self.exists = self._target.exists()
         if self.exists:

@@ -10,7 +10,7 @@ from epochckpt.manager.restoring import Restores
 from epochckpt.manager.saves import Saves
 from epochckpt.saving import History
 from epochckpt.saving.opening import Opened
-from epochckpt.tiers import Mirror
+from epochckpt.tiers import JobMirror
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Components:
         saves: saves, with the claim to the directory and the queue of saves that have begun.
         restores: restores, of a named epoch or of the newest.
         administration: looks at the directory again, deletes, and rolls back.
-        mirror: the mirror of the directory, if it has one.
+        mirror: the mirror of the directory.
     """
 
     directory: Opened
@@ -33,4 +33,4 @@ class Components:
     saves: Saves
     restores: Restores
     administration: Administration
-    mirror: Mirror | None
+    mirror: JobMirror

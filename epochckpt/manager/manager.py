@@ -35,7 +35,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_options, storage_options
 from epochckpt.saving import History, opening, retention
-from epochckpt.tiers import DirectoryPerHost, DiskLedgerFile, LedgerFile, Mirror, SharedDirectory
+from epochckpt.tiers import DiskLedgerFile, LedgerFile, layout_of
 
 T = TypeVar("T")
 
@@ -121,9 +121,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         # The directory is opened by all processes of the job together.
         group = self._options.multiprocessing_options
         coordinator = coordination.connect(self._options.read_only, group.primary_host, group.active_processes)
-        self._mirror: Mirror | None = None
-        if self._storage.mirror is not None:
-            self._mirror = Mirror(self._storage.mirror, self._storage, self._options)
+        layout = layout_of(self._storage, self._options)
+        self._mirror = layout.mirror
         opened = opening.open_directory(
             directory=directory,
             options=self._options,
@@ -131,11 +130,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             node=node,
             coordinator=coordinator,
             item_names=arguments.item_names,
-            mirror=self._mirror,
-            kind=DirectoryPerHost if self._storage.local_disks and not self._options.read_only else SharedDirectory,
+            kind=layout.kind,
         )
-        if self._mirror is not None:
-            self._mirror.learn(opened.survey.copies)
+        self._mirror.learn(opened.survey.copies)
         self._coordinator = coordinator
         self.root = opened.store.root  # the directory as text: a path or URL
         self.address = opened.store.address  # what opens it again: with the settings of a bucket as its query
@@ -292,8 +289,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _tell_nodes(self, nodes: Nodes) -> None:
         """Passes the names of the nodes to the coordinator, the mirror and the metadata handler."""
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
-        if self._mirror is not None:
-            self._mirror.take_nodes(nodes.hosted_names)
+        self._mirror.take_nodes(nodes.hosted_names)
         self._notifier.nodes(self.address, nodes.names)
 
     def claim(self, *, take_over: bool = True) -> None:
@@ -726,8 +722,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self.components.restores.drain()
         self._step_log.waited(self.components.saves.queue.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
-        if self._mirror is not None:
-            self._mirror.close(self._storage.save_timeout_secs)
+        self._mirror.close(self._storage.save_timeout_secs)
         self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
         self.components.saves.release()
         coordination.forget_opening(self._coordinator, self.components.directory.prefix)
@@ -765,9 +760,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
         queue = self.components.saves.queue
         epochs = [save.epoch for save in queue.pending()]
-        timeout_secs = queue.longest_secs
-        if self._mirror is not None:
-            timeout_secs += self._storage.save_timeout_secs
+        timeout_secs = queue.longest_secs + self._mirror.longest_close_secs(self._storage.save_timeout_secs)
         deadline = Deadline(timeout_secs)
         closing = _threads.start(self.close)
 

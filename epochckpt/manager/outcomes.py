@@ -17,7 +17,7 @@ from epochckpt.manager.status import SaveResult
 from epochckpt.orbax.step_log import StepLog
 from epochckpt.saving import History, Save
 from epochckpt.saving.reports import Committed
-from epochckpt.tiers import Mirror
+from epochckpt.tiers import JobMirror
 
 _KEPT = 1000  # results that are kept until they are popped; the newest
 
@@ -31,7 +31,7 @@ class Listener:
     history: History
     notifier: HandlerNotifier
     log: StepLog
-    mirror: Mirror | None = None
+    mirror: JobMirror
     heard: Callable[[Save, SaveError | None], None] = lambda save, failure: None  # of every save that ends
     _results: collections.deque[SaveResult] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_KEPT))
 
@@ -53,8 +53,7 @@ class Listener:
             logging.warning(text, self.epoch_directory.store.root, told)
 
     def announce(self, save: Save, commit: Committed) -> None:
-        if self.mirror is not None:
-            self.mirror.committed(commit.epoch)
+        self.mirror.committed(commit.epoch)
         self.notifier.committed(commit.epoch, save.node_secs)
         nbytes = sum(file.size for report in save.node_reports for file in report.entry.files)
         self.log.committed(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from absl import logging
 
@@ -34,7 +34,7 @@ from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, OrbaxRecord
 from epochckpt.storage import open_store
-from epochckpt.tiers import read_host_record
+from epochckpt.tiers import NO_MIRROR, JobMirror, read_host_record
 
 T = TypeVar("T")
 
@@ -70,14 +70,6 @@ def shared_reads(
     return SharedReads(coordinator, calls, storage)
 
 
-class MirrorCopies(Protocol):
-    """The copies of a directory's epochs in its mirror."""
-
-    def copy_of(self, epoch: int, epoch_directory: EpochDirectory) -> EpochDirectory | None:
-        """Where a copy of the epoch that `epoch_directory` has, or has lost, can be read; None if there is none."""
-        ...
-
-
 class Readers:
     """Opens the epochs of one directory; by default for one node, with Orbax's handlers.
 
@@ -91,7 +83,7 @@ class Readers:
         pool: Pool,
         verify: bool = True,
         context: RestoreContext | None = None,
-        mirror: MirrorCopies | None = None,
+        mirror: JobMirror = NO_MIRROR,
         is_partial: Callable[[], bool] | None = None,
     ):
         """`is_partial` says whether the directory has the parts of one host only; by default it is asked, once."""
@@ -143,7 +135,8 @@ class Readers:
 
     def _elsewhere(self, epoch: int, error: EpochCheckpointError) -> Readers | None:
         """Readers of the mirror, if that has the epoch."""
-        if self._mirror is None or (there := self._mirror.copy_of(epoch, self.epoch_directory)) is None:
+        there = self._mirror.copy_of(epoch, self.epoch_directory)
+        if there is None:
             return None
         if not isinstance(error, EpochNotFoundError) or isinstance(error, EpochDeletedError):
             _monitoring.event("/epochckpt/read/mirror", kind=type(error).__name__)
@@ -192,7 +185,8 @@ class Readers:
 
     def _copy(self, record: EpochRecord) -> EpochReader | None:
         """A reader of the mirror's copy of the save that `record` is of; None if there is none."""
-        if self._mirror is None or (there := self._mirror.copy_of(record.epoch, self.epoch_directory)) is None:
+        there = self._mirror.copy_of(record.epoch, self.epoch_directory)
+        if there is None:
             return None
         copy = there.read_record(record.epoch)
         if (copy.plan, len(copy.nodes)) != (record.plan, len(record.nodes)):

@@ -31,6 +31,7 @@ from epochckpt.orbax import step_log
 from epochckpt.orbax.step_log import StepLog
 from epochckpt.saving import History
 from epochckpt.saving.opening import Opened
+from epochckpt.tiers import NO_MIRROR
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -312,7 +313,7 @@ class Restores:
         elif epoch_directory is self._epoch_directory:
             step, value = self._newest(epoch_directory, self._history, restore)
         else:  # another directory, of which nothing is remembered
-            history = History(epoch_directory.read_summary)
+            history = History(epoch_directory.read_summary, mirror=NO_MIRROR)
             history.adopt(epoch_directory.list_epochs())
             step, value = self._newest(epoch_directory, history, restore)
         self._history.run.restored(began)

@@ -397,13 +397,11 @@ class Saves:
         if coordinator.primary:
             self._ledger.claimed(directory.job_directory.writer)
             _threads.logged(f"{directory.store.root}: its mirror's ledger", self._ledger.settle)
-        mirror = self.listener.mirror
-        if mirror is not None:
-            mirror.claimed(
-                local=directory.epoch_directory,
-                stager=directory.job_directory.stager,
-                ledger=self._ledger,
-                coordinator=coordinator,
-                prefix=directory.prefix,
-                epochs=epochs,
-            )
+        self.listener.mirror.claimed(
+            local=directory.epoch_directory,
+            stager=directory.job_directory.stager,
+            ledger=self._ledger,
+            coordinator=coordinator,
+            prefix=directory.prefix,
+            epochs=epochs,
+        )

@@ -29,7 +29,7 @@ from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
 from epochckpt.saving.save import Save
-from epochckpt.saving.survey import Completing, Survey
+from epochckpt.saving.survey import Survey
 from epochckpt.storage import open_store
 
 
@@ -225,5 +225,5 @@ class JobDirectory(abc.ABC):
         del epoch
 
 
-Kind = Callable[[Place, Coordinator, Completing | None], JobDirectory]
+Kind = Callable[[Place, Coordinator], JobDirectory]
 """Makes the directory of a job, which has a mirror or none."""

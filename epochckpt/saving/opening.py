@@ -20,7 +20,7 @@ from epochckpt.format.nodes import check_names
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, step_names
 from epochckpt.saving.job_directory import JobDirectory, Kind, Place
-from epochckpt.saving.survey import Completing, Survey
+from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store
 
 T = TypeVar("T")
@@ -60,7 +60,6 @@ def open_directory(
     node: str | Sequence[str] | None,
     coordinator: Coordinator,
     item_names: Sequence[str] = (),
-    mirror: Completing | None = None,
     *,
     kind: Kind,
 ) -> Opened:
@@ -86,7 +85,7 @@ def open_directory(
             f"{coordinator.processes}; pass the one name of this process's node"
         )
     place = Place(directory=directory, options=options, storage=storage, names=names)
-    opened = kind(place, coordinator, mirror)
+    opened = kind(place, coordinator)
 
     def hello() -> dict[str, Any]:
         return {"node": own[0], "told": opened.introduce(own[0])}

@@ -139,7 +139,7 @@ class History:
         load: Callable[[int], EpochSummary],
         alone: bool = True,
         *,
-        mirror: Mirrored | None = None,
+        mirror: Mirrored,
         held: Callable[[], Collection[int]] = frozenset,
     ):
         self._load = load
@@ -235,7 +235,7 @@ class History:
 
     def pop_lost(self) -> list[int]:
         """On the primary: the remote epochs that the mirror has given up since the last call, ascending."""
-        return [] if self.mirror is None else sorted(self.remote.intersection(self.mirror.pop_removed()))
+        return sorted(self.remote.intersection(self.mirror.pop_removed()))
 
     def forget_failed(self) -> None:
         """Nothing is in flight any more: an epoch that was requested and is not committed may be requested again."""
@@ -405,18 +405,12 @@ def retire(
     _monitoring.number(len(infos), events.EXAMINED_OLD)
     gone = superfluous(options, sorted(infos.values(), key=_STEP))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
-    if (mirror := history.mirror) is not None:
-        waiting = mirror.waiting()
-        gone = [epoch for epoch in gone if epoch not in waiting]
-    held = history.held()
-    gone = [epoch for epoch in gone if epoch not in held]
+    kept = {*history.mirror.waiting(), *history.held()}
+    gone = [epoch for epoch in gone if epoch not in kept]
     hides = tuple(epoch for epoch in gone if _may_delete(epoch_directory, infos[epoch]))
-    deleted = hides
-    remote = ()
-    if mirror is not None:
-        remote = tuple(epoch for epoch in hides if mirror.has(epoch))
-        lost = [epoch for epoch in history.pop_lost() if epoch != fresh.epoch]
-        deleted = (*lost, *(epoch for epoch in hides if epoch not in remote))
+    remote = tuple(epoch for epoch in hides if history.mirror.has(epoch))
+    lost = [epoch for epoch in history.pop_lost() if epoch != fresh.epoch]
+    deleted = (*lost, *(epoch for epoch in hides if epoch not in remote))
     return dataclasses.replace(fresh, deleted=deleted, remote=remote, hides=hides, attached=history.attached())
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import orbax.checkpoint as ocp  # pyright: ignore[reportMissingTypeStubs]
 from absl import logging
@@ -76,47 +76,17 @@ class Survey:
         )
 
 
-class Completing(Protocol):
-    """Knows more epochs of a directory than lie there: its mirror."""
-
-    url: str
-
-    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
-        """The survey of the directory with the epochs that the mirror has.
-
-        `disk_ledgers`: with local disks, the records of the mirror that these have.
-        """
-        ...
-
-    def newest(self, texts: Sequence[str]) -> str:
-        """The newest of such records; empty if none can be used."""
-        ...
-
-    def text(self) -> str:
-        """The record as it is now; empty if there is none."""
-        ...
-
-    def adopt(self, text: str) -> None:
-        """On other processes than the primary: writes a record of the primary's, unless it has a newer one."""
-        ...
-
-    def origin_of(self, epoch: int) -> str | None:
-        """The attempt here that the mirror's epoch of a number is a copy of, also if that is not here any more."""
-        ...
-
-
 @_monitoring.timed(events.LOOKED)
 def survey(
     epoch_directory: EpochDirectory,
     options: ocp.CheckpointManagerOptions,
     known: Mapping[int, ReplaceCondition] | None = None,
-    mirror: Completing | None = None,
     *,
     is_partial: bool = False,
 ) -> Survey:
     """Looks at a directory; a `known` damaged epoch is still damaged, as long as the same attempt is there.
 
-    The `mirror` of the directory adds the epochs that it has. A partial directory has the parts of one host only.
+    A partial directory has the parts of one host only.
 
     Where storage does not give the newest epoch, nothing is decided: that is an error. An epoch that only a newer
     epochckpt can read is listed unseen, and the next older one is looked at.
@@ -157,8 +127,7 @@ def survey(
         attached_metrics.of_epochs(epoch_directory, readable, partial(_save_id, epoch_directory)) if needed else {}
     )
     costs = auto_interval.recent(epochs, epoch_directory.read_summary) if auto_interval.is_asked(options) else ()
-    found = Survey(epochs, damaged, foreign, metrics, runs=runs, costs=tuple(costs))
-    return found if mirror is None else mirror.complete(epoch_directory, found)
+    return Survey(epochs, damaged, foreign, metrics, runs=runs, costs=tuple(costs))
 
 
 def _save_id(epoch_directory: EpochDirectory, epoch: int) -> str | None:

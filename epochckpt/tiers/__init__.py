@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from epochckpt.tiers.directory_per_host import DirectoryPerHost
     from epochckpt.tiers.epoch_copy import EpochCopy, check_place
     from epochckpt.tiers.host_record import HostRecord, read_host_record
+    from epochckpt.tiers.job_mirror import NO_MIRROR, JobMirror
+    from epochckpt.tiers.layout import layout_of
     from epochckpt.tiers.ledger import Ledger, read_ledger
     from epochckpt.tiers.ledger_file import DiskLedgerFile, LedgerFile
-    from epochckpt.tiers.mirror import Mirror, viewed
+    from epochckpt.tiers.mirror import Mirror, named_mirror, viewed
     from epochckpt.tiers.shared_directory import SharedDirectory
 else:
 
@@ -26,26 +28,34 @@ else:
             "read_host_record": "host_record",
             "SharedDirectory": "shared_directory",
             "check_place": "epoch_copy",
+            "JobMirror": "job_mirror",
             "Ledger": "ledger",
+            "NO_MIRROR": "job_mirror",
+            "layout_of": "layout",
             "DiskLedgerFile": "ledger_file",
             "LedgerFile": "ledger_file",
             "read_ledger": "ledger",
             "Mirror": "mirror",
+            "named_mirror": "mirror",
             "viewed": "mirror",
         }
         return lookup(__name__, modules, name)
 
 
 __all__ = [
+    "NO_MIRROR",
     "DirectoryPerHost",
     "DiskLedgerFile",
     "EpochCopy",
     "HostRecord",
+    "JobMirror",
     "Ledger",
     "LedgerFile",
     "Mirror",
     "SharedDirectory",
     "check_place",
+    "layout_of",
+    "named_mirror",
     "read_host_record",
     "read_ledger",
     "viewed",

@@ -31,8 +31,9 @@ from epochckpt.directory.epoch_directory import ReplaceCondition, Staging, Write
 from epochckpt.format import paths
 from epochckpt.saving import Save, opening
 from epochckpt.saving.job_directory import JobDirectory, Place
-from epochckpt.saving.survey import Completing, Survey
+from epochckpt.saving.survey import Survey
 from epochckpt.tiers import disks, host_record
+from epochckpt.tiers.mirror import Mirror
 
 T = TypeVar("T")
 
@@ -47,9 +48,8 @@ class DirectoryPerHost(JobDirectory):
     first_word = "record"
     tells_commits = False  # the own disk does not tell of the others
 
-    def __init__(self, place: Place, coordinator: Coordinator, mirror: Completing | None):
+    def __init__(self, place: Place, coordinator: Coordinator, mirror: Mirror):
         super().__init__(place, coordinator)
-        assert mirror is not None, "StorageOptions refuses local_disks without a mirror"
         self._mirror = mirror
         self.is_partial = True
         self._keys = RecentKeys(_KEPT)

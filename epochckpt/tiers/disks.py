@@ -21,9 +21,10 @@ from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.format import RunEntry, paths
 from epochckpt.orbax import StepNames
 from epochckpt.saving import auto_interval
-from epochckpt.saving.survey import Completing, Survey
+from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store
 from epochckpt.tiers.host_record import HostRecord
+from epochckpt.tiers.mirror import Mirror
 
 _MAX_MIRROR_BYTES = 2**26
 
@@ -169,7 +170,7 @@ def survey_of_disks(
     told: Sequence[Mapping[str, Any]],
     options: ocp.CheckpointManagerOptions,
     known: Mapping[int, ReplaceCondition],
-    mirror: Completing,
+    mirror: Mirror,
     coordinator: Coordinator,
 ) -> Survey:
     """The survey of directories on disks of the processes' own, on the primary: from what all have `told`.
@@ -209,7 +210,7 @@ def _survey_of_whole(
     )
 
 
-def _with_unwhole(disks: JobDisks, survey: Survey, mirror: Completing) -> Survey:
+def _with_unwhole(disks: JobDisks, survey: Survey, mirror: Mirror) -> Survey:
     """Adds to a survey, which the mirror has completed, what becomes of the epochs that are not whole on all disks.
 
     A disk sets aside its part of an epoch that the mirror has of another save, or lacks, or that has diverged.

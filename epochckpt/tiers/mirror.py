@@ -35,6 +35,7 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
+from epochckpt.tiers.job_mirror import NO_MIRROR, JobMirror
 from epochckpt.tiers.ledger import save_id
 from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.looking import NO_LOOK, DiskLedgers, Looker, OneLedger
@@ -42,8 +43,8 @@ from epochckpt.tiers.mirror_run import Claim, Idle, MirrorRun, Unclaimed
 from epochckpt.tiers.standing import Successor, Unanswered
 
 
-class Mirror:
-    """The mirror of one manager's directory, on one process."""
+class Mirror(JobMirror):
+    """The mirror of one manager's directory, which is another directory."""
 
     def __init__(
         self,
@@ -67,7 +68,6 @@ class Mirror:
         self._run: MirrorRun = Unclaimed(self._epochs)
 
     def take_nodes(self, hosted: Sequence[str]) -> None:
-        """Says which nodes this process hosts, once that is known, and when they are renamed."""
         self._hosted = hosted
 
     def hosted(self) -> Sequence[str]:
@@ -77,12 +77,6 @@ class Mirror:
     # -- looking -------------------------------------------------------------------------------------------------
 
     def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
-        """On the primary: a survey of the directory, with what the mirror has; see `survey.Completing`.
-
-        Raises:
-            StorageError, DamagedError, …: the mirror cannot be looked at, and there is nothing here to go on with.
-            InvalidArgumentError: the mirror has the epochs of another directory.
-        """
         gone: tuple[int, ...] = ()
         recorded = OneLedger(local) if disk_ledgers is None else DiskLedgers(local=local, texts=disk_ledgers)
         if isinstance(self._run, Unclaimed):
@@ -128,7 +122,6 @@ class Mirror:
         return self._epochs.readable
 
     def readable(self) -> Mapping[int, str]:
-        """The ids of those of its epochs that are part of the directory's history, as of the last look."""
         return self._epochs.readable
 
     @property
@@ -150,11 +143,9 @@ class Mirror:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def learn(self, copies: Mapping[int, str]) -> None:
-        """On the other processes: the ids of the copies that stand for epochs which are not here."""
         self._run.learn(copies)
 
     def copy_of(self, epoch: int, epoch_directory: EpochDirectory) -> EpochDirectory | None:
-        """See `readers.MirrorCopies`. Any process may ask, at any time; storage is looked at."""
         try:
             mirror_id = self._there.read_save_id(epoch)
         except (FormatVersionError, OSError) as error:
@@ -171,20 +162,20 @@ class Mirror:
         return self._there if known else None
 
     def newest(self, texts: Sequence[str]) -> str:
-        """See `survey.Completing`."""
+        """Of the records of this mirror that several disks have, the newest; empty if none can be used."""
         found = ledgers.newest(texts, self.url)
         return "" if found is None else found.to_bytes().decode()
 
     def text(self) -> str:
-        """See `survey.Completing`."""
+        """The directory's record of this mirror as it is now; empty if there is none."""
         return self._run.text()
 
     def adopt(self, text: str) -> None:
-        """See `survey.Completing`."""
+        """On other processes than the primary: writes a record of the primary's, unless it has a newer one."""
         self._run.adopt(text)
 
     def origin_of(self, epoch: int) -> str | None:
-        """See `survey.Completing`."""
+        """The save here that the mirror's epoch of a number is a copy of, also if that is not here any more."""
         there = self._epochs.ids.get(epoch)
         known = self._seen.copies.get(epoch)
         if known is not None and known.save_id and there in (None, known.mirror_id):
@@ -202,7 +193,6 @@ class Mirror:
         prefix: str,
         epochs: Sequence[int],
     ) -> None:
-        """On every process, when the directory is claimed and has these epochs: begins to work."""
         job = MirrorJob(
             url=self.url,
             local=local,
@@ -218,36 +208,37 @@ class Mirror:
         self._run = idle.begin(self._seen, epochs, Backlog(url=self.url, options=self._options))
 
     def committed(self, epoch: int) -> None:
-        """On the primary: an epoch was committed here."""
         self._run.committed(epoch)
 
-    def withdrawn(self, epochs: Sequence[int]) -> None:
-        """On the primary: epochs were deleted here, or rolled back, and the ledger says so."""
-        self._run.withdrawn(epochs)
+    def withdrawn(self, epochs: Sequence[int], ledger: LedgerFile) -> None:
+        if (known := ledger.read()) is not None:
+            self._run.withdrawn([epoch for epoch in known.hidden if epoch in epochs])
 
     def pin(self, epoch: int | None) -> bool:
-        """On the primary: has one epoch, to which the run goes back, stay in the mirror; False if it is not there."""
         return self._epochs.pin(epoch)
 
     def waiting(self) -> frozenset[int]:
-        """See `saving.retention.Mirrored`."""
         return self._run.waiting()
 
     def has(self, epoch: int) -> bool:
-        """See `saving.retention.Mirrored`."""
         return epoch in self._epochs.readable
 
     def pop_removed(self) -> list[int]:
-        """See `saving.retention.Mirrored`."""
         return self._epochs.pop_removed()
 
     def stop(self, timeout_secs: float) -> None:
-        """Ends the work in the background, and waits for the step that is being done, at most so long."""
         self._run.stop(timeout_secs)
 
     def close(self, timeout_secs: float) -> None:
-        """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
         self._run.close(timeout_secs)
+
+    def longest_close_secs(self, timeout_secs: float) -> float:
+        return timeout_secs
+
+
+def named_mirror(url: str | None, local: EpochDirectory) -> JobMirror:
+    """The mirror that a caller names for a directory, if any, as `viewed`."""
+    return NO_MIRROR if url is None else viewed(url, local)
 
 
 def viewed(url: str, local: EpochDirectory) -> Mirror:

@@ -62,11 +62,11 @@ class MirrorRun(abc.ABC):
 
     @abc.abstractmethod
     def text(self) -> str:
-        """See `survey.Completing`."""
+        """The directory's record of the mirror as it is now; empty if there is none."""
 
     @abc.abstractmethod
     def adopt(self, text: str) -> None:
-        """See `survey.Completing`."""
+        """See `Mirror.adopt`."""
 
     def committed(self, epoch: int) -> None:
         """On the primary: an epoch was committed here."""
@@ -77,7 +77,7 @@ class MirrorRun(abc.ABC):
         self._epochs.disown(epochs)
 
     def waiting(self) -> frozenset[int]:
-        """See `saving.retention.Mirrored`."""
+        """On the primary: epochs that are to be copied, or are being copied, and must stay until then."""
         return frozenset()
 
     @abc.abstractmethod

@@ -11,8 +11,9 @@ from epochckpt.directory import EpochDirectory
 from epochckpt.directory.epoch_directory import ReplaceCondition, Staging, Writer
 from epochckpt.saving import Save, survey
 from epochckpt.saving.job_directory import JobDirectory, Place
-from epochckpt.saving.survey import Completing, Survey
+from epochckpt.saving.survey import Survey
 from epochckpt.tiers.host_record import read_host_record
+from epochckpt.tiers.job_mirror import JobMirror
 
 
 class SharedDirectory(JobDirectory):
@@ -22,7 +23,7 @@ class SharedDirectory(JobDirectory):
     first_word = "verdict"
     tells_commits = True
 
-    def __init__(self, place: Place, coordinator: Coordinator, mirror: Completing | None):
+    def __init__(self, place: Place, coordinator: Coordinator, mirror: JobMirror):
         super().__init__(place, coordinator)
         self._mirror = mirror
 
@@ -52,7 +53,8 @@ class SharedDirectory(JobDirectory):
     ) -> Survey:
         del told
         self.is_partial = epoch_directory.is_of_host()
-        return survey.survey(epoch_directory, self.place.options, known, self._mirror, is_partial=self.is_partial)
+        here = survey.survey(epoch_directory, self.place.options, known, is_partial=self.is_partial)
+        return self._mirror.complete(epoch_directory, here)
 
     def address(self, resolved: str) -> str:
         return resolved

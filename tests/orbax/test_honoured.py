@@ -21,7 +21,7 @@ from epochckpt.orbax import options as checks
 from epochckpt.saving import opening
 from epochckpt.storage import Store
 from epochckpt.testing import Faults, StoreCall
-from epochckpt.tiers import SharedDirectory
+from epochckpt.tiers import layout_of
 from tests.support.in_memory import InMemory, Service
 from tests.support.orbax_options import fields_of, option
 
@@ -164,8 +164,9 @@ class Told(InMemory):
 def keys(directory: pathlib.Path, options: Any) -> str:
     """Where a process of a job tells that it opens a directory."""
     told = Told()
+    kind = layout_of(ec.StorageOptions(), options).kind
     with pytest.raises(ec.errors.CoordinationTimeoutError):
-        opening.open_directory(directory, options, ec.StorageOptions(), None, told, kind=SharedDirectory)
+        opening.open_directory(directory, options, ec.StorageOptions(), None, told, kind=kind)
     return "/".join(told.keys[0].split("/")[:3])
 
 

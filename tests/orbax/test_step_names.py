@@ -22,7 +22,7 @@ from epochckpt.agreement.coordination import JaxCoordinator
 from epochckpt.cli import main
 from epochckpt.format import paths
 from epochckpt.saving.opening import open_directory
-from epochckpt.tiers import SharedDirectory
+from epochckpt.tiers import layout_of
 
 TREE = {"params": {"w": jnp.arange(6.0).reshape(2, 3)}, "step": 7}
 NUMBERS = {"ours/12": 12, "copy": 12, "stock/3": 3, "final": 0, "ckpt-7": 7, "v1": 0, "bare": 0}
@@ -140,8 +140,9 @@ def test_an_unusable_name_format_is_refused_before_another_process_hears_of_it(t
 
     options = ocp.CheckpointManagerOptions(step_name_format=Unusable())
     second = JaxCoordinator(None, [0, 1], 1)  # without a service: any message fails
+    kind = layout_of(ec.StorageOptions(), options).kind
     with pytest.raises(errors.UnsupportedError):
-        open_directory(tmp_path, options, ec.StorageOptions(), None, second, kind=SharedDirectory)
+        open_directory(tmp_path, options, ec.StorageOptions(), None, second, kind=kind)
 
 
 UNUSABLE = {

@@ -21,6 +21,7 @@ from epochckpt.saving.reports import Committed
 from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save, SaveRequest
 from epochckpt.storage import Tally
+from epochckpt.tiers import NO_MIRROR
 
 MOVES = {
     (Phase.QUEUED, Phase.CLAIMING),
@@ -97,7 +98,7 @@ def told() -> Told:
 
 @pytest.fixture
 def in_flight(told: Told) -> InFlight:
-    history = History(lambda epoch: pytest.fail("nothing reads a record"), True)
+    history = History(lambda epoch: pytest.fail("nothing reads a record"), True, mirror=NO_MIRROR)
     return InFlight(root="run", nodes=Nodes(("process_0",)), history=history, listener=told)
 
 

@@ -391,5 +391,4 @@ class Disks:
 
 def abandon(manager: ec.CheckpointManager) -> None:
     """Ends what a manager whose process is dead does in the background."""
-    if manager.components.mirror is not None:
-        manager.components.mirror.stop(10.0)
+    manager.components.mirror.stop(10.0)

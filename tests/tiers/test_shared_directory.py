@@ -18,7 +18,7 @@ from epochckpt.orbax import StepNames
 from epochckpt.saving.job_directory import Place
 from epochckpt.storage import Store, open_store
 from epochckpt.testing import Faults, StoreCall
-from epochckpt.tiers import DirectoryPerHost, Mirror, SharedDirectory
+from epochckpt.tiers import NO_MIRROR, DirectoryPerHost, Mirror, SharedDirectory
 from epochckpt.tiers.host_record import introduce
 
 Options = ocp.CheckpointManagerOptions
@@ -58,7 +58,7 @@ def test_no_epoch_looks_for_a_hosts_record(tmp_path: pathlib.Path, faults: Fault
 def test_a_reader_of_one_hosts_directory_learns_that_at_its_next_look(tmp_path: pathlib.Path) -> None:
     """The directory may get its record after it was opened."""
     options = Options(read_only=True)
-    directory = SharedDirectory(place(tmp_path, options), Coordinator(), None)
+    directory = SharedDirectory(place(tmp_path, options), Coordinator(), NO_MIRROR)
     epoch_directory = directory.place.epoch_directory()
     directory.survey(epoch_directory, [None], {})
     assert not directory.is_partial
@@ -66,7 +66,7 @@ def test_a_reader_of_one_hosts_directory_learns_that_at_its_next_look(tmp_path: 
     directory.check(epoch_directory, [None])  # to look is allowed
     directory.survey(epoch_directory, [None], {})
     assert directory.is_partial
-    to_write = SharedDirectory(place(tmp_path, Options()), Coordinator(), None)
+    to_write = SharedDirectory(place(tmp_path, Options()), Coordinator(), NO_MIRROR)
     with pytest.raises(InvalidArgumentError, match=r"disk of one host \(of node process_0\).*mirror, gs://b/run"):
         to_write.check(epoch_directory, [None])
 
@@ -78,7 +78,7 @@ def test_processes_that_differ_in_local_disks_are_refused(tmp_path: pathlib.Path
     mirror = Mirror(str(tmp_path / "mirror"), one.storage, one.options)
     per_host = DirectoryPerHost(one, Coordinator(), mirror)
     told = per_host.introduce("process_0")
-    shared = SharedDirectory(place(tmp_path / "run", Options()), Coordinator(), None)
+    shared = SharedDirectory(place(tmp_path / "run", Options()), Coordinator(), NO_MIRROR)
     for directory in (per_host, shared):
         with pytest.raises(InvalidArgumentError, match="local_disks differs between the processes"):
             directory.check(one.epoch_directory(), [told, None])

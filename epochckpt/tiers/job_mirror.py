@@ -1,0 +1,168 @@
+"""What a manager asks and tells the mirror of its directory, on each process; and what it has if there is no mirror."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Mapping, Sequence
+
+from epochckpt.agreement import Coordinator
+from epochckpt.directory import EpochDirectory
+from epochckpt.directory.epoch_directory import Stager
+from epochckpt.saving.survey import Survey
+from epochckpt.tiers.ledger_file import LedgerFile
+
+
+class JobMirror(abc.ABC):
+    """The mirror of one manager's directory, on one process.
+
+    The calls come in this order: `take_nodes`, `complete` on the primary, `learn` on the others, `claimed` on every
+    process, then `committed`, `withdrawn` and the questions of a run, and `close` or `stop`.
+    """
+
+    # -- opening -------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def take_nodes(self, hosted: Sequence[str]) -> None:
+        """Says which nodes this process hosts, once that is known, and when they are renamed."""
+
+    @abc.abstractmethod
+    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
+        """On the primary: the survey of the directory, with the epochs that the mirror has.
+
+        `disk_ledgers`: with local disks, the records of the mirror that these have.
+
+        Raises:
+            StorageError, DamagedError, …: the mirror cannot be looked at, and there is nothing here to go on with.
+            InvalidArgumentError: the mirror has the epochs of another directory.
+        """
+
+    @abc.abstractmethod
+    def learn(self, copies: Mapping[int, str]) -> None:
+        """On the other processes: the ids of the copies that stand for epochs which are not here."""
+
+    @abc.abstractmethod
+    def claimed(
+        self,
+        local: EpochDirectory,
+        stager: Stager,
+        ledger: LedgerFile,
+        coordinator: Coordinator,
+        prefix: str,
+        epochs: Sequence[int],
+    ) -> None:
+        """On every process, when the directory is claimed and has these epochs: begins to work."""
+
+    # -- what a run tells ----------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def committed(self, epoch: int) -> None:
+        """On the primary: an epoch was committed here."""
+
+    @abc.abstractmethod
+    def withdrawn(self, epochs: Sequence[int], ledger: LedgerFile) -> None:
+        """On the primary: epochs were deleted here, or rolled back. The ledger says which ones the mirror gives up."""
+
+    @abc.abstractmethod
+    def stop(self, timeout_secs: float) -> None:
+        """Ends the work in the background, and waits for the step that is being done, at most so long."""
+
+    @abc.abstractmethod
+    def close(self, timeout_secs: float) -> None:
+        """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
+
+    @abc.abstractmethod
+    def longest_close_secs(self, timeout_secs: float) -> float:
+        """How long `close` may take with this timeout."""
+
+    # -- what a run asks -----------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def copy_of(self, epoch: int, epoch_directory: EpochDirectory) -> EpochDirectory | None:
+        """Where a copy of the epoch that `epoch_directory` has, or has lost, can be read; None if there is none.
+
+        Any process may ask, at any time; storage is looked at.
+        """
+
+    @abc.abstractmethod
+    def readable(self) -> Mapping[int, str]:
+        """The ids of those of its epochs that are part of the directory's history, as of the last look."""
+
+    @abc.abstractmethod
+    def has(self, epoch: int) -> bool:
+        """Whether the mirror has an epoch, as this directory has it."""
+
+    @abc.abstractmethod
+    def waiting(self) -> Collection[int]:
+        """On the primary: epochs that are to be copied, or are being copied, and must stay until then."""
+
+    @abc.abstractmethod
+    def pop_removed(self) -> list[int]:
+        """On the primary: epochs that the mirror has given up since the last call."""
+
+    @abc.abstractmethod
+    def pin(self, epoch: int | None) -> bool:
+        """On the primary: has one epoch, to which the run goes back, stay in the mirror; False if it is not there."""
+
+
+class NoMirror(JobMirror):
+    """There is no mirror: epochs are in the directory only, and nothing is done in the background."""
+
+    def take_nodes(self, hosted: Sequence[str]) -> None:
+        del hosted
+
+    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
+        del local, disk_ledgers
+        return survey
+
+    def learn(self, copies: Mapping[int, str]) -> None:
+        del copies
+
+    def claimed(
+        self,
+        local: EpochDirectory,
+        stager: Stager,
+        ledger: LedgerFile,
+        coordinator: Coordinator,
+        prefix: str,
+        epochs: Sequence[int],
+    ) -> None:
+        del local, stager, ledger, coordinator, prefix, epochs
+
+    def committed(self, epoch: int) -> None:
+        del epoch
+
+    def withdrawn(self, epochs: Sequence[int], ledger: LedgerFile) -> None:
+        del epochs, ledger
+
+    def stop(self, timeout_secs: float) -> None:
+        del timeout_secs
+
+    def close(self, timeout_secs: float) -> None:
+        del timeout_secs
+
+    def longest_close_secs(self, timeout_secs: float) -> float:
+        del timeout_secs
+        return 0.0
+
+    def copy_of(self, epoch: int, epoch_directory: EpochDirectory) -> None:
+        del epoch, epoch_directory
+
+    def readable(self) -> Mapping[int, str]:
+        return {}
+
+    def has(self, epoch: int) -> bool:
+        del epoch
+        return False
+
+    def waiting(self) -> Collection[int]:
+        return ()
+
+    def pop_removed(self) -> list[int]:
+        return []
+
+    def pin(self, epoch: int | None) -> bool:
+        del epoch
+        return False
+
+
+NO_MIRROR = NoMirror()
