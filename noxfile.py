@@ -10,7 +10,7 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
 PYTEST = ("python", "-m", "pytest")
 IN_PARALLEL = ("-n", "3", "--dist=loadfile")
-BALANCED = ("-n", "3", "--dist=worksteal")  # for tests that take seconds each
+BALANCED = ("-n", "4", "--dist=worksteal")  # for tests that take seconds each, or wait
 QUICK = (
     "tests/format",
     "tests/directory",

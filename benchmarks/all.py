@@ -20,10 +20,11 @@ DIRECTORY = flags.DEFINE_string("directory", None, "Where the scripts write; def
 
 RUNS = {
     "large": ["save_restore", "--cases=100x10MB,adam401"],
-    "small": ["save_restore", "--cases=2000x1KB,adam5001,1x4B", "--without=orbax uncompressed"],
+    "small": ["save_restore", "--cases=2000x1KB,adam5001,1x4B"],
+    "restart": ["restart"],
     "beside_training": ["beside_training"],
     "beside_compilation": ["beside_compilation"],
-    "memory": ["memory", "--rounds=3", "--without=orbax uncompressed"],
+    "memory": ["memory", "--rounds=3", "--without=orbax uncompressed,orbax plain files,orbax zarr3"],
     "many_epochs": ["many_epochs"],
     "processes": ["processes"],
     "reshard": ["reshard"],

@@ -45,6 +45,14 @@ def opening(case: str) -> list[Figure]:
     return [*over(case, "listing", ("open", 5)), *over(case, "records", ("open", 0))]
 
 
+def killed(case: str) -> list[Figure]:
+    """The first restore of a new process, over a raw read and over the fastest settings of stock Orbax."""
+    column = "after a kill"
+    limit = over(case, "device limit", (column, 1.15))
+    return [*limit, *(figure for row in ORBAX for figure in over(case, row, (column, 1.0)))]
+
+
+ORBAX = ("orbax", "orbax uncompressed", "orbax plain files", "orbax zarr3")
 COMMITTED, ROW = ("committed", 5), ("a save", 20)
 ALL = [(column, 1.0) for column in ("first blocked", "first save", "blocked", "save", "cpu", "restore", "cold")]
 SHARED = "8 processes, 0 MB/s/shared/store_bytes"
@@ -58,6 +66,7 @@ GOALS: list[tuple[str, str, list[Figure]]] = [  # work, the run of all.py, figur
     ("5,001 leaves, 60 MB", "small", ms("adam5001", *zip(SMALL, (20, 90, 150), strict=True))),
     ("first save of a tree: blocked", "small", [first("2000x1KB"), first("adam5001")]),
     ("one leaf of 4 bytes", "small", over("1x4B", "orbax", *ALL)),
+    *((f"first restore after a kill, {case}", "restart", killed(case)) for case in ("20x10MB", "adam401")),
     ("saves of 1 MB in a row", "many_epochs", [*ahead("saves", ROW), *over("saves", "one file", ("a save", 0))]),
     *((f"{int(n):,} epochs", "many_epochs", opening(f"open {n}")) for n in ("2000", "10000")),
     *((f"{n} processes", "processes", [*ahead(n, COMMITTED), *over(n, "disk", ("committed", 0))]) for n in "1248"),

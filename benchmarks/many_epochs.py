@@ -29,7 +29,7 @@ EPOCHS = flags.DEFINE_list("epochs", ["2000", "10000"], "Epochs in the directori
 
 
 def makers() -> dict[str, Callable[[pathlib.Path], Any]]:
-    return {name: make for name, make in common.managers().items() if name != "orbax uncompressed"}
+    return common.defaults()
 
 
 def saves_in_a_row(base: pathlib.Path) -> dict[str, common.Times]:

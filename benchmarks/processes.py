@@ -40,7 +40,7 @@ def child(place: dict[str, Any]) -> None:
     state = {
         f"leaf_{i:04d}": jax.make_array_from_process_local_data(sharding, local, shape) for i in range(place["leaves"])
     }
-    makers = {name: make for name, make in common.managers().items() if name != "orbax uncompressed"}
+    makers = common.defaults()
     opened = {name: make(pathlib.Path(place["folder"]) / name) for name, make in makers.items()}
     memory = common.aligned(sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // place["processes"])
     raw = pathlib.Path(place["folder"]) / f"raw_{place['process']}"

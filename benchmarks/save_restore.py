@@ -15,7 +15,7 @@ arrays, so that a change of the machine's speed affects all of them. Medians and
   memory that is there.
 
     python benchmarks/save_restore.py --cases=100x10MB,adam401
-    python benchmarks/save_restore.py --cases=adam5001,2000x1KB,1x4B "--without=orbax uncompressed"
+    python benchmarks/save_restore.py --cases=adam5001,2000x1KB,1x4B "--without=orbax plain files,orbax zarr3"
 """
 
 import functools

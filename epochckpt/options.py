@@ -84,6 +84,14 @@ class BucketSettings(Mapping[str, Any]):
             "boto3.",
         ),
     )
+    addressing: Literal["path", "virtual"] | None = field(
+        default=None,
+        metadata=option(
+            choice("path", "virtual"),
+            "Where a URL has the name of the bucket: `path` (`https://host/bucket/…`, the default) or `virtual` "
+            "(`https://bucket.host/…`), which some servers ask for.",
+        ),
+    )
     requester_pays: bool | str | None = field(
         default=None,
         metadata=option(
@@ -244,9 +252,10 @@ class StorageOptions:
             result. It reads as many leaves at a time as that allows, and lets their memory go when they are on their
             devices. A single leaf may need more: what the devices of this process hold of it. None: all leaves at once,
             which is faster. On a CPU the memory that is read into is the result, unless it is cast.
-        direct_io: large files of arrays are written past the page cache, where the file system can: that costs a save
-            half of its processor time or more, and leaves the cache to training. False keeps the newest epoch in the
-            cache, from which processes on the same host restore it faster than from a disk. See docs/speed.md.
+        direct_io: whether large files of arrays are written past the page cache, where the file system can. False
+            leaves the newest epoch in the cache, so that a process on the same host restores it from memory, and takes
+            the epoch before it out. True takes less processor time, and leaves the cache to training. None: past it on
+            network file systems and on those that are unknown, through it on local ones. See docs/speed.md.
         broadcast_restore: whether the processes of a job share reads. If several processes need the same bytes, such as
             replicated arrays, each of them reads and verifies a part, and a collective spreads the parts. So every byte
             is read once. All processes must then restore with the same targets. None: if
@@ -331,10 +340,12 @@ class StorageOptions:
             "once.",
         ),
     )
-    direct_io: bool = field(
-        default=True,
+    direct_io: bool | None = field(
+        default=None,
         metadata=option(
-            boolean(), "Write large files past the page cache; false keeps the newest epoch in it. File systems only."
+            boolean(none=NONE),
+            "Write large files past the page cache; false keeps the newest epoch in it, from which a restart restores "
+            "it. None: only on network file systems past it.",
         ),
     )
     broadcast_restore: bool | None = field(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import sys
 import traceback
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from epochckpt import _text, errors
+from epochckpt import __version__, _text, errors
 from epochckpt.cli import arguments
 from epochckpt.cli.output import BROKEN_PIPE, FAULT, FOUND, INTERRUPTED, MISSING, UNREACHABLE, USAGE, Output
 from epochckpt.storage import with_settings
@@ -34,7 +33,7 @@ _LINES = 60  # of an error
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line, by default the one of this process; returns one of `arguments.EXIT_CODES`."""
     try:
-        args = arguments.parser(_version()).parse_args(argv)
+        args = arguments.parser(__version__).parse_args(argv)
     except SystemExit as end:  # help, or wrong usage, which argparse has printed
         return end.code if isinstance(end.code, int) else USAGE
     # The library's log repeats what the views show. Errors of other libraries still reach stderr.
@@ -89,10 +88,3 @@ def _abandon_stdout() -> None:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("epochckpt")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        return "unknown"

@@ -96,7 +96,7 @@ def open_store(
     *,
     folder_mode: int | None = None,
     settings: Mapping[str, Any] | None = None,
-    direct_io: bool = True,
+    direct_io: bool | None = None,
 ) -> Store:
     """Opens the store for a directory; reads and writes nothing.
 

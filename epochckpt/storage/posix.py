@@ -1,8 +1,9 @@
-"""Epochs in a POSIX directory: positional reads and writes, past the page cache where it pays, atomic renames.
+"""Epochs in a POSIX directory: positional reads and writes, through the page cache or past it, atomic renames.
 
-Every system call releases the interpreter lock, and the cost is per call, so callers pass pieces of megabytes. Large
-pieces that are aligned in memory and in the file go from there to the disk (`O_DIRECT`): the page cache would cost more
-processor time than anything else in a save, and training needs that. Of other large pieces the write-back begins early.
+Every system call releases the interpreter lock, and the cost is per call, so callers pass pieces of megabytes. On local
+file systems large pieces go through the page cache, and their write-back begins at once: a process that starts again
+on this host then reads its newest epoch from memory. On others, pieces that are aligned in memory and in the file go
+from there to storage (`O_DIRECT`), which takes less processor time.
 Errors are the operating system's, with its errno and the full path. If one thread closes a
 descriptor during a call of another thread, it stays open until that call ends: the system may reuse a closed number.
 """
@@ -25,6 +26,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from epochckpt.errors import NotACheckpointDirectoryError, StorageError
+from epochckpt.storage.mounts import FileSystem, file_system_of
 from epochckpt.storage.store import Entry, Reader, Store, Tally, Writer, check_path, check_piece, patiently, writing
 
 WRITE_BACK_BYTES = 1 << 20  # a write of at least this size goes to the disk at once, as direct I/O or write-back
@@ -37,6 +39,7 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _WRITE_FAILED = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (*_WRITE_FAILED, errno.EFBIG)
 _NO_LINKS_HERE = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)  # SMB, exFAT and some FUSE file systems
 _NO_FLAGS_HERE = (errno.EINVAL, *_NO_LINKS_HERE)
 
@@ -88,6 +91,7 @@ def _function(name: str, *arguments: type) -> Callable[..., int] | None:
 
 
 _sync_file_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
@@ -110,12 +114,12 @@ class PosixStore(Store):
         directory: str | os.PathLike[str],
         *,
         folder_mode: int | None = None,
-        direct_io: bool = True,
+        direct_io: bool | None = None,
         call_bytes: int = CALL_BYTES,
     ):
         self.root = os.path.abspath(directory)
         self._folder_mode = folder_mode
-        self._direct = direct_io
+        self._direct_io = direct_io
         self._call_bytes = call_bytes
         self._prefix = os.path.join(self.root, "")
 
@@ -203,7 +207,19 @@ class PosixStore(Store):
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        return PosixWriter(fd, name, size, direct=self._direct, call_bytes=self._call_bytes, tally=self.written)
+        try:
+            if size >= WRITE_BACK_BYTES and self._file_system.reserves_quickly:
+                _reserve(fd, size, name)
+        except BaseException:
+            os.close(fd)
+            os.unlink(name)
+            raise
+        direct = not self._file_system.is_local if self._direct_io is None else self._direct_io
+        return PosixWriter(fd, name, size, direct=direct, call_bytes=self._call_bytes, tally=self.written)
+
+    @functools.cached_property
+    def _file_system(self) -> FileSystem:
+        return file_system_of(self.root)
 
     def list(self, path: str) -> list[Entry]:
         """One scandir, without a stat per entry."""
@@ -561,6 +577,15 @@ def _resolved(path: str) -> str:
         return os.path.realpath(path, strict=True)
     except (FileNotFoundError, NotADirectoryError):
         return os.path.realpath(path)
+
+
+def _reserve(fd: int, size: int, name: str) -> None:
+    """Reserves room for a file that gets this size now: the writes that follow are faster, and find the room there."""
+    if _fallocate is None or not _fallocate(fd, 0, 0, size):
+        return
+    code = ctypes.get_errno()
+    if code in _NO_ROOM:  # another error means that this file system or sandbox lacks the call
+        raise OSError(code, os.strerror(code), name)
 
 
 def _start_write_back(fd: int, offset: int, length: int) -> None:

@@ -218,9 +218,18 @@ def _s3(opening: Opening) -> tuple[Any, str]:
     if profile:
         provider, address = _profile(profile)
         endpoint = endpoint or address
-    config = {"conditional_put": "etag", "endpoint": endpoint, "region": settings.region}
+    virtual = settings.addressing == "virtual"
+    server = _with_bucket(endpoint, opening.bucket) if virtual else endpoint
+    config = {"conditional_put": "etag", "endpoint": server, "region": settings.region}
     config |= {"request_payer": settings.requester_pays, "skip_signature": settings.anonymous}
-    return opening.made(S3Store, config, endpoint=endpoint, credential_provider=provider), endpoint
+    config |= {"virtual_hosted_style_request": virtual}
+    return opening.made(S3Store, config, endpoint=server, credential_provider=provider), endpoint
+
+
+def _with_bucket(endpoint: str, bucket: str) -> str:
+    """The URL of a server with the bucket as the first label of its host; the cloud's own, "", as it is."""
+    scheme, separator, place = endpoint.partition("://")
+    return f"{scheme}://{bucket}.{place}" if separator else endpoint
 
 
 def _profile(name: str) -> tuple[Any, str]:
@@ -275,7 +284,7 @@ SCHEMES = {
             about="S3, and stores that speak it",
             example="s3://bucket/run",
             client=_s3,
-            settings=frozenset({"endpoint", "region", "profile", "requester_pays", "anonymous"}),
+            settings=frozenset({"endpoint", "region", "profile", "addressing", "requester_pays", "anonymous"}),
             server_variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
             variables=("AWS_", "SSL_CERT_"),
             no_bucket=re.compile("NoSuchBucket"),

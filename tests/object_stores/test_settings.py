@@ -345,6 +345,26 @@ def test_a_profile_brings_credentials_region_and_endpoint(
         open_store(f"{cloud.new_url()}?profile=empty")
 
 
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
+@pytest.mark.parametrize("region", ["", "&region=us-east-1"])
+def test_a_server_that_wants_the_bucket_in_the_name_of_its_host(
+    cloud: Bucket, query: str, region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`addressing=virtual`: a run saves, is looked at and is rolled back. Other requests are refused there."""
+    cloud.proxy.host = "storage.test"
+    monkeypatch.setenv("http_proxy", cloud.proxy.url)
+    url = f"{cloud.new_url()}?endpoint=http://storage.test{region}"
+    virtual = f"{url}&addressing=virtual"
+    save(virtual, 1, 2)
+    with ec.CheckpointManager(virtual) as manager:
+        np.testing.assert_array_equal(manager.restore(2)["w"], np.arange(4.0) + 2)
+        manager.rollback_to(1)
+    assert [row.epoch for row in ec.inspect(virtual).epochs()] == [1]
+    for other in (url, f"{url}&addressing=path"):
+        with pytest.raises(StorageError, match=r"storage\.test/bucket/.*400 Bad Request"):
+            open_store(f"{other}&retries=0").exists("a")
+
+
 class _Exchange(Handler):
     """Google's exchange of tokens: what another cloud says of its account, for one of Google's."""
 

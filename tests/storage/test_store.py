@@ -24,7 +24,9 @@ import pytest
 import epochckpt as ec
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage import Entry, PosixStore, Store, open_store
+from epochckpt.storage.mounts import file_system_of
 from epochckpt.storage.posix import Handle, PosixWriter
+from epochckpt.storage.store import writing
 from epochckpt.testing import StoreContract, in_parallel, write_file
 
 OUT_OF_ROOT = "out of the root"
@@ -72,8 +74,8 @@ def test_a_file_leaves_the_page_cache_and_is_read_back(tmp_path: pathlib.Path) -
         store.uncache("gone")
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_at_most_the_newest_epoch_stays_in_the_page_cache(tmp_path: pathlib.Path, direct: bool) -> None:
+@pytest.mark.parametrize("direct", [None, False, True])
+def test_at_most_the_newest_epoch_stays_in_the_page_cache(tmp_path: pathlib.Path, direct: bool | None) -> None:
     """A save takes the bytes of the epoch before it out of memory, and every epoch still restores."""
     state = {"w": jnp.arange(1 << 18, dtype=jnp.float32)}
     with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(direct_io=direct)) as manager:
@@ -440,7 +442,7 @@ def test_what_cannot_go_past_the_page_cache_goes_through_it(posix: Store, refuse
         "from epochckpt.storage import open_store\n"
         "memory = mmap.mmap(-1, 3 << 20)\n"
         "memory[:] = data = os.urandom(len(memory))\n"
-        "store, cut = open_store(sys.argv[1]), (1 << 20) + 4096\n"
+        "store, cut = open_store(sys.argv[1], direct_io=True), (1 << 20) + 4096\n"
         "writer, view = store.open_writer('data', (3 << 20) - 5), memoryview(memory)\n"
         "writer.write(cut, view[cut:-5])\n"
         "writer.write(0, view[:cut])\n"
@@ -499,24 +501,16 @@ def small_disk(folder: pathlib.Path) -> Iterator[int]:
         finally:
             subprocess.run(["umount", folder], check=True)
         return
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
+    with file_size_limit(1 << 20):
         yield errno.EFBIG
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_is_an_os_error(posix: Store) -> None:
     """The error has its errno and path, from a writer and from `create`, which leaves no half file."""
     data = bytes(2 << 20)
     with small_disk(pathlib.Path(posix.root)) as expected:
-        writer = posix.open_writer("data", len(data))
-        with pytest.raises(OSError, match="data") as caught:
+        with pytest.raises(OSError, match="data") as caught, writing(posix, "data", len(data)) as writer:
             writer.write(0, data)
-        writer.abort()
         assert caught.value.errno == expected
         assert caught.value.filename == os.path.join(posix.root, "data")
         posix.remove("data")
@@ -525,6 +519,34 @@ def test_a_full_disk_is_an_os_error(posix: Store) -> None:
         assert caught.value.errno == expected
         assert posix.list("") == []
         posix.create("small", b"x")  # the disk has room again
+
+
+@contextlib.contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_large_file_finds_its_room_before_the_first_write(tmp_path: pathlib.Path) -> None:
+    """On file systems that reserve it quickly; where there is none, no file is left."""
+    if not file_system_of(str(tmp_path)).reserves_quickly:
+        pytest.skip("this file system reserves no room")
+    store = open_store(tmp_path)
+    writer = store.open_writer("data", 2 << 20)
+    assert (tmp_path / "data").stat().st_blocks * 512 >= 2 << 20
+    writer.abort()
+    with file_size_limit(1 << 20), pytest.raises(OSError, match="large") as caught:
+        store.open_writer("large", 2 << 20)
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(tmp_path / "large")
+    assert [entry.name for entry in store.list("")] == ["data"]
 
 
 def test_a_failed_flush_is_raised_and_ends_the_writer() -> None:

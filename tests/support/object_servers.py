@@ -3,6 +3,7 @@
 import dataclasses
 import http.client
 import logging
+import re
 import socket
 import struct
 import threading
@@ -97,6 +98,7 @@ class Proxy:
         self.decide: Callable[[Request], Fault | None] = lambda request: None
         self.delay_secs = 0.0
         self.prefix = ""  # of the paths of all requests, which the server does not see
+        self.host = ""  # if not empty: of virtual-hosted requests, which are all that is answered then
         self._under_way, self._changed = 0, threading.Condition()
         self._server = Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self.port: int = self._server.server_address[1]
@@ -146,6 +148,13 @@ class _Handler(Handler):
             self._do()
 
     def _do(self) -> None:
+        if self.proxy.host:  # clients send it whole URLs, as to any HTTP proxy
+            found = re.fullmatch(rf"http://([^/.]+)\.{re.escape(self.proxy.host)}(/.*)", self.path)
+            if found is None:
+                self.read_body()
+                return self.send_error(400, "the bucket is not in the name of the host")
+            self.path = f"/{found[1]}{found[2]}"
+            del self.headers["Host"]
         if not self.path.startswith(self.proxy.prefix):
             return self.send_error(404)
         self.path = self.path.removeprefix(self.proxy.prefix)
