@@ -96,6 +96,7 @@ def parse_dtype(path: str, name: object) -> np.dtype[Any]:
     raise FormatError(path, f"unknown dtype {str(name)[:40]!r}")
 
 
+@functools.cache  # it is asked for with each leaf
 def _tree_util() -> Any:
     """JAX's module of this name; the types of its functions are partly unknown."""
     return jax.tree_util

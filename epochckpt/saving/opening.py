@@ -114,6 +114,8 @@ def open_directory(
     refused = opened.epoch_directory.write_refusal() if coordinator.primary and not options.read_only else None
     if refused is not None:
         logging.warning("%s", refused)
+    elif coordinator.primary and not options.read_only and (advice := opened.epoch_directory.store.advice):
+        logging.warning("%s", advice)
     return Opened(opened, nodes, there, refused)
 
 

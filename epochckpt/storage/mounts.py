@@ -10,6 +10,15 @@ from collections.abc import Iterable
 _OCTAL = re.compile(rb"\\([0-7]{3})")  # how the kernel writes blanks and backslashes in names
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 _RESERVING = frozenset({"ext4", "overlay", "xfs"})
+_MOUNTED_BUCKETS = {
+    "gcsfuse": "gs://",
+    "s3fs": "s3://",
+    "mountpoint-s3": "s3://",
+    "goofys": "s3://",
+    "blobfuse": "az://",
+    "blobfuse2": "az://",
+}
+"""Programs that show a bucket as a folder, and the scheme of the bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +27,11 @@ class FileSystem:
 
     Attributes:
         kind: the kernel's name for it, such as `ext4`, `nfs4` or `fuse.gcsfuse`; empty if that is unknown.
+        source: what is mounted, such as a device or a bucket. Some programs of FUSE write their own name there.
     """
 
     kind: str
+    source: str = ""
 
     @property
     def is_local(self) -> bool:
@@ -31,6 +42,14 @@ class FileSystem:
     def reserves_quickly(self) -> bool:
         """Whether fallocate(2) only marks room for a file, and does not fill it."""
         return self.kind in _RESERVING
+
+    @property
+    def bucket_scheme(self) -> str:
+        """The scheme of the bucket that a program shows here as a folder, such as `gs://`; empty if none does."""
+        if not self.kind.startswith("fuse"):
+            return ""
+        program = self.kind.partition(".")[2] or self.source
+        return _MOUNTED_BUCKETS.get(program, "")
 
 
 UNKNOWN = FileSystem("")
@@ -59,5 +78,7 @@ def _found(path: bytes, lines: Iterable[bytes]) -> FileSystem:
         inside = path == folder or path.startswith(folder.rstrip(b"/") + b"/")
         if inside and len(folder) >= len(best):
             best = folder
-            found = FileSystem(os.fsdecode(after.split(b" ")[0]))
+            kind, _, rest = after.partition(b" ")
+            source = rest.partition(b" ")[0]
+            found = FileSystem(kind=os.fsdecode(kind), source=os.fsdecode(source))
     return found

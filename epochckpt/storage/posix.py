@@ -98,7 +98,8 @@ _renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
 class PosixStore(Store):
     """A directory of a POSIX file system, which is made absolute now and need not exist yet; see `open_store`.
 
-    `call_bytes` is the most that one system call reads or writes.
+    `call_bytes` is the most that one system call reads or writes. `file_system` is what it lies on; None: the system is
+    asked when that is needed.
     """
 
     atomic_folder_rename = True
@@ -116,8 +117,10 @@ class PosixStore(Store):
         folder_mode: int | None = None,
         direct_io: bool | None = None,
         call_bytes: int = CALL_BYTES,
+        file_system: FileSystem | None = None,
     ):
         self.root = os.path.abspath(directory)
+        self._given_file_system = file_system
         self._folder_mode = folder_mode
         self._direct_io = direct_io
         self._call_bytes = call_bytes
@@ -219,7 +222,18 @@ class PosixStore(Store):
 
     @functools.cached_property
     def _file_system(self) -> FileSystem:
-        return file_system_of(self.root)
+        return self._given_file_system or file_system_of(self.root)
+
+    @property
+    def advice(self) -> str:
+        scheme = self._file_system.bucket_scheme
+        if not scheme:
+            return ""
+        return (
+            f"{self.root} is a bucket that a program shows as a folder ({self._file_system.kind}). Each commit "
+            "renames a folder: such a program copies every object for that, one after the other, or cannot do it at "
+            f"all. Open the bucket by its URL ({scheme}…), where one conditional write commits an epoch"
+        )
 
     def list(self, path: str) -> list[Entry]:
         """One scandir, without a stat per entry."""

@@ -203,6 +203,11 @@ class Store(ABC):
         """What opens a folder in this directory, with the same settings."""
         return f"{self.root.rstrip('/')}/{folder}{self.address.removeprefix(self.root)}"
 
+    @property
+    def advice(self) -> str:
+        """What whoever saves here had better know; empty if there is nothing."""
+        return ""
+
     def is_same(self, other: Store) -> bool:
         """Whether the other one is the same directory, whatever the settings."""
         return (self.root.rstrip("/"), self.endpoint) == (other.root.rstrip("/"), other.endpoint)

@@ -355,6 +355,10 @@ class FaultyStore(Store):
     def address(self) -> str:
         return self.inner.address
 
+    @property
+    def advice(self) -> str:
+        return self.inner.advice
+
     def has_beside(self, names: Iterable[str]) -> bool:
         names = tuple(names)
         return self.make(Store.has_beside, lambda: self.inner.has_beside(names), names)

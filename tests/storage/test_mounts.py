@@ -1,17 +1,26 @@
 """Which file system a path lies on."""
 
+import mmap
+import os
 import pathlib
 
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+import epochckpt as ec
+from epochckpt.storage import PosixStore, Store, opening_through
 from epochckpt.storage.mounts import FileSystem, file_system_of
+from epochckpt.storage.store import writing
+from tests.support.files import resident_pages
 
 MOUNTS = rb"""\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 23 22 0:5 / /dev/shm rw - tmpfs none rw,size=1g
 30 22 0:40 / /data rw,relatime shared:7 master:2 - nfs4 server:/export rw,vers=4.2
 31 30 259:1 / /data/fast\040disk rw - xfs /dev/nvme0n1 rw
-32 22 0:41 / /bucket rw,nosuid - fuse.gcsfuse gcsfuse rw,user_id=0
+32 22 0:41 / /buckets/a rw,nosuid - fuse.gcsfuse bucket-1 rw,user_id=0
+35 22 0:44 / /buckets/b rw,nosuid - fuse mountpoint-s3 rw,user_id=0
 33 22 0:42 / /twice rw - ext4 /dev/vdb rw
 34 33 0:43 / /twice rw - lustre server@tcp:/fs rw
 a line that is cut
@@ -33,7 +42,7 @@ def table(tmp_path: pathlib.Path) -> str:
         ("/data", "nfs4"),
         ("/database", "ext4"),
         ("/data/fast disk/run", "xfs"),
-        ("/bucket/run", "fuse.gcsfuse"),
+        ("/buckets/a/run", "fuse.gcsfuse"),
         ("/twice/run", "lustre"),
     ],
 )
@@ -63,3 +72,49 @@ def test_disks_are_local_and_others_are_not() -> None:
         *[False] * 3,
     ]
     assert [FileSystem(kind).reserves_quickly for kind in ("ext4", "tmpfs", "nfs")] == [True, False, False]
+
+
+def test_buckets_that_are_shown_as_folders_are_recognised(table: str) -> None:
+    """By the name that their program gives the file system, or the source."""
+    places = ("/buckets/a/run", "/buckets/b/run", "/data/run", "/run")
+    assert [file_system_of(place, table).bucket_scheme for place in places] == ["gs://", "s3://", "", ""]
+    assert FileSystem(kind="ext4", source="gcsfuse").bucket_scheme == ""
+
+
+def test_whoever_saves_into_such_a_folder_is_told_to_use_the_url(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for each manager that may save; what is saved there can be restored."""
+
+    def mounted(store: Store) -> Store:
+        return PosixStore(store.root, file_system=FileSystem(kind="fuse.gcsfuse", source="bucket-1"))
+
+    state = {"w": np.arange(1 << 19)}
+    with opening_through(mounted):
+        with ec.CheckpointManager(tmp_path) as manager:
+            manager.save(1, args=ocp.args.StandardSave(state))
+        assert [r.message for r in caplog.records if "by its URL (gs://…)" in r.message] != []
+        caplog.clear()
+        with ec.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+            np.testing.assert_array_equal(manager.restore(1)["w"], state["w"])
+    with ec.CheckpointManager(tmp_path) as manager:
+        np.testing.assert_array_equal(manager.restore(1)["w"], state["w"])
+    assert "by its URL" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "direct_io", "stays"), [("nfs4", None, False), ("nfs4", False, True), ("xfs", None, True)]
+)
+def test_only_local_file_systems_are_written_through_the_page_cache(
+    tmp_path: pathlib.Path, kind: str, direct_io: bool | None, stays: bool
+) -> None:
+    """Unless `direct_io` says otherwise."""
+    if file_system_of(str(tmp_path)).kind == "tmpfs":
+        pytest.skip("a tmpfs is its page cache")
+    store = PosixStore(tmp_path, direct_io=direct_io, file_system=FileSystem(kind))
+    memory = mmap.mmap(-1, 1 << 20)
+    memory[:] = os.urandom(1 << 20)
+    with writing(store, "data", 1 << 20) as writer:
+        writer.write(0, memoryview(memory))
+    assert (resident_pages(tmp_path / "data") > 0) is stays
+    assert store.read("data", limit_bytes=1 << 20) == memory[:]

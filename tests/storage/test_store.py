@@ -1,7 +1,6 @@
 """The store contract on POSIX and `memory://`, and what only POSIX promises."""
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -28,6 +27,7 @@ from epochckpt.storage.mounts import file_system_of
 from epochckpt.storage.posix import Handle, PosixWriter
 from epochckpt.storage.store import writing
 from epochckpt.testing import StoreContract, in_parallel, write_file
+from tests.support.files import resident_pages
 
 OUT_OF_ROOT = "out of the root"
 
@@ -46,18 +46,6 @@ class TestPosix(StoreContract):
     @pytest.fixture
     def reopened(self, tmp_path: pathlib.Path) -> Store:
         return open_store(str(tmp_path))
-
-
-def resident_pages(path: pathlib.Path) -> int:
-    """How many pages of a file the page cache holds, by mincore(2)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-        pages = ctypes.create_string_buffer(-(-len(mapped) // mmap.PAGESIZE))
-        view = ctypes.c_char.from_buffer(mapped)
-        assert libc.mincore(ctypes.addressof(view), len(mapped), pages) == 0
-        del view
-    return sum(page & 1 for page in pages.raw)
 
 
 def test_a_file_leaves_the_page_cache_and_is_read_back(tmp_path: pathlib.Path) -> None:
