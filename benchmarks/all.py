@@ -22,6 +22,7 @@ RUNS = {
     "large": ["save_restore", "--cases=100x10MB,adam401"],
     "small": ["save_restore", "--cases=2000x1KB,adam5001,1x4B"],
     "restart": ["restart"],
+    "first_step": ["first_step"],
     "beside_training": ["beside_training"],
     "beside_compilation": ["beside_compilation"],
     "memory": ["memory", "--rounds=3", "--without=orbax uncompressed,orbax plain files,orbax zarr3"],

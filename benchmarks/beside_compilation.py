@@ -19,40 +19,14 @@ from typing import Any
 
 import common
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import transformer
 from absl import app, flags
 
 TOKENS = flags.DEFINE_integer("tokens", 64, "Length of the sequence that the step trains on.")
 LAYERS = flags.DEFINE_integer("layers", 12, "Layers that the step uses; the state has 12.")
 WIDTH = flags.DEFINE_integer("width", 576, "Width of the transformer, which has 50 million parameters then.")
-
-
-def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    """That of a causal transformer with one head, on the next token."""
-    width = WIDTH.value
-    embedding = params["embedding"][0].reshape(4000, width)
-    x, mask = embedding[tokens], jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
-    for number in range(LAYERS.value):
-        q, k, v, out, up, down, *scales = params[f"layer_{number:02d}"]
-        normal = jax.nn.standardize(x) * scales[0] + scales[1]
-        q, k, v = (normal @ w.reshape(width, width) for w in (q, k, v))
-        attention = jax.nn.softmax(jnp.where(mask, q @ k.T / width**0.5, -1e9))
-        x += (attention @ v) @ out.reshape(width, width) + scales[2]
-        hidden = jax.nn.gelu((jax.nn.standardize(x) * scales[3]) @ up.reshape(width, 4 * width))
-        x += hidden @ down.reshape(4 * width, width) + scales[4]
-    scores = jax.nn.log_softmax(x[:-1] @ embedding.T)
-    return -jnp.take_along_axis(scores, tokens[1:, None], axis=1).mean()
-
-
-def train_step(state: Any, tokens: jax.Array) -> Any:
-    """Adam."""
-    gradients = jax.grad(loss)(state["params"], tokens)
-    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], gradients)
-    nu = jax.tree.map(lambda n, g: 0.99 * n + 0.01 * g * g, state["nu"], gradients)
-    params = jax.tree.map(lambda p, m, n: p - 1e-3 * m / (jnp.sqrt(n) + 1e-8), state["params"], mu, nu)
-    return {"params": params, "mu": mu, "nu": nu, "count": state["count"] + 1, "step": state["step"] + 1}
 
 
 def main(_: list[str]) -> None:
@@ -62,10 +36,10 @@ def main(_: list[str]) -> None:
     nbytes = common.nbytes_of(state)
     before, args = float(state["step"][0]), common.target_of(state)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    tokens = jax.device_put(np.arange(TOKENS.value) % 4000)
+    tokens = jax.device_put(np.arange(TOKENS.value, dtype=np.int32) % transformer.WORDS)
 
     def compiled() -> Any:
-        return jax.jit(lambda *given: train_step(*given), donate_argnums=0).lower(shapes, tokens).compile()
+        return transformer.compiled(shapes, TOKENS.value, WIDTH.value, LAYERS.value)
 
     with common.scratch() as base:
         makers = common.managers()

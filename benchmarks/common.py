@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import transformer
 from absl import flags, logging
 
 import epochckpt as ec
@@ -39,8 +40,7 @@ Times = dict[str, float]
 def _sizes(case: str, d: int) -> Mapping[str, Sequence[int]]:
     """Shapes, as numbers of float32, of the parameters that a case repeats for `params`, `mu` and `nu`."""
     if case == "adam401":  # a transformer of 12 layers, 50 million parameters
-        layer = [d * d] * 4 + [4 * d * d] * 2 + [d] * 5
-        return {f"layer_{i:02d}": layer for i in range(12)} | {"embedding": [4000 * d]}
+        return transformer.sizes(d)
     if case == "adam5001":
         return {f"layer_{i:03d}": [[64, 4096, 1024, 7168][(i + k) % 4] for k in range(7)] for i in range(238)}
     raise ValueError(f"no case {case!r}")

@@ -67,6 +67,7 @@ GOALS: list[tuple[str, str, list[Figure]]] = [  # work, the run of all.py, figur
     ("first save of a tree: blocked", "small", [first("2000x1KB"), first("adam5001")]),
     ("one leaf of 4 bytes", "small", over("1x4B", "orbax", *ALL)),
     *((f"first restore after a kill, {case}", "restart", killed(case)) for case in ("20x10MB", "adam401")),
+    ("from exec to the first step", "first_step", over("first step", "limit", ("before the step", 1.1))),
     ("saves of 1 MB in a row", "many_epochs", [*ahead("saves", ROW), *over("saves", "one file", ("a save", 0))]),
     *((f"{int(n):,} epochs", "many_epochs", opening(f"open {n}")) for n in ("2000", "10000")),
     *((f"{n} processes", "processes", [*ahead(n, COMMITTED), *over(n, "disk", ("committed", 0))]) for n in "1248"),

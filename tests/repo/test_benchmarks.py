@@ -72,6 +72,7 @@ def test_each_goal_has_a_run_and_each_run_a_script() -> None:
         ("processes", 2, ["--sizes=1,2", "--leaves=2", "--leaf_kb=4"]),
         ("reshard", 2, ["--processes=2", "--leaves=2", "--side=64"]),
         ("memory", 1, ["--case=2x1MB"]),
+        ("first_step", 1, ["--width=16", "--layers=1", "--tokens=4"]),
         ("restart", 1, ["--cases=2x1KB", "--without=orbax uncompressed,orbax plain files,orbax zarr3"]),
     ],
 )
