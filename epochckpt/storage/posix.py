@@ -98,8 +98,8 @@ _renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
 class PosixStore(Store):
     """A directory of a POSIX file system, which is made absolute now and need not exist yet; see `open_store`.
 
-    `call_bytes` is the most that one system call reads or writes. `file_system` is what it lies on; None: the system is
-    asked when that is needed.
+    `call_bytes` is the most that one system call reads or writes. If `file_system` is None, the system tells which one
+    has the directory.
     """
 
     atomic_folder_rename = True
@@ -230,9 +230,9 @@ class PosixStore(Store):
         if not scheme:
             return ""
         return (
-            f"{self.root} is a bucket that a program shows as a folder ({self._file_system.kind}). Each commit "
-            "renames a folder: such a program copies every object for that, one after the other, or cannot do it at "
-            f"all. Open the bucket by its URL ({scheme}…), where one conditional write commits an epoch"
+            f"{self.root} is a bucket that a program shows as a folder ({self._file_system.kind}). A commit here renames "
+            "a folder, and such a program then copies every object, one after the other. Open the bucket by its URL "
+            f"({scheme}…): one conditional write commits an epoch there"
         )
 
     def list(self, path: str) -> list[Entry]:

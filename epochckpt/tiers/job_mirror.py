@@ -1,4 +1,4 @@
-"""What a manager asks and tells the mirror of its directory, on each process; and what it has if there is no mirror."""
+"""The mirror as a manager knows it, on each process: `JobMirror`, and `NoMirror` for a directory that has none."""
 
 from __future__ import annotations
 
