@@ -32,7 +32,7 @@ from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
 from epochckpt.saving.opening import Opened
-from epochckpt.tiers import LedgerFile
+from epochckpt.tiers import ClaimedDirectory, LedgerFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,7 +397,7 @@ class Saves:
         if coordinator.primary:
             self._ledger.claimed(directory.job_directory.writer)
             _threads.logged(f"{directory.store.root}: its mirror's ledger", self._ledger.settle)
-        self.listener.mirror.claimed(
+        claimed = ClaimedDirectory(
             local=directory.epoch_directory,
             stager=directory.job_directory.stager,
             ledger=self._ledger,
@@ -405,3 +405,4 @@ class Saves:
             prefix=directory.prefix,
             epochs=epochs,
         )
+        self.listener.mirror.claimed(claimed)

@@ -230,9 +230,9 @@ class PosixStore(Store):
         if not scheme:
             return ""
         return (
-            f"{self.root} is a bucket that a program shows as a folder ({self._file_system.kind}). A commit here renames "
-            "a folder, and such a program then copies every object, one after the other. Open the bucket by its URL "
-            f"({scheme}…): one conditional write commits an epoch there"
+            f"{self.root} is a bucket that a program shows as a folder ({self._file_system.kind}). A commit here "
+            "renames a folder, and such a program then copies every object, one by one. Open the bucket by its "
+            f"URL ({scheme}…): one conditional write commits an epoch there"
         )
 
     def list(self, path: str) -> list[Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from epochckpt.agreement import Coordinator
@@ -10,6 +11,27 @@ from epochckpt.directory import EpochDirectory
 from epochckpt.directory.epoch_directory import Stager
 from epochckpt.saving.survey import Survey
 from epochckpt.tiers.ledger_file import LedgerFile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClaimedDirectory:
+    """A directory that this run has claimed, as its mirror sees it.
+
+    Attributes:
+        local: the directory.
+        stager: how this process writes there; a `Writer` where it may commit.
+        ledger: what the directory knows of its mirror.
+        coordinator: how the processes of the job reach each other.
+        prefix: of the keys of this manager.
+        epochs: those that are committed there.
+    """
+
+    local: EpochDirectory
+    stager: Stager
+    ledger: LedgerFile
+    coordinator: Coordinator
+    prefix: str
+    epochs: Sequence[int]
 
 
 class JobMirror(abc.ABC):
@@ -41,16 +63,8 @@ class JobMirror(abc.ABC):
         """On the other processes: the ids of the copies that stand for epochs which are not here."""
 
     @abc.abstractmethod
-    def claimed(
-        self,
-        local: EpochDirectory,
-        stager: Stager,
-        ledger: LedgerFile,
-        coordinator: Coordinator,
-        prefix: str,
-        epochs: Sequence[int],
-    ) -> None:
-        """On every process, when the directory is claimed and has these epochs: begins to work."""
+    def claimed(self, directory: ClaimedDirectory) -> None:
+        """On every process, when the directory is claimed: begins to work."""
 
     # -- what a run tells ----------------------------------------------------------------------------------------
 
@@ -117,16 +131,8 @@ class NoMirror(JobMirror):
     def learn(self, copies: Mapping[int, str]) -> None:
         del copies
 
-    def claimed(
-        self,
-        local: EpochDirectory,
-        stager: Stager,
-        ledger: LedgerFile,
-        coordinator: Coordinator,
-        prefix: str,
-        epochs: Sequence[int],
-    ) -> None:
-        del local, stager, ledger, coordinator, prefix, epochs
+    def claimed(self, directory: ClaimedDirectory) -> None:
+        del directory
 
     def committed(self, epoch: int) -> None:
         del epoch

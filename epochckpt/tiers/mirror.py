@@ -24,9 +24,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.agreement import Coordinator
 from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
-from epochckpt.directory.epoch_directory import Stager, Writer
+from epochckpt.directory.epoch_directory import Writer
 from epochckpt.errors import FormatVersionError, say
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
@@ -35,7 +34,7 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
-from epochckpt.tiers.job_mirror import NO_MIRROR, JobMirror
+from epochckpt.tiers.job_mirror import NO_MIRROR, ClaimedDirectory, JobMirror
 from epochckpt.tiers.ledger import save_id
 from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.looking import NO_LOOK, DiskLedgers, Looker, OneLedger
@@ -184,28 +183,20 @@ class Mirror(JobMirror):
 
     # -- what the manager tells ----------------------------------------------------------------------------------
 
-    def claimed(
-        self,
-        local: EpochDirectory,
-        stager: Stager,
-        ledger: LedgerFile,
-        coordinator: Coordinator,
-        prefix: str,
-        epochs: Sequence[int],
-    ) -> None:
+    def claimed(self, directory: ClaimedDirectory) -> None:
         job = MirrorJob(
             url=self.url,
-            local=local,
+            local=directory.local,
             copies=self._copies,
-            coordinator=coordinator,
-            prefix=f"{prefix}/mirror",
+            coordinator=directory.coordinator,
+            prefix=f"{directory.prefix}/mirror",
             options=self._options,
             hosted=self.hosted,
         )
-        writer = stager if isinstance(stager, Writer) else None
-        idle = Idle(Claim(job=job, ledger=ledger, writer=writer, epochs=self._epochs))
+        writer = directory.stager if isinstance(directory.stager, Writer) else None
+        idle = Idle(Claim(job=job, ledger=directory.ledger, writer=writer, epochs=self._epochs))
         self._run = idle  # also if it cannot begin
-        self._run = idle.begin(self._seen, epochs, Backlog(url=self.url, options=self._options))
+        self._run = idle.begin(self._seen, directory.epochs, Backlog(url=self.url, options=self._options))
 
     def committed(self, epoch: int) -> None:
         self._run.committed(epoch)
