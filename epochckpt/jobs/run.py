@@ -370,7 +370,9 @@ class TrainingRun:
         stops = reports.stops(self.job.stop_conditions)
         if reports.first:
             self._names.check_excluded(reports.blobs)
-        due = bool(stops) or reports.interrupted or epoch.preempted or epoch.number == 0 or self._saves.is_time()
+        dropped = reports.interrupted and not self.job.resumable
+        last = bool(stops) or reports.interrupted or epoch.preempted
+        due = not dropped and (last or epoch.number == 0 or self._saves.is_time())
         refusal = self._saves.refusal(epoch.number, reports.problem) if due else ""
         return EpochVerdict(
             stop=stops,
