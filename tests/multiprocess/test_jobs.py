@@ -76,6 +76,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "save_beside",
         "unsaved_on_one",
         "condition_raises_on_one",
+        "stock_with_unlike_blobs",
     ]
     return run("one_after_the_other", 2, directory=str(tmp_path_factory.mktemp("on_two")), functions=functions)
 
@@ -115,6 +116,32 @@ def test_a_condition_that_raises_on_one_node_is_named_on_all(on_two: list[dict[s
         text, notes = ends["condition_raises_on_one"]
         assert "division" in text
         assert next(note for note in notes if "OnOne" in note).endswith("OnOne, epoch 1, node process_1")
+
+
+def test_a_blob_that_stock_orbax_cannot_save_is_the_same_error_on_all(on_two: list[dict[str, Any]]) -> None:
+    """It saves arrays once, and other values for each node: the processes would wait for each other in other calls."""
+    for ends in on_two:
+        found = ends["stock_with_unlike_blobs"]
+        for name, array in (("an array and a number", "an array"), ("an array and nothing", "a tree with arrays")):
+            error = found[name]["error"]
+            assert f"InvalidArgumentError: blob 'x': {array} on process_0, a value without arrays on process_1" in error
+            assert "use epochckpt.CheckpointManager" in error
+
+
+def test_a_blob_that_becomes_one_that_stock_orbax_cannot_save_is_a_failed_save(on_two: list[dict[str, Any]]) -> None:
+    """Of that epoch alone, on all processes."""
+    for ends in on_two:
+        found = ends["stock_with_unlike_blobs"]["in the second epoch"]
+        ((epoch, reason),) = found["failed"]
+        assert epoch == 2
+        assert "blob 'x': an array on process_0, a value without arrays on process_1" in reason
+        assert (found["committed"], found["x"]) == (3, [0.0, 0.0, 0.0])
+
+
+def test_stock_orbax_saves_values_without_arrays_for_each_node(on_two: list[dict[str, Any]]) -> None:
+    """A node that lacks one has None in its place."""
+    found = [ends["stock_with_unlike_blobs"]["values of each node"] for ends in on_two]
+    assert [(one["own"], one["x"], one["committed"]) for one in found] == [(0, [7], 3), (1, None, 3)]
 
 
 @pytest.mark.slow

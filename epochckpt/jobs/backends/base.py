@@ -14,7 +14,7 @@ from epochckpt._renaming import Rename
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.notes import NOTES, RunNotes
+from epochckpt.jobs.notes import NOTES, Form, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
@@ -299,21 +299,21 @@ class ItemBackend(CheckpointBackend):
         return {item: blob for item, blob in blobs.items() if only is None or blob in only}
 
     @staticmethod
-    def _argument(target: Any, form: str | None, rename: Rename | None = None) -> ocp.args.CheckpointArgs:
+    def _argument(target: Any, form: Form | None, rename: Rename | None = None) -> ocp.args.CheckpointArgs:
         """How an item of arrays is restored as a target; None: as saved."""
-        target = {BARE: target} if form == "bare" and target is not None else target
+        target = {BARE: target} if form is Form.BARE and target is not None else target
         return blob_lib.argument(target, rename)
 
     def _as_saved(
-        self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: RunNotes
+        self, blob: str, by_node: Mapping[str, Any], form: Form | None, nodes: Sequence[str], notes: RunNotes
     ) -> dict[str, Any]:
         """A blob by node of this process, out of its `form` in an item, in the containers that it was saved in."""
         spaces = self._spaces()
         made = dict[str, Any]()
         for node, value in by_node.items():
-            if form == "json":
+            if form is Form.JSON:
                 value = _of_this_node(blob, value, nodes, spaces[node])
-            elif form == "bare":
+            elif form is Form.BARE:
                 value = value[BARE]
             made[node] = blob_lib.as_saved(spaces[node], blob, value, notes.types)
         return made

@@ -26,7 +26,7 @@ from epochckpt.errors import (
 )
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
-from epochckpt.jobs.notes import RunNotes
+from epochckpt.jobs.notes import Form, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Reshard, Workspace
@@ -39,7 +39,7 @@ class _SavedItems:
 
     blobs: Mapping[str, str]  # the blob of each item
     kinds: Mapping[str, str]  # of all items, also of those that hold the nodes' own values of a blob
-    forms: Mapping[str, str | None]  # of items that the runner saved with stock Orbax
+    forms: Mapping[str, Form | None]  # of items that the runner saved with stock Orbax
     nodes: int  # how many nodes saved the epoch
 
 
@@ -152,7 +152,7 @@ class NativeBackend(ItemBackend):
             if kind == "node":
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
                 items[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
-            elif reshard is not None and saved.nodes == 1 and form != "json":
+            elif reshard is not None and saved.nodes == 1 and form is not Form.JSON:
                 items[item] = self._argument(None, None) if kind == "arrays" else None
                 to_reshard[item] = reshard
             elif kind == "arrays":
@@ -190,7 +190,7 @@ class NativeBackend(ItemBackend):
         hosted = list(spaces)
         if reshard is not None:
             everyone = self._manager.node_names
-            state = value[BARE] if saved.forms.get(item) == "bare" else value
+            state = value[BARE] if saved.forms.get(item) is Form.BARE else value
             states = resharded(blob, [state], len(everyone), reshard)
             return {node: states[everyone.index(node)] for node in hosted}
         own = restored.get(item + blob_lib.OWN_SUFFIX) or {}
