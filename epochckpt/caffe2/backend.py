@@ -46,7 +46,7 @@ class Caffe2Backend(CheckpointBackend):
         self._wanted: list[str] = []
         self._nodes: list[str] = []  # those that the manager saves: of the job, or with one of one node of this process
         self._knows_blobs = False  # the manager does, of every node
-        self._fenced = ""
+        self._fenced: str | None = None
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         if not self._manager.several and session.coordinator.processes == 1:
@@ -121,7 +121,7 @@ class Caffe2Backend(CheckpointBackend):
         told = self._calls.collective(f"save of checkpoint {epoch}", lambda: dataclasses.asdict(mine), list)
         reports = [_Report(**one) for one in told]
         problem = next((report.error for report in reports if report.error), "")
-        self._fenced = next((report.fenced for report in reports if report.fenced), "")
+        self._fenced = next((report.fenced for report in reports if report.fenced), None)
         if not problem:
             _threads.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
             self._report("checkpoint_save", [report.stats for report in reports])
@@ -148,7 +148,7 @@ class Caffe2Backend(CheckpointBackend):
         by_name = dict(each for one in stats for each in one.values())
         _threads.logged("the metadata handler's report", lambda: self._manager.report(action, by_name))
 
-    def fenced_off(self) -> str:
+    def fenced_off(self) -> str | None:
         return self._fenced
 
     def allow_overwrite(self, epoch: int) -> None:

@@ -552,9 +552,20 @@ def _where(condition: Any, ctx: Context) -> str:
 
 def why(condition: Condition, ctx: Context) -> str:
     """The `repr` of a condition that was true; of `a | b`, without users' callables, only the operands that hold."""
-    if len(alternatives(condition)) == 1 or is_foreign(condition):
-        return repr(condition)
-    return " | ".join(why(part, ctx) for part in condition.operands if held(part, ctx)) or repr(condition)
+    return " | ".join(map(repr, _holding(condition, ctx)))
+
+
+def holds_by_preemption(condition: Condition, ctx: Context) -> bool:
+    """Whether a condition that was true holds only because the run is being preempted."""
+    return all(isinstance(part, _Preempted) for part in _holding(condition, ctx))
+
+
+def _holding(condition: Condition, ctx: Context) -> list[Condition]:
+    """Of `a | b` that was true, without users' callables, the operands that hold; else just the condition."""
+    parts = alternatives(condition)
+    if len(parts) == 1 or is_foreign(condition):
+        return [condition]
+    return [part for part in parts if held(part, ctx)] or [condition]
 
 
 def alternatives(condition: Condition) -> list[Condition]:

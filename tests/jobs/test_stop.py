@@ -572,3 +572,20 @@ def test_a_callable_keeps_state_only_with_both_methods() -> None:
     assert script.seen == []
     assert repr(stop.as_condition(test_a_long_answer_is_cut_short)) == "test_a_long_answer_is_cut_short"
     assert stop.as_condition(stop.preempted) is stop.preempted
+
+
+def test_a_condition_whose_repr_is_empty_ends_a_run(tmp_path: pathlib.Path) -> None:
+    """And the run is finished when it is started again."""
+
+    class Unnamed(ec.stop.Condition):
+        def __repr__(self) -> str:
+            return ""
+
+        def holds(self, ctx: ec.stop.Context) -> bool:
+            return ctx.epoch >= 2
+
+    for reason in ("", "was finished already"):
+        job = ec.Job(stop_conditions=[Unnamed(), ec.stop.max_epochs(5)])
+        job.init(lambda ws: ws.update(sum=0))
+        result = ec.run(job, tmp_path)
+        assert (result.epoch, result.finished, result.stop_reason) == (2, True, reason)

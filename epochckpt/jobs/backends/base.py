@@ -82,9 +82,9 @@ class CheckpointBackend(abc.ABC):
         """The committed epochs, ascending; empty where each node has its own."""
         return []
 
-    def fenced_off(self) -> str:
-        """How this process learned that a newer run has taken over; empty as long as it has not."""
-        return ""
+    def fenced_off(self) -> str | None:
+        """How this process learned that a newer run has taken over; None as long as it has not."""
+        return None
 
     @abc.abstractmethod
     def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:

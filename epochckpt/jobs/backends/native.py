@@ -82,8 +82,8 @@ class NativeBackend(ItemBackend):
     def _spaces(self) -> dict[str, Workspace]:
         return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
 
-    def fenced_off(self) -> str:
-        return self._manager.fenced_off
+    def fenced_off(self) -> str | None:
+        return self._manager.fenced_off or None
 
     def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
         self._manager.claim()

@@ -268,7 +268,7 @@ def _form_of(value: Any) -> Form:
 
 
 def _unlike(blob: str, by_node: Mapping[str, Form]) -> InvalidArgumentError:
-    """The error of a blob that has not the same form on all nodes. Of each form it names the first node that has it."""
+    """The error of a blob with several forms. The error names one node for each form, the first one."""
     first: dict[Form, str] = {}
     for node, form in by_node.items():
         first.setdefault(form, node)
