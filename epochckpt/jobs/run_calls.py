@@ -100,6 +100,12 @@ class RunCalls:
         """Calls `fn` on every process, and returns this process's result; an error on one process is raised on all."""
         return self.meet(what, lambda: Part(kept=fn(), told=None), lambda _: None).kept
 
+    def gather(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        """Every process acts. The primary gets what all have returned (JSON), by process; the others get nothing."""
+        gathered: list[Any] = []
+        self.collective(what, act, gathered.extend)
+        return gathered
+
     def collective(self, what: str, act: Callable[[], Any], decide: Callable[[list[Any]], T]) -> T:
         """Every process acts, the primary decides from what all have returned, and all processes get its answer.
 
