@@ -7,6 +7,7 @@ the primary's own values, so that it is complete for other readers.
 """
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -125,36 +126,48 @@ def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str,
     return value
 
 
-def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:
-    """A function that gives the containers that `init_group` makes, without computing: for types that no epoch holds.
+@dataclasses.dataclass(frozen=True)
+class _Untraceable:
+    """Init cannot be run abstractly."""
 
-    At its first call it runs the tasks under `jax.eval_shape`, on a copy of the workspace. It raises
-    InvalidArgumentError, with the reason, if init cannot be traced.
+    why: str
+
+
+class InitTracer:
+    """Finds the containers that init makes of a node's blobs, without computing: for types that no epoch holds.
+
+    The first question runs the tasks of init under `jax.eval_shape`, on a copy of the workspace.
     """
-    recorded: dict[str, containers.Container | None] = {}
 
-    def run() -> None:
-        scratch = workspace.scratch()
-        for task in group.tasks():
-            if task.node in (None, workspace.node):
-                task.fn(scratch)
-        recorded.update({name: containers.of(state_of(value)) for name, value in scratch.items()})
+    def __init__(self, group: TaskGroup, workspace: Workspace):
+        self._group = group
+        self._workspace = workspace
 
-    @functools.cache
-    def trace() -> str:
+    def containers(self) -> Mapping[str, containers.Container | None]:
+        """The containers by blob; None for dicts and lists alone. InvalidArgumentError: init cannot be traced."""
+        if isinstance(self._traced, _Untraceable):
+            raise InvalidArgumentError(self._traced.why)
+        return self._traced
+
+    @functools.cached_property
+    def _traced(self) -> "Mapping[str, containers.Container | None] | _Untraceable":
+        workspace = self._workspace
         logging.info("node %s: init is run abstractly (jax.eval_shape), for the types of its blobs", workspace.node)
+        scratch = workspace.scratch()
+        found: dict[str, containers.Container | None] = {}
+
+        def trace() -> None:  # which gives no arrays: eval_shape would refuse the containers
+            for task in self._group.tasks():
+                if task.node in (None, workspace.node):
+                    task.fn(scratch)
+            found.update({name: containers.of(state_of(value)) for name, value in scratch.items()})
+
         try:
-            jax.eval_shape(run)
+            jax.eval_shape(trace)
         except Exception as error:  # init may do anything, and was written to run on real values
-            return f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
-        return ""
-
-    def made_by_init() -> Mapping[str, containers.Container | None]:
-        if problem := trace():
-            raise InvalidArgumentError(problem)
-        return recorded
-
-    return made_by_init
+            problem = f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
+            return _Untraceable(problem)
+        return found
 
 
 def kind_of(node: str, name: str, value: Any) -> str:

@@ -85,7 +85,7 @@ class TaskOutput:
     def __init__(self, task: Task, blob: str | None):
         self.task = task
         self.blob = blob
-        self.by_node: dict[str, Any] = {}  # the values of the last run, on the nodes of this process
+        self._by_node: dict[str, Any] = {}  # the values of the last run, on the nodes of this process
 
     def fetch(self, node: str | None = None) -> Any:
         """The value after the last run, on the named node or the only one on which the task ran.
@@ -93,16 +93,24 @@ class TaskOutput:
         Raises:
             InvalidArgumentError: the task has not run here, or it has run on several nodes and none is named.
         """
-        if node is None and len(self.by_node) == 1:
-            return next(iter(self.by_node.values()))
-        if node not in self.by_node:
-            ran = ", ".join(self.by_node) or "none"
+        if node is None and len(self._by_node) == 1:
+            return next(iter(self._by_node.values()))
+        if node not in self._by_node:
+            ran = ", ".join(self._by_node) or "none"
             raise InvalidArgumentError(f"{self}: say which node's value; it has run on: {ran}")
-        return self.by_node[node]
+        return self._by_node[node]
 
     def values(self) -> list[Any]:
         """The values of all nodes of this process on which the task has run."""
-        return list(self.by_node.values())
+        return list(self._by_node.values())
+
+    def give(self, node: str, value: Any) -> None:
+        """The task has run on this node, and has given this value."""
+        self._by_node[node] = value
+
+    def clear(self) -> None:
+        """Forgets the values of the last run."""
+        self._by_node.clear()
 
     def __repr__(self) -> str:
         return f"output {self.blob or 'value'!r} of {self.task}"
@@ -145,10 +153,19 @@ class Task:
         self.node = None if node is None else paths.check_node_name(node)
         blobs: Sequence[str | None] = [outputs] if isinstance(outputs, str) else (outputs or [None])
         self._outputs = [TaskOutput(self, blob) for blob in blobs]
-        self.group: TaskGroup | None = None
+        self._group: TaskGroup | None = None
         group = group if group is not None else TaskGroup.context_variable.get()
         if group is not None:
             group.add(self)
+
+    @property
+    def group(self) -> TaskGroup | None:
+        """The group that it has joined, if any."""
+        return self._group
+
+    def join(self, group: TaskGroup) -> None:
+        """Called by the group: the task belongs to it from here on, and to no other one."""
+        self._group = group
 
     def outputs(self) -> list[TaskOutput]:
         """Its outputs; `fetch()` gives their values after a run."""
@@ -161,7 +178,7 @@ class Task:
             if output.blob is not None and output.blob not in workspace:
                 problem = f"{self} was to give blob {output.blob!r}, which does not exist after it"
                 raise InvalidArgumentError(f"{problem}; {_text.near(output.blob, workspace)}")
-            output.by_node[workspace.node] = returned if output.blob is None else workspace[output.blob]
+            output.give(workspace.node, returned if output.blob is None else workspace[output.blob])
         return returned
 
     def __repr__(self) -> str:
@@ -189,7 +206,7 @@ class TaskGroup(_Scope):
             raise InvalidArgumentError(f"{self} takes tasks, got {type(task).__name__}; wrap a function: Task(fn)")
         if task.group is not None:
             raise InvalidArgumentError(f"{task} is in {task.group} already")
-        task.group = self
+        task.join(self)
         self._tasks.append(task)
         return task
 
@@ -198,10 +215,8 @@ class TaskGroup(_Scope):
         for i, older in enumerate(self._tasks):
             if _is_defined_again(older.fn, fn):
                 logging.info("%s: %s was defined again; the newer function takes its place", self, older)
-                with TaskGroup():
-                    task = Task(fn, node=older.node)
-                task.group = self
-                self._tasks[i] = task
+                self._tasks[i] = Task(fn, group=TaskGroup(self.name), node=older.node)
+                self._tasks[i].join(self)
                 return
         Task(fn, group=self)
 
@@ -394,7 +409,7 @@ class Job(_Scope):
         """Forgets what tasks gave and conditions counted in an earlier run of this job; every run begins with it."""
         for task in self._tasks():
             for output in task.outputs():
-                output.by_node.clear()
+                output.clear()
         stop.load_states(self._conditions, None)
 
     def compile(self, session_class: type) -> None:

@@ -179,7 +179,7 @@ class TrainingRun:
     def _set_up(self) -> Names:
         """Setup runs at every start: it makes the live objects, and says how blobs come back. Returns what it made."""
         self.job.reset()
-        self.session.unit = self.job.unit
+        self.session.count_in(self.job.unit)
         spaces = self.session.workspaces()
         before = {node: dict(ws) for node, ws in spaces.items()}
         self._run_group(self.job.setup_group)
@@ -205,7 +205,7 @@ class TrainingRun:
             return None
         stop.load_states(self.job.stop_conditions, restored.notes.stop_states)
         for workspace in self.session.workspaces().values():
-            workspace.epoch = restored.epoch
+            workspace.enter_epoch(restored.epoch, range(0))
         self.handler.report("checkpoint_load", dict(zip(self.session.nodes, met.decision, strict=False)))
         partial = " (partial)" if restored.notes.partial else ""
         logging.info("resumed from %s%s", self._named(restored.epoch), partial)
@@ -284,9 +284,8 @@ class TrainingRun:
         steps = range(0) if self.job.unit == EPOCH else range(begun, number)
         stopper = Stopper(self.notice, self.calls, self.job.resumable, self.settings.deadline_secs)
         for workspace in self.session.workspaces().values():
-            workspace.epoch = number
-            workspace.steps = steps
-            workspace.set_stopper(stopper.of_one_node())
+            workspace.enter_epoch(number, steps)
+            workspace.attach(dataclasses.replace(workspace.hooks, should_stop=stopper.of_one_node().should_stop))
 
         agreed = self._agree(number, lambda: self._run_epoch(number, stopper))
         trained = agreed.trained
@@ -526,7 +525,7 @@ class TrainingRun:
     def _run_group(self, group: TaskGroup) -> None:
         """Runs a group that runs once; an error on one process is raised on all."""
         for workspace in self.session.workspaces().values():
-            workspace.set_stopper(self.notice.poll)
+            workspace.attach(dataclasses.replace(workspace.hooks, should_stop=self.notice.poll))
         self.calls.together(f"group {group.name}", lambda: self.session.run(group))
 
     def _context(self, epoch: int, metrics: Mapping[str, Any], secs: float, preempted: bool = False) -> stop.Context:

@@ -1,5 +1,6 @@
 """Which blobs of a run are checkpointed, and what the user is told about the others."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -180,7 +181,7 @@ class RunNames:
         if self._backend is None:
             return
         for node, workspace in self._session.workspaces().items():
-            workspace.set_missing(self._why_missing)
+            workspace.attach(dataclasses.replace(workspace.hooks, why_missing=self._why_missing))
             lost = [blob for blob in names.get(node, ()) if blob not in from_setup[node] and not self._chosen([blob])]
             if lost and node in self._kept_nodes():
                 logging.warning(
@@ -190,9 +191,9 @@ class RunNames:
                     ", ".join(map(repr, lost)),
                 )
 
-    def _why_missing(self, blob: str) -> str:
+    def _why_missing(self, blob: str) -> str | None:
         if self._chosen([blob]):
-            return ""
+            return None
         return "include= and exclude= leave it out, so no checkpoint has it: make it in @job.setup, not in init"
 
     # -- after the first epoch -----------------------------------------------------------------------------------

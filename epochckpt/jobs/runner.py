@@ -17,7 +17,7 @@ from epochckpt._durations import seconds
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
 from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
-from epochckpt.jobs.blobs import traced_init
+from epochckpt.jobs.blobs import InitTracer
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.preemption import listening
@@ -27,7 +27,7 @@ from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.run_names import ERROR, IGNORE, WARN
 from epochckpt.jobs.run_saves import NOT_ACCESSIBLE
 from epochckpt.jobs.session import DistributedSession, Session, default_session
-from epochckpt.jobs.workspace import Workspace
+from epochckpt.jobs.workspace import Workspace, never_stop
 from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handlers
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
@@ -275,7 +275,7 @@ class JobRunner:
                 raise
             finally:
                 for workspace in session.workspaces().values():
-                    workspace.set_stopper(None)
+                    workspace.attach(dataclasses.replace(workspace.hooks, should_stop=never_stop))
                 handler.drain()
         self._result = result
         logging.info("%s", result)
@@ -395,7 +395,8 @@ class JobRunner:
             nodes = backend.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
         for workspace in session.workspaces().values():
-            workspace.set_init_tracer(traced_init(self.job.init_group, workspace))
+            tracer = InitTracer(self.job.init_group, workspace)
+            workspace.attach(dataclasses.replace(workspace.hooks, made_by_init=tracer.containers))
 
         # The metadata handler is the manager's, or this runner's.
         handler = self._handler
