@@ -7,7 +7,7 @@ from typing import Any
 from epochckpt import _text
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.jobs import stop
-from epochckpt.jobs.job import ComputedCondition
+from epochckpt.jobs.job_conditions import ComputedCondition
 
 
 @dataclasses.dataclass(frozen=True)

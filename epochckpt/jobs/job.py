@@ -13,7 +13,8 @@ from absl import logging
 from epochckpt import _text
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
-from epochckpt.jobs import stop
+from epochckpt.jobs import stop, stop_states
+from epochckpt.jobs.job_conditions import ComputedCondition, StopConditions, blob_condition
 from epochckpt.jobs.notes import EPOCH, STEP
 from epochckpt.jobs.workspace import Workspace
 
@@ -235,71 +236,6 @@ class TaskGroup(_Scope):
         return f"group {self.name!r}"
 
 
-class ComputedCondition(stop.Condition):
-    """A stop condition on values that the tasks of the epoch compute: true if a value is true on any node.
-
-    `values` gives the booleans on the nodes of this process, from the session's workspace; a process without one has no
-    vote. `missing` says what is wrong if no process has one. `blob` is the blob that the condition reads, or empty.
-    """
-
-    def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str, blob: str = ""):
-        self._repr = name
-        self.values = values
-        self.missing = missing
-        self.blob = blob
-
-    def __call__(self, ctx: stop.Context) -> bool:
-        """Whether one is true after this epoch."""
-        answers = [stop.checked(self, value, ctx) for value in self.values(ctx.workspace)]
-        return any(answers)
-
-    def holds(self, ctx: stop.Context) -> bool:
-        """False: not known before the tasks have run."""
-        return False
-
-
-class StopConditions(MutableSequence[stop.Condition]):
-    """The stop conditions of a job: a list, in which everything that `Job.add_stop_condition` takes may be put."""
-
-    def __init__(self, as_condition: Callable[[Any], stop.Condition]):
-        self._as_condition = as_condition
-        self._conditions: list[stop.Condition] = []
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._conditions[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if isinstance(index, slice):
-            self._conditions[index] = [self._as_condition(one) for one in value]
-        else:
-            self._conditions[index] = self._as_condition(value)
-
-    def __delitem__(self, index: Any) -> None:
-        del self._conditions[index]
-
-    def __len__(self) -> int:
-        return len(self._conditions)
-
-    def insert(self, index: int, value: Any) -> None:
-        """See `list.insert`."""
-        self._conditions.insert(index, self._as_condition(value))
-
-    def __repr__(self) -> str:
-        return repr(self._conditions)
-
-
-def _blob_condition(name: str, node: str | None) -> ComputedCondition:
-    """A stop condition on a blob of all nodes that have it, or on one node's: `node`, or a name `node/blob`."""
-
-    def values(root: Workspace) -> list[Any]:
-        spaces = [ws for ws in root.children.values() or [root] if node in (None, ws.node)]
-        names = [(ws, name if name in ws else name.removeprefix(f"{ws.node}/")) for ws in spaces]
-        return [ws[blob] for ws, blob in names if blob in ws]
-
-    of_node = f" of node {node}" if node else ""
-    return ComputedCondition(f"blob {name!r}{of_node}", values, "no node has it after the epoch", name)
-
-
 class Job(_Scope):
     """A training job: what runs once, what runs every epoch, and when it is over.
 
@@ -410,7 +346,7 @@ class Job(_Scope):
         for task in self._tasks():
             for output in task.outputs():
                 output.clear()
-        stop.load_states(self._conditions, None)
+        stop_states.load_states(self._conditions, None)
 
     def compile(self, session_class: type) -> None:
         """Fixes the nodes to checkpoint, and the kind of session that the job is to run in."""
@@ -435,7 +371,7 @@ class Job(_Scope):
                 raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass one of them")
             (output,) = output.outputs()
         if isinstance(output, str):
-            condition = _blob_condition(output, Node.current())
+            condition = blob_condition(output, Node.current())
         elif isinstance(output, TaskOutput):
             missing = "the task has run on no node; is it in the epoch group?"
             condition = ComputedCondition(repr(output), lambda _: output.values(), missing)

@@ -144,7 +144,7 @@ class RunNotes:
 
     @property
     def stop_states(self) -> Any:
-        """The states of stop conditions, by their names, as stored; `stop.load_states` checks them."""
+        """The states of stop conditions, by their names, as stored; `stop_states.load_states` checks them."""
         return self.entries.get("stop")
 
     @property

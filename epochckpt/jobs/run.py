@@ -14,7 +14,7 @@ from absl import logging
 
 from epochckpt.errors import FencedError, InvalidArgumentError, say
 from epochckpt.jobs import metrics as metric_lib
-from epochckpt.jobs import stop
+from epochckpt.jobs import stop, stop_states
 from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
 from epochckpt.jobs.epoch_verdict import EpochReport, EpochReports, EpochVerdict, NoVote, Vote, vote_of
 from epochckpt.jobs.job import Job, TaskGroup
@@ -203,7 +203,7 @@ class TrainingRun:
         restored = met.kept
         if restored is None:
             return None
-        stop.load_states(self.job.stop_conditions, restored.notes.stop_states)
+        stop_states.load_states(self.job.stop_conditions, restored.notes.stop_states)
         for workspace in self.session.workspaces().values():
             workspace.enter_epoch(restored.epoch, range(0))
         self.handler.report("checkpoint_load", dict(zip(self.session.nodes, met.decision, strict=False)))
@@ -270,7 +270,7 @@ class TrainingRun:
 
         def report() -> bool:
             held = [holds(condition) for condition in conditions]
-            stop.load_states(conditions, notes.stop_states)  # callables may have counted this
+            stop_states.load_states(conditions, notes.stop_states)  # callables may have counted this
             return any(held)
 
         return self.calls.collective("whether training is over", report, any)
@@ -341,13 +341,13 @@ class TrainingRun:
         ctx = self._context(number, metrics, time.monotonic() - self._began, preempted)
         conditions = self.job.stop_conditions
         answers = [stop.look(condition, ctx) for condition in conditions]
-        stop_states = stop.save_states(conditions)
+        states = stop_states.save_states(conditions)
         return _TrainedEpoch(
             metrics=metrics,
             preempted=preempted,
             first=first,
             votes=[vote_of(condition, true, ctx) for condition, true in zip(conditions, answers, strict=True)],
-            stop_states=stop_states,
+            stop_states=states,
         )
 
     def _agree(self, number: int, train: Callable[[], _TrainedEpoch]) -> _AgreedEpoch:

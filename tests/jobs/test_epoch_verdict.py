@@ -8,7 +8,7 @@ import pytest
 import epochckpt as ec
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.jobs.epoch_verdict import EpochReport, EpochReports, No, NoVote, Vote, Yes, vote_of
-from epochckpt.jobs.job import ComputedCondition
+from epochckpt.jobs.job_conditions import ComputedCondition
 
 
 def report(*votes: Vote, **fields: Any) -> dict[str, Any]:
