@@ -33,7 +33,7 @@ class _Report:
     stats: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)  # see `Caffe2Backend._stats`
 
 
-class Caffe2Backend(CheckpointBackend):
+class Caffe2Backend(CheckpointBackend[None]):
     """Caffe2's verbs."""
 
     per_node: ClassVar[bool] = True
@@ -82,7 +82,12 @@ class Caffe2Backend(CheckpointBackend):
         self._knows_blobs = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
         self._report("checkpoint_load", self._calls.collective(f"stats of the load of {epoch}", self._stats, list))
-        return Restored(epoch, RunNotes.read(self._manager.read_notes(epoch)), names, named=named is not None)
+        return Restored(
+            epoch=epoch,
+            notes=RunNotes.read(self._manager.read_notes(epoch)),
+            names=names,
+            named=named is not None,
+        )
 
     def _managers(self) -> Mapping[str, CheckpointManager]:
         """The managers of the nodes of this process."""
@@ -113,7 +118,10 @@ class Caffe2Backend(CheckpointBackend):
         if not self._knows_blobs:
             self._run(lambda: self._manager.init(self._nodes))
 
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
+    def prepare(self, epoch: int, names: Names) -> None:
+        """See CheckpointBackend. The managers look at the blobs themselves, when they save."""
+
+    def save(self, epoch: int, prepared: None, metrics: Mapping[str, Any], notes: RunNotes, force: bool) -> bool:
         """See CheckpointBackend. An error becomes an outcome on all processes, and training goes on."""
         self._manager.notes = notes.to_json()
         began = time.monotonic()
@@ -127,7 +135,16 @@ class Caffe2Backend(CheckpointBackend):
             self._report("checkpoint_save", [report.stats for report in reports])
         by_node = {node: secs for report in reports for node, (_, secs) in report.stats.items()}
         secs = time.monotonic() - began
-        self._ended.append(SaveResult(epoch, not problem, problem, secs, secs, by_node))
+        self._ended.append(
+            SaveResult(
+                epoch=epoch,
+                committed=not problem,
+                detail=problem,
+                blocked_secs=secs,
+                secs=secs,
+                nodes=by_node,
+            )
+        )
         return True
 
     def _save_here(self, epoch: int) -> "_Report":

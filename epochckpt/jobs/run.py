@@ -120,7 +120,7 @@ class TrainingRun:
     resume_from_epoch: int | None
     session: Session
     calls: RunCalls
-    backend: CheckpointBackend | None
+    backend: CheckpointBackend[Any] | None
     handler: HandlerNotifier
     notice: Notice
     show_epoch: ShowEpoch

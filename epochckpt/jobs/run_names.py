@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
@@ -43,7 +44,7 @@ class RunNames:
         unsaved_blobs: str,
         session: Session,
         calls: RunCalls,
-        backend: CheckpointBackend | None,
+        backend: CheckpointBackend[Any] | None,
     ):
         self._job = job
         self._include = include

@@ -70,7 +70,7 @@ class RunSaves:
         every_secs: float,
         max_failures_in_a_row: int | None,
         calls: RunCalls,
-        backend: CheckpointBackend | None,
+        backend: CheckpointBackend[Any] | None,
         handler: HandlerNotifier,
     ):
         self._unit = unit

@@ -49,11 +49,11 @@ class UploadTaskGroupBuilder(abc.ABC):
 class _Opened:
     """What a run, or one call of the runner, uses the manager with."""
 
-    backend: CheckpointBackend | None  # None: the runner has no manager
+    backend: CheckpointBackend[Any] | None  # None: the runner has no manager
     calls: RunCalls
     handler: HandlerNotifier
 
-    def required_backend(self, method: str) -> CheckpointBackend:
+    def required_backend(self, method: str) -> CheckpointBackend[Any]:
         """The backend, for a method of the runner that needs one; InvalidArgumentError if there is none."""
         if self.backend is None:
             raise InvalidArgumentError(f"{method} needs a checkpoint manager; give JobRunner one")
@@ -174,7 +174,7 @@ class JobRunner:
             raise AttributeError(f"JobRunner.{name} cannot be assigned; {', '.join(_ASSIGNABLE)} can")
         super().__setattr__(name, value)
 
-    def _check(self) -> CheckpointBackend | None:
+    def _check(self) -> CheckpointBackend[Any] | None:
         """Checks the attributes, which may have been set since the construction; returns a backend of the manager."""
         manager = self.checkpoint_manager
         builder = self.upload_task_group_builder
@@ -361,7 +361,7 @@ class JobRunner:
             logging.warning("%s %s could not be saved: %s", self.job.unit, epoch, say(error))
         handler.drain()
 
-    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend) -> None:
+    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend[Any]) -> None:
         """Tells the metadata handler which nodes save where, unless an earlier call has; the backend is open."""
         if self._introduced is not self.checkpoint_manager:
             handler.nodes(backend.address, backend.handler_nodes)

@@ -4,7 +4,7 @@ import abc
 import base64
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -25,11 +25,14 @@ AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from an epo
 BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
 BYTES = "base64"  # with stock Orbax: key of bytes in JSON
 
+P = TypeVar("P")
+Item = TypeVar("Item")
+
 Names = Mapping[str, Sequence[str]]  # the blobs that are checkpointed, by node of this process
 Values = Mapping[str, Mapping[str, Any]]  # restored blobs, by name and by node of this process
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
     """What a restore found; the blobs are in the workspaces."""
 
@@ -39,8 +42,10 @@ class Restored:
     named: bool = False  # the user has named it, and the run trains on from it
 
 
-class CheckpointBackend(abc.ABC):
+class CheckpointBackend(abc.ABC, Generic[P]):
     """A checkpoint manager, as one run or one call of the runner uses it. Every process makes the same calls.
+
+    `P` is the type of what `prepare` takes from the workspaces for `save`.
 
     The session is the backend's, not the manager's: a run has one backend, and an out-of-band load or save in
     another session has its own.
@@ -97,15 +102,15 @@ class CheckpointBackend(abc.ABC):
     def agree_on_names(self, names: Names) -> None:
         """Looks at the blobs to checkpoint, on all nodes together; InvalidArgumentError: one cannot be checkpointed."""
 
-    def prepare(self, epoch: int, names: Names) -> Any:
+    @abc.abstractmethod
+    def prepare(self, epoch: int, names: Names) -> P:
         """Takes from the workspaces what `save` is to be given; makes no collective call.
 
-        InvalidArgumentError: a blob is missing, or cannot be saved. By default nothing: `save` looks at them itself.
+        InvalidArgumentError: a blob is missing, or cannot be saved.
         """
-        del epoch, names
 
     @abc.abstractmethod
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
+    def save(self, epoch: int, prepared: P, metrics: Mapping[str, Any], notes: RunNotes, force: bool) -> bool:
         """Begins a save; returns whether it did."""
 
     def outcomes(self) -> list[SaveResult]:
@@ -135,17 +140,29 @@ class CheckpointBackend(abc.ABC):
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadEpoch:
+    """What was read of an epoch; nothing is in the workspaces yet."""
+
+    epoch: int
+    notes: RunNotes
+    values: Values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared(Generic[Item]):
     """What `ItemBackend.prepare` has taken from the workspaces."""
 
-    items: Mapping[str, Any]  # what each item is made of, by its name
+    items: Mapping[str, Item]  # what each item is made of, by its name
     names: Mapping[str, str]  # see `RunNotes.blobs`
     types: Mapping[str, Any]  # see `RunNotes.types`
 
 
-class ItemBackend(CheckpointBackend):
-    """A manager of Orbax's interface. The runner's notes, with the types of the blobs, are custom metadata."""
+class ItemBackend(CheckpointBackend[Prepared[Item]]):
+    """A manager of Orbax's interface. The runner's notes, with the types of the blobs, are custom metadata.
+
+    `Item` is the type of what an item is made of.
+    """
 
     taken_names: Sequence[str] = ()  # names that no item may have
 
@@ -154,7 +171,8 @@ class ItemBackend(CheckpointBackend):
         self._kinds: Mapping[str, str] = {}  # of all nodes' blobs
         self._items: Mapping[str, str] = {}  # by blob
         self._recorder = containers.Recorder()
-        self._types_elsewhere: Mapping[str, Any] = {}  # of blobs of other processes, as `_recorded` gives them
+        # On the primary: the types of blobs of other processes, as `_recorded` gives them.
+        self._types_elsewhere: Mapping[str, Any] = {}
 
     def epochs(self) -> list[int]:
         return sorted(self._manager.all_steps())
@@ -188,14 +206,12 @@ class ItemBackend(CheckpointBackend):
             latest = self._require(named)[-1]
             if latest != named:
                 self._roll_back(named)
-            notes, values = self._read(named)
-            return dataclasses.replace(self._put_back(named, notes, values), named=True)
+            return dataclasses.replace(self._put_back(self._read(named)), named=True)
         self.drain()
         epochs = self._calls.broadcast("the epochs to go on from", lambda: self._candidates(resume, handler))
         if not epochs:
             return None
-        newest, (notes, values) = self._read_newest(epochs)
-        return self._put_back(newest, notes, values)
+        return self._put_back(self._read_newest(epochs))
 
     @staticmethod
     def _tell_named(named: int, handler: HandlerNotifier) -> None:
@@ -277,19 +293,19 @@ class ItemBackend(CheckpointBackend):
         """Makes an epoch that is not the latest the latest, durably; UnsupportedError if the manager cannot do that."""
 
     @abc.abstractmethod
-    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[RunNotes, Values]]:
-        """The newest of these epochs that every node can read, and what `_read` gives of it."""
+    def _read_newest(self, epochs: Sequence[int]) -> ReadEpoch:
+        """Reads the newest of these epochs that every node can read."""
 
     @abc.abstractmethod
     def _item_names(self, epoch: int) -> Sequence[str]:
         """The items of an epoch that are blobs."""
 
     @abc.abstractmethod
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[RunNotes, Values]:
-        """The notes of an epoch, and its blobs; `only`: just these blobs, which go to these nodes."""
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> ReadEpoch:
+        """Reads the notes of an epoch, and its blobs; `only`: just these blobs, which go to these nodes."""
 
-    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[RunNotes, Values]:
-        """What `_read` gives, on all processes or on none; each may want other blobs."""
+    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> ReadEpoch:
+        """Reads an epoch as `_read` does, on all processes or on none; each may want other blobs."""
         return self._read(epoch, only)
 
     @staticmethod
@@ -318,8 +334,9 @@ class ItemBackend(CheckpointBackend):
             made[node] = blob_lib.as_saved(spaces[node], blob, value, notes.types)
         return made
 
-    def _put_back(self, epoch: int, notes: RunNotes, values: Values) -> Restored:
+    def _put_back(self, read: ReadEpoch) -> Restored:
         """Puts restored values into the workspaces, after all of them have been read."""
+        values = read.values
         spaces = self._spaces()
         for blob, by_node in values.items():
             for node, value in by_node.items():
@@ -329,7 +346,7 @@ class ItemBackend(CheckpointBackend):
             for node, value in by_node.items():
                 blob_lib.put_back(spaces[node], blob, value)
                 names[node].append(blob)
-        return Restored(epoch, notes, names)
+        return Restored(epoch=read.epoch, notes=read.notes, names=names)
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         self._manager.reload()
@@ -347,16 +364,17 @@ class ItemBackend(CheckpointBackend):
                     wanted.setdefault(blob, set()).add(node)
                 elif blob not in available:
                     logging.warning("checkpoint %d has no blob %r; %s", epoch, name, _text.near(name, available))
-            notes, values = self._read_named(epoch, wanted)
+            read = self._read_named(epoch, wanted)
         except EpochNotFoundError:  # deleted just now
             return False
-        self._put_back(epoch, notes, {b: {n: v for n, v in got.items() if n in wanted[b]} for b, got in values.items()})
+        values = {blob: {n: v for n, v in got.items() if n in wanted[blob]} for blob, got in read.values.items()}
+        self._put_back(dataclasses.replace(read, values=values))
         return True
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def agree_on_names(self, names: Names) -> None:
-
+        # The primary decides from the reports, and keeps the types of the blobs of other processes.
         def report() -> dict[str, Any]:
             kinds = self._kinds_of(names)
             types = dict[str, Any]()
@@ -365,22 +383,10 @@ class ItemBackend(CheckpointBackend):
                 types = {key: one for key, one in self._recorded(self._states(per_node)).items() if one is not None}
             return {"kinds": kinds, "types": types}
 
-        def decide(reports: list[Any]) -> dict[str, str]:
-            all_kinds = [report["kinds"] for report in reports]
-            self._types_elsewhere = {name: one for r in reversed(reports) for name, one in r["types"].items()}
-            union: dict[str, str] = {}
-            for kinds in all_kinds:
-                for name, kind in kinds.items():
-                    before = union.setdefault(name, kind)
-                    unlike = before != kind and blob_lib.GLOBAL in (before, kind)
-                    if unlike or (kind == blob_lib.GLOBAL and any(name not in other for other in all_kinds)):
-                        raise InvalidArgumentError(
-                            f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or "
-                            "is not checkpointed; make it alike on all nodes, or give it names of their own"
-                        )
-            return union
-
-        self._kinds = self._calls.collective("the blobs to checkpoint", report, decide)
+        what = "the blobs to checkpoint"
+        reports = self._calls.gather(what, report)
+        self._types_elsewhere = {name: one for r in reversed(reports) for name, one in r["types"].items()}
+        self._kinds = self._calls.broadcast(what, lambda: _kinds_of_all([report["kinds"] for report in reports]))
         self._items = blob_lib.item_names(self._kinds, self.taken_names)
 
     def _states(self, names: Names) -> dict[tuple[str, str], Any]:
@@ -398,7 +404,7 @@ class ItemBackend(CheckpointBackend):
         """The containers of blobs as JSON, by `node/blob`; None for dicts and lists alone."""
         return {f"{n}/{blob}": self._recorder.record(f"{n}/{blob}", tree) for (n, blob), tree in states.items()}
 
-    def _prepared(self, items: Mapping[str, Any], states: Mapping[tuple[str, str], Any]) -> "Prepared":
+    def _prepared(self, items: Mapping[str, Item], states: Mapping[tuple[str, str], Any]) -> Prepared[Item]:
         """Items with the names of their blobs, and their containers.
 
         Containers are noted by blob, and by `node/blob` where nodes differ. Containers of other processes are noted
@@ -412,11 +418,31 @@ class ItemBackend(CheckpointBackend):
         names = {item: blob for blob, item in self._items.items() if item != blob}
         return Prepared(items=items, names=names, types=types)
 
-    def _begin(self, epoch: int, items: Mapping[str, Any], metrics: Any, notes: RunNotes) -> bool:
+    def _begin(
+        self, epoch: int, items: Mapping[str, ocp.args.CheckpointArgs], metrics: Mapping[str, Any], notes: RunNotes
+    ) -> bool:
         """Begins a save of these items, by their arguments."""
         args = ocp.args.Composite(**items)
         metadata = {NOTES: notes.to_json()}
         return self._manager.save(epoch, args=args, metrics=metrics or None, force=True, custom_metadata=metadata)
+
+
+def _kinds_of_all(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The kinds of the blobs of all processes, each of which has reported its own.
+
+    InvalidArgumentError: a blob holds arrays of the whole job, and not all processes have it so.
+    """
+    union: dict[str, str] = {}
+    for kinds in reports:
+        for name, kind in kinds.items():
+            before = union.setdefault(name, kind)
+            unlike = before != kind and blob_lib.GLOBAL in (before, kind)
+            if unlike or (kind == blob_lib.GLOBAL and any(name not in other for other in reports)):
+                raise InvalidArgumentError(
+                    f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or is not "
+                    "checkpointed; make it alike on all nodes, or give it names of their own"
+                )
+    return union
 
 
 def lacks_reshard(blob: str, saved_by: int, nodes: int) -> InvalidArgumentError:

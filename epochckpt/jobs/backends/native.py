@@ -25,7 +25,16 @@ from epochckpt.errors import (
     advice_for,
 )
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
+from epochckpt.jobs.backends.base import (
+    BARE,
+    ItemBackend,
+    Names,
+    Prepared,
+    ReadEpoch,
+    Restored,
+    lacks_reshard,
+    resharded,
+)
 from epochckpt.jobs.notes import Form, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
@@ -51,7 +60,7 @@ class _ItemsRequest:
     to_reshard: Mapping[str, Reshard]  # of items whose state one node saved for all
 
 
-class NativeBackend(ItemBackend):
+class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
     """Blobs as items: arrays once, everything else per node."""
 
     handler_calls = frozenset({"set_params", "write", "checkpoint_save"})
@@ -105,16 +114,16 @@ class NativeBackend(ItemBackend):
     def _roll_back(self, epoch: int) -> None:
         self._manager.rollback_to(epoch)
 
-    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[RunNotes, Values]]:
-        return self._manager.restore_newest(self._read, epochs)
+    def _read_newest(self, epochs: Sequence[int]) -> ReadEpoch:
+        return self._manager.restore_newest(self._read, epochs)[1]
 
-    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[RunNotes, Values]:
+    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> ReadEpoch:
         return self._manager.restore_newest(lambda named: self._read(named, only), [epoch])[1]
 
     def _item_names(self, epoch: int) -> Sequence[str]:
         return _blob_items(self._manager.item_kinds(epoch))
 
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[RunNotes, Values]:
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> ReadEpoch:
         notes = self.notes(epoch)
         kinds = self._manager.item_kinds(epoch)
         saved = _SavedItems(
@@ -132,7 +141,7 @@ class NativeBackend(ItemBackend):
             values[blob] = self._as_saved(blob, by_node, form, self._manager.node_names, notes)
         if only is None:
             self._warn_of_numpy(epoch, [item for item in saved.blobs if kinds[item] == "arrays"], saved.blobs)
-        return notes, values
+        return ReadEpoch(epoch=epoch, notes=notes, values=values)
 
     def _request(self, saved: _SavedItems) -> _ItemsRequest:
         """What each item is restored as. A state that one node saved for all is resharded once it is read."""
@@ -214,10 +223,10 @@ class NativeBackend(ItemBackend):
                 problem = f"blob {blobs[item]!r} comes back as NumPy: this job lacks the devices that it was saved on"
                 logging.warning("%s; %s", problem, blob_lib.how_to_place(blobs[item]))
 
-    def prepare(self, epoch: int, names: Names) -> Any:
+    def prepare(self, epoch: int, names: Names) -> Prepared[ocp.args.CheckpointArgs]:
         states = self._states(names)
         several = len(self._manager.node_names) > 1
-        items: dict[str, Any] = {}
+        items: dict[str, ocp.args.CheckpointArgs] = {}
         for blob, item in self._items.items():
             trees = {node: tree for (node, name), tree in states.items() if name == blob}
             stateful = self._kinds[blob] == blob_lib.STATEFUL
@@ -233,7 +242,14 @@ class NativeBackend(ItemBackend):
                 items[item] = ocp.args.StandardSave(next(iter(trees.values())))
         return self._prepared(items, states)
 
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
+    def save(
+        self,
+        epoch: int,
+        prepared: Prepared[ocp.args.CheckpointArgs],
+        metrics: Mapping[str, Any],
+        notes: RunNotes,
+        force: bool,
+    ) -> bool:
         """See CheckpointBackend. The policies do not count epochs after this one: they are not of this run.
 
         Raises:

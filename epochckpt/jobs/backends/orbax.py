@@ -21,7 +21,7 @@ from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
 from epochckpt.format import paths
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.backends.base import BARE, BYTES, ItemBackend, Names, Values
+from epochckpt.jobs.backends.base import BARE, BYTES, ItemBackend, Names, Prepared, ReadEpoch
 from epochckpt.jobs.notes import Form, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
@@ -43,7 +43,7 @@ class _ToSave:
     value: Any  # of the form JSON: this node's value; else what `StandardSave` takes
 
 
-class OrbaxBackend(ItemBackend):
+class OrbaxBackend(ItemBackend[_ToSave]):
     """Stock Orbax's manager."""
 
     asks_jax: ClassVar[bool] = True
@@ -73,11 +73,11 @@ class OrbaxBackend(ItemBackend):
             "stock Orbax cannot do; use epochckpt.CheckpointManager, or delete the later steps"
         )
 
-    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[RunNotes, Values]]:
+    def _read_newest(self, epochs: Sequence[int]) -> ReadEpoch:
         """See ItemBackend. Orbax does not verify: the newest is the newest that it lists."""
-        return epochs[-1], self._read(epochs[-1])
+        return self._read(epochs[-1])
 
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[RunNotes, Values]:
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> ReadEpoch:
         if only is None and (self._manager.directory / str(epoch) / paths.EPOCH_RECORD).exists():
             raise UnsupportedError(
                 f"{self.directory}: checkpoint {epoch} was written by epochckpt.CheckpointManager; resume it with "
@@ -110,9 +110,10 @@ class OrbaxBackend(ItemBackend):
                 f"{self.directory}: {problem} no arrays then without a target, such as those of {', '.join(bare)}; "
                 f"{blob_lib.how_to_place(bare[0])}. Orbax says: {say(error)}"
             ) from error
-        return notes, {
+        values = {
             blob: self._as_saved(blob, {node: got[item]}, forms.get(item), nodes, notes) for item, blob in blobs.items()
         }
+        return ReadEpoch(epoch=epoch, notes=notes, values=values)
 
     def _item_names(self, epoch: int) -> Sequence[str]:
         if forms := self.notes(epoch).forms:
@@ -138,7 +139,7 @@ class OrbaxBackend(ItemBackend):
         (node,) = self._spaces()
         return {item: _form_of(states.get((node, blob))) for blob, item in self._items.items()}
 
-    def prepare(self, epoch: int, names: Names) -> Any:
+    def prepare(self, epoch: int, names: Names) -> Prepared[_ToSave]:
         (node,) = self._spaces()
         states = self._states(names)
         forms = self._forms_of(states)
@@ -152,7 +153,14 @@ class OrbaxBackend(ItemBackend):
             items[item] = _ToSave(form=forms[item], value=value)
         return self._prepared(items, states)
 
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
+    def save(
+        self,
+        epoch: int,
+        prepared: Prepared[_ToSave],
+        metrics: Mapping[str, Any],
+        notes: RunNotes,
+        force: bool,
+    ) -> bool:
         """See CheckpointBackend. Orbax's policies refuse what is older than the newest: so they are not asked.
 
         Raises:
@@ -161,7 +169,7 @@ class OrbaxBackend(ItemBackend):
         if not force and not any(e > epoch for e in self.epochs()) and not self._manager.should_save(epoch):
             return False
         self._settle()
-        items: Mapping[str, _ToSave] = prepared.items
+        items = prepared.items
         forms = {item: one.form for item, one in items.items()}
         mine = {item: one.value for item, one in items.items() if one.form is Form.JSON}
         by_node = self._agree_on_forms(f"blobs of checkpoint {epoch}", lambda: forms, mine)
