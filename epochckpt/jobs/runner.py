@@ -19,13 +19,12 @@ from epochckpt.jobs import backends
 from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
 from epochckpt.jobs.blobs import InitTracer
 from epochckpt.jobs.job import Job, TaskGroup
-from epochckpt.jobs.notes import RunNotes
+from epochckpt.jobs.out_of_band import OutOfBandSave
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
 from epochckpt.jobs.run import RunSettings, TrainingRun
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.run_names import ERROR, IGNORE, WARN
-from epochckpt.jobs.run_saves import NOT_ACCESSIBLE
 from epochckpt.jobs.session import DistributedSession, Session, default_session
 from epochckpt.jobs.workspace import Workspace, never_stop
 from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handlers
@@ -45,7 +44,7 @@ class UploadTaskGroupBuilder(abc.ABC):
         """The task group that uploads an epoch; called on every process when the epoch is committed."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Opened:
     """What a run, or one call of the runner, uses the manager with."""
 
@@ -319,44 +318,18 @@ class JobRunner:
             InvalidArgumentError: there is no checkpoint manager.
         """
         opened = self._open(session)
-        backend = opened.required_backend("save_checkpoints")
-        calls = opened.calls
         handler = opened.handler
-        run = self._run
-        notes = RunNotes()
-
-        def look() -> list[bool]:
-            self._introduce(handler, backend)
-            return [handler.cp_accessible(epoch), epoch in backend.epochs()]
-
+        save = OutOfBandSave(
+            job=self.job,
+            session=session,
+            run=self._run,
+            backend=opened.required_backend("save_checkpoints"),
+            calls=opened.calls,
+            handler=handler,
+            introduce=lambda backend: self._introduce(handler, backend),
+        )
         try:
-            # A run that goes on in this session has its backend and its blobs; any other save has its own.
-            epoch = epoch_number(epoch)
-            if run is not None:
-                notes = run.out_of_band_notes(epoch, session)
-            if run is not None and run.backend is not None and run.names and run.session is session:
-                backend = run.backend
-                names = run.names
-            else:
-                backend.open(session, calls, out_of_band=run is not None and bool(run.names))
-                kept = self.job.nodes_to_checkpoint() or session.nodes
-                names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
-                backend.agree_on_names(names)
-
-            accessible, exists = calls.broadcast("whether storage is there", look)
-            if not accessible:
-                raise SaveError(epoch, NOT_ACCESSIBLE)
-            prepared = backend.prepare(epoch, names)
-            if exists:
-                backend.allow_overwrite(epoch)
-            try:
-                backend.save(epoch, prepared, {}, notes, True)
-                backend.drain()
-            finally:  # also of a save that raised: they are no results of the run
-                for one in backend.outcomes():
-                    handler.saved(one)
-                    if not one.committed:
-                        logging.warning("%s %d could not be saved: %s", self.job.unit, one.epoch, one.detail)
+            save.save(epoch_number(epoch))
         except Exception as error:
             logging.warning("%s %s could not be saved: %s", self.job.unit, epoch, say(error))
         handler.drain()
@@ -379,6 +352,20 @@ class JobRunner:
     def _open(self, session: Session) -> _Opened:
         """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
+        self._check_session(session)
+        self._name_nodes(session, backend)
+        for workspace in session.workspaces().values():
+            tracer = InitTracer(self.job.init_group, workspace)
+            workspace.attach(dataclasses.replace(workspace.hooks, made_by_init=tracer.containers))
+        calls = RunCalls(
+            session.coordinator,
+            session.nodes,
+            self._timeout,
+            option="JobRunner(exchange_timeout_secs=…)",
+        )
+        return _Opened(backend=backend, calls=calls, handler=self._notifier(session, backend))
+
+    def _check_session(self, session: Session) -> None:
         kind = type(session).__name__
         expected = self.job.session_class
         if not isinstance(session, Session):
@@ -386,7 +373,11 @@ class JobRunner:
         if expected is not None and not isinstance(session, expected):
             raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {kind}")
 
-        # In a distributed job every process has its part in a save, if only to say that it has nothing.
+    def _name_nodes(self, session: Session, backend: CheckpointBackend[Any] | None) -> None:
+        """Gives session and manager the nodes of the job.
+
+        In a distributed job every process has its part in a save, if only to say that it has nothing.
+        """
         everywhere = self.job.nodes()
         nodes = session.nodes
         if backend is not None:
@@ -394,21 +385,19 @@ class JobRunner:
             wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
             nodes = backend.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
-        for workspace in session.workspaces().values():
-            tracer = InitTracer(self.job.init_group, workspace)
-            workspace.attach(dataclasses.replace(workspace.hooks, made_by_init=tracer.containers))
 
-        # The metadata handler is the manager's, or this runner's.
-        handler = self._handler
-        handler_calls = frozenset[str]()
-        if backend is not None and backend.handler is not None:
-            handler = backend.handler
-            handler_calls = backend.handler_calls
-        accessible = None if backend is None else backend.accessible
-        notifier = HandlerNotifier(handler, session.coordinator.primary, handler_calls, accessible)
-        option = "JobRunner(exchange_timeout_secs=…)"
-        calls = RunCalls(session.coordinator, session.nodes, self._timeout, option=option)
-        return _Opened(backend, calls, notifier)
+    def _notifier(self, session: Session, backend: CheckpointBackend[Any] | None) -> HandlerNotifier:
+        """What calls the metadata handler, which is the manager's, or else this runner's."""
+        primary = session.coordinator.primary
+        if backend is None:
+            return HandlerNotifier(self._handler, primary, frozenset(), None)
+        own = backend.handler is not None
+        return HandlerNotifier(
+            backend.handler if own else self._handler,
+            primary,
+            backend.handler_calls if own else frozenset(),
+            backend.accessible,
+        )
 
 
 def run(

@@ -74,6 +74,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     functions = [
         "stop_on_the_word_of_one_node",
         "save_beside",
+        "save_without_a_blob_of_one",
         "unsaved_on_one",
         "condition_raises_on_one",
         "stock_with_unlike_blobs",
@@ -97,6 +98,14 @@ def test_a_run_goes_on_beside_what_is_loaded_and_saved_in_another_session(on_two
     """On all processes; see test_beside_a_run."""
     for number, ends in enumerate(on_two):
         assert ends["save_beside"] == [[10 * number + w for w in (0, 1, 2, 3, 4, 5, 1)], 5, []]
+
+
+def test_a_save_in_an_epoch_that_one_process_cannot_make_is_made_by_none(on_two: list[dict[str, Any]]) -> None:
+    """All are told which blob is missing on which node; the run goes on."""
+    for ends in on_two:
+        warned, committed, failed = ends["save_without_a_blob_of_one"]
+        assert any("epoch 2 could not be saved" in line and "node process_1: blob 'w'" in line for line in warned)
+        assert (committed, failed) == (3, [])
 
 
 @pytest.mark.slow

@@ -370,6 +370,30 @@ def save_beside(directory: str) -> list[Any]:
         return [found, runner.result.last_committed_epoch, list(runner.result.failed_saves)]
 
 
+def save_without_a_blob_of_one(directory: str) -> list[Any]:
+    """A save in the middle of an epoch in which one process has no blob to save."""
+
+    def during(ws: ec.Workspace) -> None:
+        if ws.epoch == 2:
+            value = ws["w"]
+            if jax.process_index() == 1:
+                del ws["w"]
+            with heard_warnings() as said:
+                runner.save_checkpoints(2, session)
+            ws["w"] = value
+            warned.extend(said)
+
+    warned: list[str] = []
+    job = ec.Job()
+    job.init(lambda ws: ws.update(w=jax.process_index()))
+    job.epoch(during)
+    ec.epoch_limiter(job, 3)
+    with ec.CheckpointManager(directory) as manager:
+        runner = ec.JobRunner(job, manager)
+        runner.train(session := ec.DistributedSession())
+        return [warned, runner.result.last_committed_epoch, list(runner.result.failed_saves)]
+
+
 def unsaved_on_one(directory: str) -> str:
     """An epoch task makes a blob on one process only, and that is an error."""
     job = ec.Job()

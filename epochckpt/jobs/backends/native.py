@@ -255,23 +255,26 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
         Raises:
             EpochExistsError: the epoch is wanted, and a foreign folder lies in its place.
         """
+        # With a foreign folder in the epoch's place the manager says that nothing is wanted, so its options are asked.
         saves = self._manager.components.saves
-        blocked = saves.blocked(epoch)
-        wanted = saves.is_wanted if blocked else self._manager.should_save
+        foreign = saves.blocked(epoch)
+        wanted = saves.is_wanted if foreign else self._manager.should_save
         if not (force or wanted(epoch, ignore_later=True)):
             return False
-        if blocked:
-            raise EpochExistsError(blocked)
-        items = prepared.items
+        if foreign:
+            raise EpochExistsError(foreign)
+
         notes = notes.with_blobs(prepared.names, prepared.types)
-        try:
-            begun = self._begin(epoch, items, metrics, notes)
-        except EpochExistsError:
-            begun = False
-        if begun or self._manager.processes is None:  # else a task has saved it with the manager itself just now
+        begun = False
+        with contextlib.suppress(EpochExistsError):
+            begun = self._begin(epoch, prepared.items, metrics, notes)
+        read_only = self._manager.processes is None
+        if begun or read_only:
             return begun
+
+        # A task has saved the epoch with the manager itself, after the primary had looked whether the epoch exists.
         self._manager.allow_overwrite(epoch)
-        return self._begin(epoch, items, metrics, notes)
+        return self._begin(epoch, prepared.items, metrics, notes)
 
     def outcomes(self) -> list[SaveResult]:
         return self._manager.pop_save_results()
