@@ -14,7 +14,7 @@ from epochckpt.caffe2.managers import CheckpointManager, Manager, MultiNodeCheck
 from epochckpt.errors import EpochNotFoundError, FencedError, InvalidArgumentError, say
 from epochckpt.jobs import Task, TaskGroup
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import MUST, NEVER, CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored, Resume
 from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
@@ -64,8 +64,8 @@ class Caffe2Backend(CheckpointBackend[None]):
             self._manager.set_params(self._nodes)
         self.handler_nodes = [manager.node_name for manager in self._manager.managers().values()]
 
-    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
-        if resume == NEVER:
+    def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
+        if resume is Resume.NEVER:
             return None
 
         def choose() -> int | None:
@@ -73,7 +73,7 @@ class Caffe2Backend(CheckpointBackend[None]):
             return handler.last_epoch(chosen, must_answer=True)  # the runner's own, which the manager does not know
 
         epoch = self._calls.broadcast("the epoch to resume from", choose)
-        if epoch is None and resume == MUST:
+        if epoch is None and resume is Resume.MUST:
             raise EpochNotFoundError(None, self.directory, [])
         if epoch is None:
             return None

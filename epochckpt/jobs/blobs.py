@@ -8,6 +8,7 @@ the primary's own values, so that it is complete for other readers.
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -30,7 +31,14 @@ from epochckpt.jobs.workspace import Workspace
 
 OWN_SUFFIX = ".own"  # of the item beside an item of arrays
 
-GLOBAL, PER_NODE, STATEFUL = "global", "per_node", "stateful"  # what a blob is, in a job of several nodes
+
+class BlobKind(enum.Enum):
+    """What a blob is, in a job of several nodes. The processes exchange the values."""
+
+    GLOBAL = "global"  # it holds arrays that are spread over processes
+    PER_NODE = "per_node"
+    STATEFUL = "stateful"  # an object with a state
+
 
 _UNUSABLE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -170,8 +178,8 @@ class InitTracer:
         return found
 
 
-def kind_of(node: str, name: str, value: Any) -> str:
-    """What a blob is: global (it holds arrays that are spread over processes), per node, or an object with a state."""
+def kind_of(node: str, name: str, value: Any) -> BlobKind:
+    """What a blob is; InvalidArgumentError: it cannot be checkpointed."""
     where = f"node {node}, blob {name!r}"
     try:
         pairs, _ = tree_lib.flatten(state_of(value))
@@ -194,8 +202,8 @@ def kind_of(node: str, name: str, value: Any) -> str:
                 "with out_shardings, or give it a blob of its own"
             )
     if stateful:
-        return STATEFUL
-    return GLOBAL if spread else PER_NODE
+        return BlobKind.STATEFUL
+    return BlobKind.GLOBAL if spread else BlobKind.PER_NODE
 
 
 def holds_global(value: Any) -> bool:

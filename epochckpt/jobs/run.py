@@ -15,14 +15,14 @@ from absl import logging
 from epochckpt.errors import FencedError, InvalidArgumentError, say
 from epochckpt.jobs import metrics as metric_lib
 from epochckpt.jobs import stop, stop_states
-from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored, Resume
 from epochckpt.jobs.epoch_verdict import EpochReport, EpochReports, EpochVerdict, NoVote, Vote, vote_of
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.notes import EPOCH, RunNotes
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
 from epochckpt.jobs.run_calls import Part, RunCalls
-from epochckpt.jobs.run_names import RunNames
+from epochckpt.jobs.run_names import RunNames, UnsavedBlobs
 from epochckpt.jobs.run_saves import EpochToSave, LastSave, RunSaves, Saved, Unsaved
 from epochckpt.jobs.run_state import (
     AlreadyFinished,
@@ -42,12 +42,12 @@ from epochckpt.manager import HandlerNotifier
 class RunSettings:
     """Arguments of `JobRunner`."""
 
-    resume: str
+    resume: Resume
     include: Sequence[str] | None
     exclude: Sequence[str] | None
     deadline_secs: float | None
     max_consecutive_save_failures: int | None
-    unsaved_blobs: str
+    unsaved_blobs: UnsavedBlobs
     save_every_secs: float
 
 

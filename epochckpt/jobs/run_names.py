@@ -1,6 +1,7 @@
 """Which blobs of a run are checkpointed, and what the user is told about the others."""
 
 import dataclasses
+import enum
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,10 +17,13 @@ from epochckpt.jobs.job import Job
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 
-# What becomes of blobs that are not checkpointed.
-WARN = "warn"
-ERROR = "error"
-IGNORE = "ignore"
+
+class UnsavedBlobs(enum.Enum):
+    """What is done about blobs that are not checkpointed. The values are those of `JobRunner(unsaved_blobs=…)`."""
+
+    WARN = "warn"
+    ERROR = "error"
+    IGNORE = "ignore"
 
 
 class RunNames:
@@ -41,7 +45,7 @@ class RunNames:
         job: Job,
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
-        unsaved_blobs: str,
+        unsaved_blobs: UnsavedBlobs,
         session: Session,
         calls: RunCalls,
         backend: CheckpointBackend[Any] | None,
@@ -211,7 +215,7 @@ class RunNames:
 
     def check_unsaved(self, epoch: int) -> None:
         """Names the blobs that stay from epoch to epoch and are not checkpointed, except those that `exclude` names."""
-        if self._backend is None or self._unsaved_blobs == IGNORE:
+        if self._backend is None or self._unsaved_blobs is UnsavedBlobs.IGNORE:
             return
         listed: list[str] = []
         for node, workspace in self._session.workspaces().items():
@@ -227,7 +231,7 @@ class RunNames:
             "made it, its results differ: make the blobs in init, put them into ws.live, or leave them out with "
             "JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
         )
-        if self._unsaved_blobs == ERROR:
+        if self._unsaved_blobs is UnsavedBlobs.ERROR:
             raise InvalidArgumentError(message)
         logging.warning("%s", message)
 

@@ -3,12 +3,13 @@
 import abc
 import contextlib
 import dataclasses
+import enum
 import inspect
 import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -16,7 +17,7 @@ from absl import logging
 from epochckpt._durations import seconds
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
-from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
+from epochckpt.jobs.backends.base import CheckpointBackend, Resume
 from epochckpt.jobs.blobs import InitTracer
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.out_of_band import OutOfBandSave
@@ -24,15 +25,15 @@ from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
 from epochckpt.jobs.run import RunSettings, TrainingRun
 from epochckpt.jobs.run_calls import RunCalls
-from epochckpt.jobs.run_names import ERROR, IGNORE, WARN
+from epochckpt.jobs.run_names import UnsavedBlobs
 from epochckpt.jobs.session import DistributedSession, Session, default_session
 from epochckpt.jobs.workspace import Workspace, never_stop
 from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handlers
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 
-_RESUME = (AUTO, NEVER, MUST)
-_UNSAVED = (WARN, ERROR, IGNORE)
+E = TypeVar("E", bound=enum.Enum)
+
 _ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
 
 
@@ -121,21 +122,18 @@ class JobRunner:
         resume_from_epoch: int | None = None,
         upload_task_group_builder: UploadTaskGroupBuilder | None = None,
         *,
-        resume: str = AUTO,
+        resume: str = "auto",
         metadata_handler: Any = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         deadline_secs: float | str | None = None,
         max_consecutive_save_failures: int | None = 5,
         raise_if_not_saved: bool = True,
-        unsaved_blobs: str = WARN,
+        unsaved_blobs: str = "warn",
         save_every_secs: float | str | None = None,
         exchange_timeout_secs: float | str = 600.0,
         progress: bool | None = None,
     ):
-        for name, value, choices in (("resume", resume, _RESUME), ("unsaved_blobs", unsaved_blobs, _UNSAVED)):
-            if value not in choices:
-                raise InvalidArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
         limit = max_consecutive_save_failures
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
@@ -151,12 +149,12 @@ class JobRunner:
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
         self._settings = RunSettings(
-            resume=resume,
+            resume=_choice("resume", resume, Resume),
             include=include,
             exclude=exclude,
             deadline_secs=deadline,
             max_consecutive_save_failures=limit,
-            unsaved_blobs=unsaved_blobs,
+            unsaved_blobs=_choice("unsaved_blobs", unsaved_blobs, UnsavedBlobs),
             save_every_secs=save_every,
         )
         self._timeout = seconds("exchange_timeout_secs", exchange_timeout_secs)
@@ -181,8 +179,8 @@ class JobRunner:
             raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(self.job).__name__}")
         if self.resume_from_epoch is not None:
             self.resume_from_epoch = epoch_number(self.resume_from_epoch)
-            if self._settings.resume == NEVER or manager is None:
-                what = "resume='never'" if self._settings.resume == NEVER else "no checkpoint_manager"
+            if self._settings.resume is Resume.NEVER or manager is None:
+                what = "resume='never'" if self._settings.resume is Resume.NEVER else "no checkpoint_manager"
                 raise InvalidArgumentError(f"resume_from_epoch={self.resume_from_epoch} contradicts {what}")
         if builder is not None and not callable(getattr(builder, "build", None)):
             name = type(builder).__name__
@@ -398,6 +396,14 @@ class JobRunner:
             backend.handler_calls if own else frozenset(),
             backend.accessible,
         )
+
+
+def _choice(name: str, value: Any, choices: type[E]) -> E:
+    """The choice that an argument of this name names; InvalidArgumentError: it names none."""
+    known = {choice.value: choice for choice in choices}
+    if not isinstance(value, str) or value not in known:
+        raise InvalidArgumentError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return known[value]
 
 
 def run(

@@ -3,6 +3,7 @@
 import abc
 import base64
 import dataclasses
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,13 +15,21 @@ from epochckpt._renaming import Rename
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
+from epochckpt.jobs.blobs import BlobKind
 from epochckpt.jobs.notes import NOTES, Form, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
-AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from an epoch on storage
+
+class Resume(enum.Enum):
+    """Whether a run goes on from an epoch on storage. The values are those of `JobRunner(resume=…)`."""
+
+    AUTO = "auto"
+    NEVER = "never"
+    MUST = "must"
+
 
 BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
 BYTES = "base64"  # with stock Orbax: key of bytes in JSON
@@ -92,7 +101,7 @@ class CheckpointBackend(abc.ABC, Generic[P]):
         return None
 
     @abc.abstractmethod
-    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+    def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
         """Restores the epoch that a run goes on from into the workspaces; None: from scratch.
 
         The run begins to write: an older one commits nothing from here on. EpochNotFoundError lists the epochs.
@@ -131,7 +140,7 @@ class CheckpointBackend(abc.ABC, Generic[P]):
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """Loads single blobs of an epoch into the workspaces; False if the epoch is not there."""
 
-    def _kinds_of(self, names: Names) -> dict[str, str]:
+    def _kinds_of(self, names: Names) -> dict[str, BlobKind]:
         """The kind of each blob of this process; InvalidArgumentError if one cannot be checkpointed."""
         return {
             name: blob_lib.kind_of(node, name, self._session.workspace(node)[name])
@@ -168,7 +177,7 @@ class ItemBackend(CheckpointBackend[Prepared[Item]]):
 
     def __init__(self, manager: Any):
         super().__init__(manager, str(manager.directory))
-        self._kinds: Mapping[str, str] = {}  # of all nodes' blobs
+        self._kinds: Mapping[str, BlobKind] = {}  # of all nodes' blobs
         self._items: Mapping[str, str] = {}  # by blob
         self._recorder = containers.Recorder()
         # On the primary: the types of blobs of other processes, as `_recorded` gives them.
@@ -194,7 +203,7 @@ class ItemBackend(CheckpointBackend[Prepared[Item]]):
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+    def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
         """See CheckpointBackend. A named epoch is a rollback, durable before anything is trained.
 
         A run that has gone back to it already, and is started again by the same command, goes on from its newest epoch.
@@ -221,21 +230,21 @@ class ItemBackend(CheckpointBackend[Prepared[Item]]):
             said = "the metadata handler answers %d; the run goes back to %d all the same, which was named"
             logging.warning(said, answer, named)
 
-    def _candidates(self, resume: str, handler: HandlerNotifier) -> list[int]:
+    def _candidates(self, resume: Resume, handler: HandlerNotifier) -> list[int]:
         """On the primary: the epochs that a run may go on from by itself, ascending; none: from scratch."""
         directory = self.directory
         epochs = self.epochs()
         if not epochs:
             self._check_free()
-        if resume == NEVER and epochs:
+        if resume is Resume.NEVER and epochs:
             problem = f"resume='never', but {directory} has epochs up to {epochs[-1]}"
             raise InvalidArgumentError(f"{problem}; take another directory, delete them, or resume='auto'")
-        if resume == NEVER:
+        if resume is Resume.NEVER:
             return []
 
         # The handler knows of an epoch that is gone: a mistake in the path would train from scratch for days.
         last = handler.last_epoch()
-        if not epochs and resume == MUST:
+        if not epochs and resume is Resume.MUST:
             raise EpochNotFoundError(None, directory, [])
         if not epochs and last is not None:
             raise EpochNotFoundError(last, f"{directory} (the metadata handler says it was saved there)", [])
@@ -379,14 +388,15 @@ class ItemBackend(CheckpointBackend[Prepared[Item]]):
             kinds = self._kinds_of(names)
             types = dict[str, Any]()
             if not self._calls.primary:
-                per_node = {n: [b for b in blobs if kinds[b] != blob_lib.GLOBAL] for n, blobs in names.items()}
+                per_node = {n: [b for b in blobs if kinds[b] is not BlobKind.GLOBAL] for n, blobs in names.items()}
                 types = {key: one for key, one in self._recorded(self._states(per_node)).items() if one is not None}
-            return {"kinds": kinds, "types": types}
+            return {"kinds": {name: kind.value for name, kind in kinds.items()}, "types": types}
 
         what = "the blobs to checkpoint"
         reports = self._calls.gather(what, report)
         self._types_elsewhere = {name: one for r in reversed(reports) for name, one in r["types"].items()}
-        self._kinds = self._calls.broadcast(what, lambda: _kinds_of_all([report["kinds"] for report in reports]))
+        kinds = self._calls.broadcast(what, lambda: _kinds_of_all([report["kinds"] for report in reports]))
+        self._kinds = {name: BlobKind(kind) for name, kind in kinds.items()}
         self._items = blob_lib.item_names(self._kinds, self.taken_names)
 
     def _states(self, names: Names) -> dict[tuple[str, str], Any]:
@@ -428,7 +438,7 @@ class ItemBackend(CheckpointBackend[Prepared[Item]]):
 
 
 def _kinds_of_all(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The kinds of the blobs of all processes, each of which has reported its own.
+    """The kinds of the blobs of all processes, each of which has reported its own. All are values of `BlobKind`.
 
     InvalidArgumentError: a blob holds arrays of the whole job, and not all processes have it so.
     """
@@ -436,8 +446,8 @@ def _kinds_of_all(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
     for kinds in reports:
         for name, kind in kinds.items():
             before = union.setdefault(name, kind)
-            unlike = before != kind and blob_lib.GLOBAL in (before, kind)
-            if unlike or (kind == blob_lib.GLOBAL and any(name not in other for other in reports)):
+            unlike = before != kind and BlobKind.GLOBAL.value in (before, kind)
+            if unlike or (kind == BlobKind.GLOBAL.value and any(name not in other for other in reports)):
                 raise InvalidArgumentError(
                     f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or is not "
                     "checkpointed; make it alike on all nodes, or give it names of their own"

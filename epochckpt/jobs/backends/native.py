@@ -32,9 +32,11 @@ from epochckpt.jobs.backends.base import (
     Prepared,
     ReadEpoch,
     Restored,
+    Resume,
     lacks_reshard,
     resharded,
 )
+from epochckpt.jobs.blobs import BlobKind
 from epochckpt.jobs.notes import Form, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
@@ -94,7 +96,7 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
     def fenced_off(self) -> str | None:
         return self._manager.fenced_off or None
 
-    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+    def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
         self._manager.claim()
         return super().resume(named, resume, handler)
 
@@ -229,7 +231,7 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
         items: dict[str, ocp.args.CheckpointArgs] = {}
         for blob, item in self._items.items():
             trees = {node: tree for (node, name), tree in states.items() if name == blob}
-            stateful = self._kinds[blob] == blob_lib.STATEFUL
+            stateful = self._kinds[blob] is BlobKind.STATEFUL
             if several and not stateful and any(map(blob_lib.holds_global, trees.values())):  # then one node is here
                 ((node, value),) = trees.items()
                 tree, own = blob_lib.split(value)
