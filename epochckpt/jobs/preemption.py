@@ -73,7 +73,7 @@ class Stopper:
     A `resumable` epoch is left at once. Any other goes on for `deadline_secs` after the notice; None: until it is done.
     """
 
-    def __init__(self, notice: Notice, calls: RunCalls, resumable: bool, deadline_secs: float | None):
+    def __init__(self, *, notice: Notice, calls: RunCalls, resumable: bool, deadline_secs: float | None):
         self._notice = notice
         self._calls = calls
         self._resumable = resumable

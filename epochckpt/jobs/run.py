@@ -282,7 +282,12 @@ class TrainingRun:
         begun = self._progress.begun if self._progress.partial else self._progress.last
         self._progress = dataclasses.replace(self._progress, where=_InEpoch(number), begun=begun)
         steps = range(0) if self.job.unit == EPOCH else range(begun, number)
-        stopper = Stopper(self.notice, self.calls, self.job.resumable, self.settings.deadline_secs)
+        stopper = Stopper(
+            notice=self.notice,
+            calls=self.calls,
+            resumable=self.job.resumable,
+            deadline_secs=self.settings.deadline_secs,
+        )
         for workspace in self.session.workspaces().values():
             workspace.enter_epoch(number, steps)
             workspace.attach(dataclasses.replace(workspace.hooks, should_stop=stopper.of_one_node().should_stop))

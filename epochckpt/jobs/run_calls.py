@@ -115,7 +115,7 @@ class RunCalls:
         return self.meet(what, lambda: Part(kept=None, told=act()), decide).decision
 
     def meet(self, what: str, act: Callable[[], Part[K]], decide: Callable[[list[Any]], T]) -> Met[K, T]:
-        """The same as `collective`, where each process also keeps something of what it has done."""
+        """Makes the same call as `collective`. Each process also gets back the part of its own work that it keeps."""
         coordinator = self._coordinator
         if coordinator.processes == 1:
             mine = act()

@@ -388,13 +388,13 @@ class JobRunner:
         """What calls the metadata handler, which is the manager's, or else this runner's."""
         primary = session.coordinator.primary
         if backend is None:
-            return HandlerNotifier(self._handler, primary, frozenset(), None)
+            return HandlerNotifier(self._handler, active=primary)
         own = backend.handler is not None
         return HandlerNotifier(
             backend.handler if own else self._handler,
-            primary,
-            backend.handler_calls if own else frozenset(),
-            backend.accessible,
+            active=primary,
+            skip=backend.handler_calls if own else (),
+            accessible=backend.accessible,
         )
 
 

@@ -32,13 +32,13 @@ def shown(value: Any) -> str:
 
 
 def check(fits: bool, what: str, expected: str, value: Any) -> None:
-    """InvalidArgumentError, with what was expected, unless the value fits."""
+    """Raises InvalidArgumentError, which tells what was expected and what was found, unless the value fits."""
     if not fits:
         raise InvalidArgumentError(f"{what} must be {expected}, got {shown(value)}")
 
 
 def finite_number(what: str, value: Any) -> float:
-    """A finite number; InvalidArgumentError: it is none."""
+    """The value as a finite float; InvalidArgumentError: it is no finite number."""
     scalar = as_scalar(value)
     found = math.nan if scalar is None or isinstance(scalar, bool) else float(scalar)
     check(math.isfinite(found), what, "a finite number", value)
@@ -46,7 +46,7 @@ def finite_number(what: str, value: Any) -> float:
 
 
 def whole_number(what: str, value: Any, least: int = 1) -> int:
-    """A whole number of at least `least`; InvalidArgumentError: it is none."""
+    """The value as an int; InvalidArgumentError: it is no whole number, or less than `least`."""
     try:
         count = operator.index(value)
     except TypeError:
