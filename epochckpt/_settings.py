@@ -19,7 +19,7 @@ from epochckpt import _text
 from epochckpt._kinds import NONE, Kind, boolean, choice, epoch_number, integer, list_of, matching, secs
 from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, say
-from epochckpt.jobs import Job, JobRunner, stop
+from epochckpt.jobs import Job, JobRunner, stop, stop_text
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.evaluator import follow
 from epochckpt.metadata import AbstractMetadataHandler, JsonMetadataHandler, SqliteMetadataHandler
@@ -62,7 +62,7 @@ _RESUME = Kind(
 def _stop_condition(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError("it is no text; in code, call job.stop_when(condition)")
-    stop.parsed(value)
+    stop_text.parsed(value)
     return value
 
 
@@ -456,7 +456,7 @@ class Settings:
         if self.read_only:
             raise InvalidArgumentError("read_only: a runner saves; open the directory with manager(), or follow() it")
         if self.stop_when is not None:
-            condition = stop.parsed(self.stop_when)
+            condition = stop_text.parsed(self.stop_when)
             if repr(condition) not in map(repr, job.stop_conditions):  # a second runner of the job adds none
                 job.stop_when(condition)
         arguments = self._options_of(RUNNER)

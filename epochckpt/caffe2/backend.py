@@ -14,7 +14,7 @@ from epochckpt.caffe2.managers import CheckpointManager, Manager, MultiNodeCheck
 from epochckpt.errors import EpochNotFoundError, FencedError, InvalidArgumentError, say
 from epochckpt.jobs import Task, TaskGroup
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import MUST, NEVER, CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored, Resume
 from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
@@ -33,7 +33,7 @@ class _Report:
     stats: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)  # see `Caffe2Backend._stats`
 
 
-class Caffe2Backend(CheckpointBackend):
+class Caffe2Backend(CheckpointBackend[None]):
     """Caffe2's verbs."""
 
     per_node: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class Caffe2Backend(CheckpointBackend):
         self._wanted: list[str] = []
         self._nodes: list[str] = []  # those that the manager saves: of the job, or with one of one node of this process
         self._knows_blobs = False  # the manager does, of every node
-        self._fenced = ""
+        self._fenced: str | None = None
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         if not self._manager.several and session.coordinator.processes == 1:
@@ -64,8 +64,8 @@ class Caffe2Backend(CheckpointBackend):
             self._manager.set_params(self._nodes)
         self.handler_nodes = [manager.node_name for manager in self._manager.managers().values()]
 
-    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
-        if resume == NEVER:
+    def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
+        if resume is Resume.NEVER:
             return None
 
         def choose() -> int | None:
@@ -73,7 +73,7 @@ class Caffe2Backend(CheckpointBackend):
             return handler.last_epoch(chosen, must_answer=True)  # the runner's own, which the manager does not know
 
         epoch = self._calls.broadcast("the epoch to resume from", choose)
-        if epoch is None and resume == MUST:
+        if epoch is None and resume is Resume.MUST:
             raise EpochNotFoundError(None, self.directory, [])
         if epoch is None:
             return None
@@ -82,7 +82,12 @@ class Caffe2Backend(CheckpointBackend):
         self._knows_blobs = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
         self._report("checkpoint_load", self._calls.collective(f"stats of the load of {epoch}", self._stats, list))
-        return Restored(epoch, RunNotes.read(self._manager.read_notes(epoch)), names, named=named is not None)
+        return Restored(
+            epoch=epoch,
+            notes=RunNotes.read(self._manager.read_notes(epoch)),
+            names=names,
+            named=named is not None,
+        )
 
     def _managers(self) -> Mapping[str, CheckpointManager]:
         """The managers of the nodes of this process."""
@@ -113,7 +118,10 @@ class Caffe2Backend(CheckpointBackend):
         if not self._knows_blobs:
             self._run(lambda: self._manager.init(self._nodes))
 
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
+    def prepare(self, epoch: int, names: Names) -> None:
+        """See CheckpointBackend. The managers look at the blobs themselves, when they save."""
+
+    def save(self, epoch: int, prepared: None, metrics: Mapping[str, Any], notes: RunNotes, force: bool) -> bool:
         """See CheckpointBackend. An error becomes an outcome on all processes, and training goes on."""
         self._manager.notes = notes.to_json()
         began = time.monotonic()
@@ -121,13 +129,22 @@ class Caffe2Backend(CheckpointBackend):
         told = self._calls.collective(f"save of checkpoint {epoch}", lambda: dataclasses.asdict(mine), list)
         reports = [_Report(**one) for one in told]
         problem = next((report.error for report in reports if report.error), "")
-        self._fenced = next((report.fenced for report in reports if report.fenced), "")
+        self._fenced = next((report.fenced for report in reports if report.fenced), None)
         if not problem:
             _threads.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
             self._report("checkpoint_save", [report.stats for report in reports])
         by_node = {node: secs for report in reports for node, (_, secs) in report.stats.items()}
         secs = time.monotonic() - began
-        self._ended.append(SaveResult(epoch, not problem, problem, secs, secs, by_node))
+        self._ended.append(
+            SaveResult(
+                epoch=epoch,
+                committed=not problem,
+                detail=problem,
+                blocked_secs=secs,
+                secs=secs,
+                nodes=by_node,
+            )
+        )
         return True
 
     def _save_here(self, epoch: int) -> "_Report":
@@ -148,7 +165,7 @@ class Caffe2Backend(CheckpointBackend):
         by_name = dict(each for one in stats for each in one.values())
         _threads.logged("the metadata handler's report", lambda: self._manager.report(action, by_name))
 
-    def fenced_off(self) -> str:
+    def fenced_off(self) -> str | None:
         return self._fenced
 
     def allow_overwrite(self, epoch: int) -> None:

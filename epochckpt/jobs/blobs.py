@@ -7,6 +7,8 @@ the primary's own values, so that it is complete for other readers.
 """
 
 import contextlib
+import dataclasses
+import enum
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,7 +31,14 @@ from epochckpt.jobs.workspace import Workspace
 
 OWN_SUFFIX = ".own"  # of the item beside an item of arrays
 
-GLOBAL, PER_NODE, STATEFUL = "global", "per_node", "stateful"  # what a blob is, in a job of several nodes
+
+class BlobKind(enum.Enum):
+    """What a blob is, in a job of several nodes. The processes exchange the values."""
+
+    GLOBAL = "global"  # it holds arrays that are spread over processes
+    PER_NODE = "per_node"
+    STATEFUL = "stateful"  # an object with a state
+
 
 _UNUSABLE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -125,40 +134,52 @@ def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str,
     return value
 
 
-def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:
-    """A function that gives the containers that `init_group` makes, without computing: for types that no epoch holds.
+@dataclasses.dataclass(frozen=True)
+class _Untraceable:
+    """Init cannot be run abstractly."""
 
-    At its first call it runs the tasks under `jax.eval_shape`, on a copy of the workspace. It raises
-    InvalidArgumentError, with the reason, if init cannot be traced.
+    why: str
+
+
+class InitTracer:
+    """Finds the containers that init makes of a node's blobs, without computing: for types that no epoch holds.
+
+    The first question runs the tasks of init under `jax.eval_shape`, on a copy of the workspace.
     """
-    recorded: dict[str, containers.Container | None] = {}
 
-    def run() -> None:
-        scratch = workspace.scratch()
-        for task in group.tasks():
-            if task.node in (None, workspace.node):
-                task.fn(scratch)
-        recorded.update({name: containers.of(state_of(value)) for name, value in scratch.items()})
+    def __init__(self, group: TaskGroup, workspace: Workspace):
+        self._group = group
+        self._workspace = workspace
 
-    @functools.cache
-    def trace() -> str:
+    def containers(self) -> Mapping[str, containers.Container | None]:
+        """The containers by blob; None for dicts and lists alone. InvalidArgumentError: init cannot be traced."""
+        if isinstance(self._traced, _Untraceable):
+            raise InvalidArgumentError(self._traced.why)
+        return self._traced
+
+    @functools.cached_property
+    def _traced(self) -> "Mapping[str, containers.Container | None] | _Untraceable":
+        workspace = self._workspace
         logging.info("node %s: init is run abstractly (jax.eval_shape), for the types of its blobs", workspace.node)
+        scratch = workspace.scratch()
+        found: dict[str, containers.Container | None] = {}
+
+        def trace() -> None:  # which gives no arrays: eval_shape would refuse the containers
+            for task in self._group.tasks():
+                if task.node in (None, workspace.node):
+                    task.fn(scratch)
+            found.update({name: containers.of(state_of(value)) for name, value in scratch.items()})
+
         try:
-            jax.eval_shape(run)
+            jax.eval_shape(trace)
         except Exception as error:  # init may do anything, and was written to run on real values
-            return f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
-        return ""
-
-    def made_by_init() -> Mapping[str, containers.Container | None]:
-        if problem := trace():
-            raise InvalidArgumentError(problem)
-        return recorded
-
-    return made_by_init
+            problem = f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
+            return _Untraceable(problem)
+        return found
 
 
-def kind_of(node: str, name: str, value: Any) -> str:
-    """What a blob is: global (it holds arrays that are spread over processes), per node, or an object with a state."""
+def kind_of(node: str, name: str, value: Any) -> BlobKind:
+    """What a blob is; InvalidArgumentError: it cannot be checkpointed."""
     where = f"node {node}, blob {name!r}"
     try:
         pairs, _ = tree_lib.flatten(state_of(value))
@@ -181,8 +202,8 @@ def kind_of(node: str, name: str, value: Any) -> str:
                 "with out_shardings, or give it a blob of its own"
             )
     if stateful:
-        return STATEFUL
-    return GLOBAL if spread else PER_NODE
+        return BlobKind.STATEFUL
+    return BlobKind.GLOBAL if spread else BlobKind.PER_NODE
 
 
 def holds_global(value: Any) -> bool:

@@ -26,7 +26,7 @@ _LEAF = jax.tree.structure(0)
 _FORM = "the record of a blob's types has an unexpected form"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Container:
     """A container, and those in it. `from_json` fills `inner` when it has made the container; nothing else does."""
 
@@ -66,12 +66,12 @@ def of(tree: Any) -> Container | None:
     inner = {number: nested for number, child in enumerate(children) if (nested := of(child)) is not None}
     hollow = len(inner) == len(children) and all(child.hollow for child in inner.values())
     if cls not in (dict, list, tuple):
-        return Container(cls, static, keys, inner, hollow)
+        return Container(cls=cls, static=static, keys=keys, inner=inner, hollow=hollow)
     kept = [n for n, (kind, key) in enumerate(keys) if n in inner or (kind == "k" and type(key) is not str)]
     if cls is not tuple and not kept:
         return None
     inner = {place: inner[n] for place, n in enumerate(kept) if n in inner}
-    return Container(cls, None, tuple(keys[n] for n in kept), inner, hollow)
+    return Container(cls=cls, keys=tuple(keys[n] for n in kept), inner=inner, hollow=hollow)
 
 
 def _flatten_one(tree: Any) -> tuple[tree_lib.KeyPath, list[Any], Any]:
@@ -204,7 +204,7 @@ def _type(row: Any) -> Container:
     if lost:
         raise InvalidArgumentError(str(lost))
     keys = tuple(tree_lib.path_from_json(_FORM, [key])[0] for key in keys)
-    return Container(_find(module, name), _static_from_json(static), keys, hollow=bool(hollow))
+    return Container(cls=_find(module, name), static=_static_from_json(static), keys=keys, hollow=bool(hollow))
 
 
 def _find(module: str, name: str) -> type:

@@ -7,35 +7,92 @@ from typing import Any
 from epochckpt import _text
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.jobs import stop
-from epochckpt.jobs.job import ComputedCondition
+from epochckpt.jobs.job_conditions import ComputedCondition
+
+
+@dataclasses.dataclass(frozen=True)
+class NoVote:
+    """The process has none of the values that the stop condition reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class No:
+    """The stop condition is false."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Yes:
+    """The stop condition is true."""
+
+    reason: str
+
+
+Vote = NoVote | No | Yes
+"""The answer of one process to a stop condition after an epoch."""
+
+
+def _vote_to_json(vote: Vote) -> Any:
+    match vote:
+        case NoVote():
+            return None
+        case No():
+            return False
+        case Yes(reason=reason):
+            return {"reason": reason}
+
+
+def _vote_from_json(data: Any) -> Vote:
+    """The inverse of `_vote_to_json`."""
+    if data is None:
+        return NoVote()
+    return Yes(**data) if data else No()
+
+
+def vote_of(condition: stop.Condition, true: bool, ctx: stop.Context) -> Vote:
+    """The vote of this process on a condition whose answer after the epoch was `true`.
+
+    A preempted run ends without a vote, and has not finished. So a condition that holds for no other reason votes no.
+    """
+    if isinstance(condition, ComputedCondition) and not condition.values(ctx.workspace):
+        return NoVote()
+    if not true or stop.holds_by_preemption(condition, ctx):
+        return No()
+    return Yes(stop.why(condition, ctx))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochReport:
     """The report of one process after it has trained an epoch."""
 
-    reasons: Sequence[str | None]  # see `reason_of`, by stop condition; empty if the epoch was left in the middle
+    votes: Sequence[Vote]  # by stop condition; empty if the epoch was left in the middle
+    preempted: bool  # the preemption notice has reached it
     interrupted: bool  # it left the epoch in the middle
-    problem: str  # why it cannot save its part; empty if it can
-    fenced_off: str  # how it learned that a newer run owns the directory; empty if none does
+    problem: str | None  # why it cannot save its part; None if it can
+    fenced_off: str | None  # how it learned that a newer run owns the directory; None if none does
     first: bool  # it has trained the first epoch of the run to its end
     blobs: Sequence[str]  # the names of its blobs, where the decision needs them
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name; `EpochReport(**fields)` is the way back."""
-        return dataclasses.asdict(self)
+        """The fields by name."""
+        return {**dataclasses.asdict(self), "votes": [_vote_to_json(vote) for vote in self.votes]}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "EpochReport":
+        """The inverse of `to_json`."""
+        votes = [_vote_from_json(vote) for vote in fields["votes"]]
+        return cls(**{**fields, "votes": votes})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochVerdict:
     """What the primary has decided at the end of an epoch; the same on all processes."""
 
-    stop: Mapping[str, str]  # why the run ends, by the stop condition's `repr`
+    stop: Mapping[str, str]  # why the run has finished, by the stop condition's `repr`; empty if it has not
     interrupted: bool  # a process left the epoch in the middle
     save: bool  # the epoch is saved now
     retry: bool  # if this is the last epoch and is not saved, it is tried once more at the end of the run
     exists: bool  # the epoch is on storage and is to be replaced
-    fenced_off: str  # how a process learned that a newer run owns the directory; empty if none does
+    fenced_off: str | None  # how a process learned that a newer run owns the directory; None if none does
     results: Sequence[Mapping[str, Any]]  # of saves that have ended, as JSON
 
     def to_json(self) -> dict[str, Any]:
@@ -47,7 +104,12 @@ class EpochReports:
     """The reports of all processes, by process."""
 
     def __init__(self, told: Sequence[Mapping[str, Any]]):
-        self._reports = [EpochReport(**one) for one in told]
+        self._reports = [EpochReport.from_json(one) for one in told]
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the preemption notice has reached a process."""
+        return any(report.preempted for report in self._reports)
 
     @property
     def interrupted(self) -> bool:
@@ -60,14 +122,14 @@ class EpochReports:
         return all(report.first for report in self._reports)
 
     @property
-    def problem(self) -> str:
-        """Why a process cannot save its part; empty if all can."""
-        return next((report.problem for report in self._reports if report.problem), "")
+    def problem(self) -> str | None:
+        """Why a process cannot save its part; None if all can."""
+        return next((report.problem for report in self._reports if report.problem is not None), None)
 
     @property
-    def fenced_off(self) -> str:
-        """How a process learned that a newer run owns the directory; empty if none does."""
-        return next((report.fenced_off for report in self._reports if report.fenced_off), "")
+    def fenced_off(self) -> str | None:
+        """How a process learned that a newer run owns the directory; None if none does."""
+        return next((report.fenced_off for report in self._reports if report.fenced_off is not None), None)
 
     @property
     def blobs(self) -> list[str]:
@@ -75,23 +137,16 @@ class EpochReports:
         return sorted({name for report in self._reports for name in report.blobs})
 
     def stops(self, conditions: Sequence[stop.Condition]) -> dict[str, str]:
-        """Why the run ends, by the condition's `repr`: one is true if it is on any process that has a vote.
+        """Why the run has finished, by the condition's `repr`: one is true if it is on any process that has a vote.
 
         InvalidArgumentError: no process has a vote on a condition.
         """
         stops: dict[str, str] = {}
-        voters = [report.reasons for report in self._reports if report.reasons]
+        voters = [report.votes for report in self._reports if report.votes]
         for condition, votes in zip(conditions, zip(*voters, strict=True), strict=False):
-            if isinstance(condition, ComputedCondition) and all(vote is None for vote in votes):
+            if isinstance(condition, ComputedCondition) and all(isinstance(vote, NoVote) for vote in votes):
                 near = f"; {_text.near(condition.blob, self.blobs)}" if condition.blob else ""
                 raise InvalidArgumentError(f"stop condition {condition!r}: {condition.missing}{near}")
-            if any(votes):
-                stops[repr(condition)] = next(filter(None, votes))
+            if (yes := next((vote for vote in votes if isinstance(vote, Yes)), None)) is not None:
+                stops[repr(condition)] = yes.reason
         return stops
-
-
-def reason_of(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | None:
-    """Why a condition is true after an epoch; "" if it is not; None if this process has no vote on it."""
-    if isinstance(condition, ComputedCondition) and not condition.values(ctx.workspace):
-        return None
-    return stop.why(condition, ctx) if true else ""

@@ -13,7 +13,8 @@ from absl import logging
 from epochckpt import _text
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
-from epochckpt.jobs import stop
+from epochckpt.jobs import stop, stop_states
+from epochckpt.jobs.job_conditions import ComputedCondition, StopConditions, blob_condition
 from epochckpt.jobs.notes import EPOCH, STEP
 from epochckpt.jobs.workspace import Workspace
 
@@ -85,7 +86,7 @@ class TaskOutput:
     def __init__(self, task: Task, blob: str | None):
         self.task = task
         self.blob = blob
-        self.by_node: dict[str, Any] = {}  # the values of the last run, on the nodes of this process
+        self._by_node: dict[str, Any] = {}  # the values of the last run, on the nodes of this process
 
     def fetch(self, node: str | None = None) -> Any:
         """The value after the last run, on the named node or the only one on which the task ran.
@@ -93,16 +94,24 @@ class TaskOutput:
         Raises:
             InvalidArgumentError: the task has not run here, or it has run on several nodes and none is named.
         """
-        if node is None and len(self.by_node) == 1:
-            return next(iter(self.by_node.values()))
-        if node not in self.by_node:
-            ran = ", ".join(self.by_node) or "none"
+        if node is None and len(self._by_node) == 1:
+            return next(iter(self._by_node.values()))
+        if node not in self._by_node:
+            ran = ", ".join(self._by_node) or "none"
             raise InvalidArgumentError(f"{self}: say which node's value; it has run on: {ran}")
-        return self.by_node[node]
+        return self._by_node[node]
 
     def values(self) -> list[Any]:
         """The values of all nodes of this process on which the task has run."""
-        return list(self.by_node.values())
+        return list(self._by_node.values())
+
+    def give(self, node: str, value: Any) -> None:
+        """The task has run on this node, and has given this value."""
+        self._by_node[node] = value
+
+    def clear(self) -> None:
+        """Forgets the values of the last run."""
+        self._by_node.clear()
 
     def __repr__(self) -> str:
         return f"output {self.blob or 'value'!r} of {self.task}"
@@ -145,10 +154,19 @@ class Task:
         self.node = None if node is None else paths.check_node_name(node)
         blobs: Sequence[str | None] = [outputs] if isinstance(outputs, str) else (outputs or [None])
         self._outputs = [TaskOutput(self, blob) for blob in blobs]
-        self.group: TaskGroup | None = None
+        self._group: TaskGroup | None = None
         group = group if group is not None else TaskGroup.context_variable.get()
         if group is not None:
             group.add(self)
+
+    @property
+    def group(self) -> TaskGroup | None:
+        """The group that it has joined, if any."""
+        return self._group
+
+    def join(self, group: TaskGroup) -> None:
+        """Called by the group: the task belongs to it from here on, and to no other one."""
+        self._group = group
 
     def outputs(self) -> list[TaskOutput]:
         """Its outputs; `fetch()` gives their values after a run."""
@@ -161,7 +179,7 @@ class Task:
             if output.blob is not None and output.blob not in workspace:
                 problem = f"{self} was to give blob {output.blob!r}, which does not exist after it"
                 raise InvalidArgumentError(f"{problem}; {_text.near(output.blob, workspace)}")
-            output.by_node[workspace.node] = returned if output.blob is None else workspace[output.blob]
+            output.give(workspace.node, returned if output.blob is None else workspace[output.blob])
         return returned
 
     def __repr__(self) -> str:
@@ -189,7 +207,7 @@ class TaskGroup(_Scope):
             raise InvalidArgumentError(f"{self} takes tasks, got {type(task).__name__}; wrap a function: Task(fn)")
         if task.group is not None:
             raise InvalidArgumentError(f"{task} is in {task.group} already")
-        task.group = self
+        task.join(self)
         self._tasks.append(task)
         return task
 
@@ -198,10 +216,8 @@ class TaskGroup(_Scope):
         for i, older in enumerate(self._tasks):
             if _is_defined_again(older.fn, fn):
                 logging.info("%s: %s was defined again; the newer function takes its place", self, older)
-                with TaskGroup():
-                    task = Task(fn, node=older.node)
-                task.group = self
-                self._tasks[i] = task
+                self._tasks[i] = Task(fn, group=TaskGroup(self.name), node=older.node)
+                self._tasks[i].join(self)
                 return
         Task(fn, group=self)
 
@@ -218,71 +234,6 @@ class TaskGroup(_Scope):
 
     def __repr__(self) -> str:
         return f"group {self.name!r}"
-
-
-class ComputedCondition(stop.Condition):
-    """A stop condition on values that the tasks of the epoch compute: true if a value is true on any node.
-
-    `values` gives the booleans on the nodes of this process, from the session's workspace; a process without one has no
-    vote. `missing` says what is wrong if no process has one. `blob` is the blob that the condition reads, or empty.
-    """
-
-    def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str, blob: str = ""):
-        self._repr = name
-        self.values = values
-        self.missing = missing
-        self.blob = blob
-
-    def __call__(self, ctx: stop.Context) -> bool:
-        """Whether one is true after this epoch."""
-        answers = [stop.checked(self, value, ctx) for value in self.values(ctx.workspace)]
-        return any(answers)
-
-    def holds(self, ctx: stop.Context) -> bool:
-        """False: not known before the tasks have run."""
-        return False
-
-
-class StopConditions(MutableSequence[stop.Condition]):
-    """The stop conditions of a job: a list, in which everything that `Job.add_stop_condition` takes may be put."""
-
-    def __init__(self, as_condition: Callable[[Any], stop.Condition]):
-        self._as_condition = as_condition
-        self._conditions: list[stop.Condition] = []
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._conditions[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if isinstance(index, slice):
-            self._conditions[index] = [self._as_condition(one) for one in value]
-        else:
-            self._conditions[index] = self._as_condition(value)
-
-    def __delitem__(self, index: Any) -> None:
-        del self._conditions[index]
-
-    def __len__(self) -> int:
-        return len(self._conditions)
-
-    def insert(self, index: int, value: Any) -> None:
-        """See `list.insert`."""
-        self._conditions.insert(index, self._as_condition(value))
-
-    def __repr__(self) -> str:
-        return repr(self._conditions)
-
-
-def _blob_condition(name: str, node: str | None) -> ComputedCondition:
-    """A stop condition on a blob of all nodes that have it, or on one node's: `node`, or a name `node/blob`."""
-
-    def values(root: Workspace) -> list[Any]:
-        spaces = [ws for ws in root.children.values() or [root] if node in (None, ws.node)]
-        names = [(ws, name if name in ws else name.removeprefix(f"{ws.node}/")) for ws in spaces]
-        return [ws[blob] for ws, blob in names if blob in ws]
-
-    of_node = f" of node {node}" if node else ""
-    return ComputedCondition(f"blob {name!r}{of_node}", values, "no node has it after the epoch", name)
 
 
 class Job(_Scope):
@@ -394,8 +345,8 @@ class Job(_Scope):
         """Forgets what tasks gave and conditions counted in an earlier run of this job; every run begins with it."""
         for task in self._tasks():
             for output in task.outputs():
-                output.by_node.clear()
-        stop.load_states(self._conditions, None)
+                output.clear()
+        stop_states.load_states(self._conditions, None)
 
     def compile(self, session_class: type) -> None:
         """Fixes the nodes to checkpoint, and the kind of session that the job is to run in."""
@@ -420,7 +371,7 @@ class Job(_Scope):
                 raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass one of them")
             (output,) = output.outputs()
         if isinstance(output, str):
-            condition = _blob_condition(output, Node.current())
+            condition = blob_condition(output, Node.current())
         elif isinstance(output, TaskOutput):
             missing = "the task has run on no node; is it in the epoch group?"
             condition = ComputedCondition(repr(output), lambda _: output.values(), missing)

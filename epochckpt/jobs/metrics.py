@@ -8,8 +8,8 @@ import numpy as np
 from absl import logging
 
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.jobs import stop
 from epochckpt.jobs.job import Task, TaskGroup
+from epochckpt.jobs.stop_values import as_scalar
 
 
 def merge(returned: Iterable[Any]) -> dict[str, bool | int | float]:
@@ -20,7 +20,7 @@ def merge(returned: Iterable[Any]) -> dict[str, bool | int | float]:
             raise InvalidArgumentError(f"the names of metrics are strings, got {name!r}")
         if name in merged:
             raise InvalidArgumentError(f"two tasks returned a metric {name!r}; rename one")
-        scalar = stop.as_scalar(value)
+        scalar = as_scalar(value)
         if scalar is None:
             described = f"{type(value).__name__}{f' of shape {value.shape}' if hasattr(value, 'shape') else ''}"
             described += " that is too large for a float" if isinstance(value, int) else ""

@@ -1,6 +1,7 @@
 """What the runner notes in each epoch, beside the blobs: how a run goes on from it, and how its blobs are stored."""
 
 import dataclasses
+import enum
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,14 @@ STEP = "step"
 
 _SHOWN = ("finished", "partial", "beside", "total_secs", "stop", "blobs")
 _INTERNAL = ("version", "nodes", "metrics", "forms", "kinds", "types", "unit", "begun")
+
+
+class Form(enum.Enum):
+    """How stock Orbax saves a blob, whose items do not tell. The values are in the notes."""
+
+    JSON = "json"  # a value for each node
+    BARE = "bare"  # a tree of one array, which is the blob by itself
+    ARRAYS = "arrays"  # the blob's tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +71,9 @@ class RunNotes:
         """With the blobs' names by item, and their containers."""
         return self._with(blobs=names, types=types)
 
-    def with_forms(self, forms: Mapping[str, str | None]) -> "RunNotes":
+    def with_forms(self, forms: Mapping[str, Form]) -> "RunNotes":
         """With the form of each item, for managers whose items do not tell."""
-        return self._with(forms=forms)
+        return self._with(forms={item: form.value for item, form in forms.items()})
 
     def as_out_of_band(self) -> "RunNotes":
         """Of an epoch that `save_checkpoints` saves during a run, which has not come to this epoch yet."""
@@ -135,7 +144,7 @@ class RunNotes:
 
     @property
     def stop_states(self) -> Any:
-        """The states of stop conditions, by their names, as stored; `stop.load_states` checks them."""
+        """The states of stop conditions, by their names, as stored; `stop_states.load_states` checks them."""
         return self.entries.get("stop")
 
     @property
@@ -163,9 +172,10 @@ class RunNotes:
         return self._mapping("blobs")
 
     @property
-    def forms(self) -> Mapping[str, str | None]:
-        """See `with_forms`."""
-        return self._mapping("forms")
+    def forms(self) -> Mapping[str, Form | None]:
+        """See `with_forms`; None for a form of a later epochckpt."""
+        known = {form.value: form for form in Form}
+        return {item: known.get(str(form)) for item, form in self._mapping("forms").items()}
 
     @property
     def types(self) -> Mapping[str, Any]:

@@ -23,12 +23,20 @@ from epochckpt.jobs.run_calls import RunCalls
 
 
 class Notice:
-    """Whether the run is to stop for preemption: SIGTERM sets `heard`, or `ask_jax` says so; it stays set."""
-
-    heard = False
+    """Whether the run is to stop for preemption: somebody calls `hear`, or `ask_jax` says so; it stays so."""
 
     def __init__(self, ask_jax: Callable[[], bool] | None = None):
         self._ask_jax = ask_jax
+        self._heard = False
+
+    @property
+    def heard(self) -> bool:
+        """Whether the notice has come, as far as this process has asked."""
+        return self._heard
+
+    def hear(self) -> None:
+        """The notice has come. A signal handler may call this."""
+        self._heard = True
 
     def ask(self, epoch: int) -> bool:
         """At an epoch's end, on every process: whether the notice has reached all of them."""
@@ -38,7 +46,7 @@ class Notice:
     def poll(self) -> bool:
         """The same, inside an epoch."""
         if self._ask_jax is not None and self._ask_jax():
-            self.heard = True
+            self.hear()
         return self.heard
 
 
@@ -53,7 +61,8 @@ class StepNotice(Notice):
 
     def ask(self, epoch: int) -> bool:
         for number in range(self._asked + 1, max(epoch, self._asked + 1) + 1):
-            self.heard = bool(ocp.utils.reached_preemption(number)) or self.heard
+            if ocp.utils.reached_preemption(number):
+                self.hear()
             self._asked = number
         return self.heard
 
@@ -64,31 +73,35 @@ class Stopper:
     A `resumable` epoch is left at once. Any other goes on for `deadline_secs` after the notice; None: until it is done.
     """
 
-    def __init__(self, notice: Notice, calls: RunCalls, resumable: bool, deadline_secs: float | None):
+    def __init__(self, *, notice: Notice, calls: RunCalls, resumable: bool, deadline_secs: float | None):
         self._notice = notice
         self._calls = calls
         self._resumable = resumable
         self._deadline_secs = deadline_secs
         self._noticed: float | None = None
         self._refusals = 0
-        self.stopped = False  # the answer was True
+        self._stopped = False
 
-    def of_one_node(self) -> Callable[[], bool]:
-        """Answers the questions of one node of this process; every node asks equally often.
+    @property
+    def stopped(self) -> bool:
+        """Whether an answer was True: this process leaves the epoch in the middle."""
+        return self._stopped
 
-        Nodes of one process run in turn. The n-th question of every node has the answer that the first
-        node got: else some nodes would leave an epoch that other nodes have finished.
+    def of_one_node(self) -> "NodeStopper":
+        """Answers the questions of one node of this process."""
+        return NodeStopper(self)
+
+    def answer(self, number: int) -> bool:
+        """The answer to the question of this number of a node, from 0.
+
+        Nodes of one process run in turn, and ask equally often. The n-th question of every node has the answer that
+        the first node got: else some nodes would leave an epoch that other nodes have finished.
         """
-        questions = itertools.count()
-
-        def ask() -> bool:
-            if next(questions) < self._refusals:
-                return False
-            self.stopped = self.stopped or (self._notice.poll() and self._is_over())
-            self._refusals += not self.stopped
-            return self.stopped
-
-        return ask
+        if number < self._refusals:
+            return False
+        self._stopped = self._stopped or (self._notice.poll() and self._is_over())
+        self._refusals += not self._stopped
+        return self._stopped
 
     def _is_over(self) -> bool:
         """After the notice: whether the time to finish the epoch is over."""
@@ -99,6 +112,18 @@ class Stopper:
             return self._resumable
         end = self._noticed + self._deadline_secs
         return self._calls.broadcast("time left to finish the epoch", lambda: time.monotonic() >= end)
+
+
+class NodeStopper:
+    """Counts the questions of one node in one epoch, for the `Stopper` of the epoch."""
+
+    def __init__(self, stopper: Stopper):
+        self._stopper = stopper
+        self._numbers = itertools.count()
+
+    def should_stop(self) -> bool:
+        """The answer to the node's next question."""
+        return self._stopper.answer(next(self._numbers))
 
 
 @contextlib.contextmanager
@@ -129,7 +154,7 @@ def _on_sigterm(notice: Notice) -> Generator[None]:
         if notice.heard:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        notice.heard = True  # no logging here: a lock may be held
+        notice.hear()  # no logging here: a lock may be held
 
     before = signal.signal(signal.SIGTERM, hear)
     try:

@@ -8,41 +8,46 @@ ended. So stop, preemption and the results of saves are common to all processes.
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 
 from epochckpt.errors import FencedError, InvalidArgumentError, say
 from epochckpt.jobs import metrics as metric_lib
-from epochckpt.jobs import stop
-from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
-from epochckpt.jobs.epoch_verdict import EpochReport, EpochReports, EpochVerdict, reason_of
+from epochckpt.jobs import stop, stop_states
+from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored, Resume
+from epochckpt.jobs.epoch_verdict import EpochReport, EpochReports, EpochVerdict, NoVote, Vote, vote_of
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.notes import EPOCH, RunNotes
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
-from epochckpt.jobs.run_calls import RunCalls
-from epochckpt.jobs.run_names import RunNames
-from epochckpt.jobs.run_saves import EpochToSave, RunSaves
+from epochckpt.jobs.run_calls import Part, RunCalls
+from epochckpt.jobs.run_names import RunNames, UnsavedBlobs
+from epochckpt.jobs.run_saves import EpochToSave, LastSave, RunSaves, Saved, Unsaved
+from epochckpt.jobs.run_state import (
+    AlreadyFinished,
+    Ended,
+    FencedOff,
+    Finished,
+    Preempted,
+    Running,
+    RunState,
+    TooManyFailures,
+)
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier
-
-PREEMPTED = "preempted"
-FINISHED = "was finished already"
-FENCED_OFF = "fenced off"
-UNSAVED = "too many saves have failed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """Arguments of `JobRunner`."""
 
-    resume: str
+    resume: Resume
     include: Sequence[str] | None
     exclude: Sequence[str] | None
     deadline_secs: float | None
     max_consecutive_save_failures: int | None
-    unsaved_blobs: str
+    unsaved_blobs: UnsavedBlobs
     save_every_secs: float
 
 
@@ -63,6 +68,9 @@ class _Progress:
     """How far a run is. An epoch that is saved notes it, and a later run goes on from there."""
 
     where: _InEpoch | _Over = _InEpoch(0)
+    resumed_from: int | None = None  # the epoch that the run has gone on from; None from scratch
+    last: int = 0  # the last epoch that was trained and not dropped, or from which the run has gone on
+    partial: bool = False  # that epoch was left in the middle: the run enters it again
     begun: int = 0  # of a job that counts steps: what had been done when the epoch under way began
     trained: int = 0  # epochs that this process has trained to their end in this run
     stop_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # after the last epoch that was trained
@@ -74,22 +82,33 @@ class _Progress:
         notes = restored.notes
         return cls(
             where=_InEpoch(restored.epoch),
+            resumed_from=restored.epoch,
+            last=restored.epoch,
+            partial=notes.partial,
             begun=restored.epoch if notes.begun is None else notes.begun,
             stop_states=notes.stop_states or {},
             earlier_secs=notes.total_secs or 0.0,
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _TrainedEpoch:
-    """An epoch as this process has trained it."""
+    """An epoch as this process has trained it. The defaults are those of epoch 0, which init has made."""
 
-    number: int
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the primary's
     preempted: bool = False  # the preemption notice has reached all processes
-    first: bool = False  # the first of this run that this process has trained to its end
     interrupted: bool = False  # this process left the epoch in the middle
-    prepared: Any = None  # what the backend saves, see `CheckpointBackend.prepare`
+    first: bool = False  # the first of this run that this process has trained to its end
+    votes: Sequence[Vote] = ()  # by stop condition; empty if the epoch was left in the middle
+    stop_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the conditions, if they have voted
+
+
+class _AgreedEpoch(NamedTuple):
+    """An epoch after the collective call at its end."""
+
+    trained: _TrainedEpoch
+    prepared: Any  # what the backend saves, see `CheckpointBackend.prepare`; None if nothing can be saved
+    verdict: EpochVerdict
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -101,7 +120,7 @@ class TrainingRun:
     resume_from_epoch: int | None
     session: Session
     calls: RunCalls
-    backend: CheckpointBackend | None
+    backend: CheckpointBackend[Any] | None
     handler: HandlerNotifier
     notice: Notice
     show_epoch: ShowEpoch
@@ -110,7 +129,6 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._progress = _Progress()
-        self._result = RunResult(unit=self.job.unit)  # so far
         self._names = RunNames(
             job=self.job,
             include=self.settings.include,
@@ -136,16 +154,16 @@ class TrainingRun:
 
     def train(self) -> RunResult:
         """Runs the job; see `JobRunner.train`."""
-        self._begin()
-        while not self._result.stop_reason:  # an epoch that was saved in the middle is entered again
-            self._train_epoch(self._result.epoch + (0 if self._result.partial else self.job.stride))
+        state = self._begin()
+        while isinstance(state, Running):
+            last = self._progress.last
+            state = self._train_epoch(last if self._progress.partial else last + self.job.stride)
         self._progress = dataclasses.replace(self._progress, where=_Over())
-        self._end()
-        return self._result
+        return self._end(state)
 
     # -- before the first epoch ----------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self) -> RunState:
         """Setup. Then either everything comes back from storage, or init makes it and epoch 0 is saved."""
         if self.calls.primary and all(condition is stop.preempted for condition in self.job.stop_conditions):
             remedy = "job.stop_when(ec.stop.max_epochs(…)), for example, ends it"
@@ -154,19 +172,14 @@ class TrainingRun:
         try:
             restored = self._restore()
         except FencedError as error:  # of two runs that start at the same moment one is the newer one
-            self._end_fenced_off(0, error.reason)
-            return
-        if restored is None:
-            self._initialize(from_setup)
-        else:
-            self._go_on(restored, from_setup)
-        if self.notice.heard and not self._result.finished:
-            self._set(preempted=True, stop_reason=PREEMPTED)
+            return self._fenced_off(0, error.reason)
+        state = self._initialize(from_setup) if restored is None else self._go_on(restored, from_setup)
+        return Preempted() if isinstance(state, Running) and self.notice.heard else state
 
     def _set_up(self) -> Names:
         """Setup runs at every start: it makes the live objects, and says how blobs come back. Returns what it made."""
         self.job.reset()
-        self.session.unit = self.job.unit
+        self.session.count_in(self.job.unit)
         spaces = self.session.workspaces()
         before = {node: dict(ws) for node, ws in spaces.items()}
         self._run_group(self.job.setup_group)
@@ -177,52 +190,50 @@ class TrainingRun:
         backend = self.backend
         if backend is None:
             return None
-        outcome: list[Restored | None] = []
 
-        def restore() -> float:
+        def restore() -> Part[Restored | None]:
             began = time.monotonic()
-            named = self.resume_from_epoch
-            resume = self.settings.resume
-            outcome.append(restored := backend.resume(named, resume, self.handler))
+            restored = backend.resume(self.resume_from_epoch, self.settings.resume, self.handler)
             if restored is not None:
                 self._check_unit(restored, backend.directory)
                 self._names.check_targets(restored, backend.directory)
-            return time.monotonic() - began
+            return Part(kept=restored, told=time.monotonic() - began)
 
-        secs = self.calls.collective("restore", restore, list)
-        (restored,) = outcome
+        met = self.calls.meet("restore", restore, list)
+        restored = met.kept
         if restored is None:
             return None
-        stop.load_states(self.job.stop_conditions, restored.notes.stop_states)
+        stop_states.load_states(self.job.stop_conditions, restored.notes.stop_states)
         for workspace in self.session.workspaces().values():
-            workspace.epoch = restored.epoch
-        self.handler.report("checkpoint_load", dict(zip(self.session.nodes, secs, strict=False)))
+            workspace.enter_epoch(restored.epoch, range(0))
+        self.handler.report("checkpoint_load", dict(zip(self.session.nodes, met.decision, strict=False)))
         partial = " (partial)" if restored.notes.partial else ""
         logging.info("resumed from %s%s", self._named(restored.epoch), partial)
         return restored
 
-    def _go_on(self, restored: Restored, from_setup: Names) -> None:
+    def _go_on(self, restored: Restored, from_setup: Names) -> RunState:
         """Goes on from the restored epoch, unless training was finished with it."""
         epoch = restored.epoch
         self._progress = _Progress.noted_in(restored)
-        self._set(epoch=epoch, resumed_from=epoch, partial=restored.notes.partial)
         self._saves.resumed_from(epoch)
         self._names.go_on(restored, from_setup)
-        if self._is_finished(restored):
-            self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(epoch))
-            logging.info("training was finished after %s already: nothing to train", self._named(epoch))
+        if not self._is_finished(restored):
+            return Running()
+        preempted = self.notice.ask(epoch)
+        logging.info("training was finished after %s already: nothing to train", self._named(epoch))
+        return AlreadyFinished(preempted)
 
-    def _initialize(self, from_setup: Names) -> None:
+    def _initialize(self, from_setup: Names) -> RunState:
         """From scratch: runs init and saves epoch 0. The blobs that exist then are checkpointed."""
         declared = self._names.declared()
         self._run_group(self.job.init_group)
         self._names.begin(declared)
         if self.backend is not None:
-            epoch = _TrainedEpoch(0)
-            self._save(epoch, self._agree(epoch, list), force=True)
+            self._save(0, self._agree(0, _TrainedEpoch), Running())
         self.notice.ask(0)
         made = {node: list(blobs) for node, blobs in self.session.workspaces().items()}
         self._names.explain_left_out(made, from_setup)
+        return Running()
 
     def _check_unit(self, restored: Restored, directory: str) -> None:
         """Refuses an epoch of a job that counted something else, unless the user has named it."""
@@ -259,143 +270,163 @@ class TrainingRun:
 
         def report() -> bool:
             held = [holds(condition) for condition in conditions]
-            stop.load_states(conditions, notes.stop_states)  # callables may have counted this
+            stop_states.load_states(conditions, notes.stop_states)  # callables may have counted this
             return any(held)
 
         return self.calls.collective("whether training is over", report, any)
 
     # -- one epoch -----------------------------------------------------------------------------------------------
 
-    def _train_epoch(self, number: int) -> None:
+    def _train_epoch(self, number: int) -> RunState:
         """Trains an epoch, does what the primary decides about the end of the run, and begins a save if it is time."""
-        epoch = _TrainedEpoch(number)
-        begun = self._progress.begun if self._result.partial else self._result.epoch
+        begun = self._progress.begun if self._progress.partial else self._progress.last
         self._progress = dataclasses.replace(self._progress, where=_InEpoch(number), begun=begun)
         steps = range(0) if self.job.unit == EPOCH else range(begun, number)
-        stopper = Stopper(self.notice, self.calls, self.job.resumable, self.settings.deadline_secs)
+        stopper = Stopper(
+            notice=self.notice,
+            calls=self.calls,
+            resumable=self.job.resumable,
+            deadline_secs=self.settings.deadline_secs,
+        )
         for workspace in self.session.workspaces().values():
-            workspace.epoch = number
-            workspace.steps = steps
-            workspace.set_stopper(stopper.of_one_node())
+            workspace.enter_epoch(number, steps)
+            workspace.attach(dataclasses.replace(workspace.hooks, should_stop=stopper.of_one_node().should_stop))
 
-        verdict = self._agree(epoch, lambda: self._run_epoch(epoch, stopper))
-        if verdict.fenced_off:
-            self._end_fenced_off(number, verdict.fenced_off)
-            return
-        if too_many := self._saves.too_many_failures():
-            self._set(epoch=number, stop_reason=UNSAVED, unsaved=too_many)
-            logging.error("the run ends after %s: %s", self._named(number), too_many)
-            return
+        agreed = self._agree(number, lambda: self._run_epoch(number, stopper))
+        trained = agreed.trained
+        verdict = agreed.verdict
+        if not trained.interrupted:
+            done = self._progress.trained + 1
+            self._progress = dataclasses.replace(self._progress, trained=done, stop_states=trained.stop_states)
+        if verdict.fenced_off is not None:
+            return self._fenced_off(number, verdict.fenced_off)
+        if (too_many := self._saves.too_many_failures()) is not None:
+            self._progress = dataclasses.replace(self._progress, last=number)
+            logging.error("the run ends after %s: %s", self._named(number), too_many.why)
+            return too_many
 
-        # A run that was preempted has not finished, unless a condition other than `preempted` is true.
-        stops = {} if verdict.interrupted else verdict.stop
-        if epoch.preempted:
-            stops = {condition: why for condition, why in stops.items() if why != repr(stop.preempted)}
-        reason = "; ".join([PREEMPTED] * epoch.preempted + list(stops.values()))
-        self._set(finished=bool(stops), preempted=epoch.preempted, stop_reason=reason)
+        state = self._state_after(trained, verdict)
         if verdict.interrupted and not self.job.resumable:
             left = self._named(number)
-            last = self._named(self._result.epoch)
+            last = self._named(self._progress.last)
             logging.warning("%s was left in the middle and is dropped; %s is the last", left, last)
-            return
+            return state
 
-        self._set(epoch=number, partial=verdict.interrupted)
-        self.show_epoch(number, epoch.metrics)
-        self._save(epoch, dataclasses.replace(verdict, stop=stops), force=bool(reason))
+        self._progress = dataclasses.replace(self._progress, last=number, partial=verdict.interrupted)
+        self.show_epoch(number, trained.metrics)
+        self._save(number, agreed, state)
+        return state
 
-    def _run_epoch(self, epoch: _TrainedEpoch, stopper: Stopper) -> list[str | None]:
-        """Runs the tasks, and shows what they returned to the stop conditions; see `_agree`."""
+    @staticmethod
+    def _state_after(trained: _TrainedEpoch, verdict: EpochVerdict) -> RunState:
+        """Whether the run goes on after an epoch. One that was left in the middle finishes no run."""
+        if verdict.stop and not verdict.interrupted:
+            return Finished(verdict.stop, trained.preempted)
+        return Preempted() if trained.preempted else Running()
+
+    def _run_epoch(self, number: int, stopper: Stopper) -> _TrainedEpoch:
+        """Runs the tasks, and shows what they returned to the stop conditions."""
         # Conditions on metrics answer alike everywhere: every process shows them the primary's.
-        number = epoch.number
         first_node = self.session.nodes[0]
         returned = self.session.run(self.job.epoch_group)
-        epoch.metrics = self.calls.broadcast(
+        metrics = self.calls.broadcast(
             f"metrics of {self._named(number)}", lambda: metric_lib.merge(returned.get(first_node, []))
         )
-        epoch.preempted = self.notice.ask(number)
-        epoch.interrupted = stopper.stopped
-        if epoch.interrupted:
-            return []
+        preempted = self.notice.ask(number)
+        if stopper.stopped:
+            return _TrainedEpoch(metrics=metrics, preempted=preempted, interrupted=True)
 
         # The first epoch shows what its tasks make that will be lost.
-        trained = self._progress.trained
-        epoch.first = trained == 0
-        if epoch.first:
-            metric_lib.check(epoch.metrics, returned, self.job.epoch_group, first_node)
+        first = self._progress.trained == 0
+        if first:
+            metric_lib.check(metrics, returned, self.job.epoch_group, first_node)
             self._names.check_unsaved(number)
 
         # Every condition looks at every finished epoch: one that counts must not miss any.
-        ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
+        ctx = self._context(number, metrics, time.monotonic() - self._began, preempted)
         conditions = self.job.stop_conditions
         answers = [stop.look(condition, ctx) for condition in conditions]
-        stop_states = stop.save_states(conditions)
-        self._progress = dataclasses.replace(self._progress, trained=trained + 1, stop_states=stop_states)
-        return [reason_of(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
-
-    def _agree(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> EpochVerdict:
-        """The collective call at the end of an epoch; prepares the save.
-
-        `train` gives for each stop condition why it is true here, "" if it is false, None if it has no vote here.
-        """
-        answer = self.calls.collective(
-            f"end of {self._named(epoch.number)}",
-            lambda: self._report(epoch, train).to_json(),
-            lambda told: self._decide(epoch, EpochReports(told)).to_json(),
+        states = stop_states.save_states(conditions)
+        return _TrainedEpoch(
+            metrics=metrics,
+            preempted=preempted,
+            first=first,
+            votes=[vote_of(condition, true, ctx) for condition, true in zip(conditions, answers, strict=True)],
+            stop_states=states,
         )
-        verdict = EpochVerdict(**answer)
-        self._saves.enter(verdict.results)
-        return verdict
 
-    def _report(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> EpochReport:
-        """Trains the epoch, and takes what is saved of it."""
+    def _agree(self, number: int, train: Callable[[], _TrainedEpoch]) -> _AgreedEpoch:
+        """The collective call at the end of an epoch; prepares the save."""
+        met = self.calls.meet(
+            f"end of {self._named(number)}",
+            lambda: self._report(number, train()),
+            lambda told: self._decide(number, EpochReports(told)).to_json(),
+        )
+        trained, prepared = met.kept
+        verdict = EpochVerdict(**met.decision)
+        self._saves.enter(verdict.results)
+        return _AgreedEpoch(trained, prepared, verdict)
+
+    def _report(self, number: int, trained: _TrainedEpoch) -> Part[tuple[_TrainedEpoch, Any]]:
+        """Takes what is saved of an epoch, and reports how the epoch ended on this process."""
         backend = self.backend
-        reasons = train()
-        problem = ""
-        if backend is not None and (self.job.resumable or not epoch.interrupted):
+        prepared: Any = None
+        problem: str | None = None
+        if backend is not None and (self.job.resumable or not trained.interrupted):
             try:
-                epoch.prepared = backend.prepare(epoch.number, self.names)
+                prepared = backend.prepare(number, self.names)
             except Exception as error:
                 problem = say(error)
-        return EpochReport(
-            reasons=reasons,
-            interrupted=epoch.interrupted,
+        tells_blobs = trained.first or any(isinstance(vote, NoVote) for vote in trained.votes)
+        report = EpochReport(
+            votes=trained.votes,
+            preempted=trained.preempted,
+            interrupted=trained.interrupted,
             problem=problem,
-            fenced_off="" if backend is None else backend.fenced_off(),
-            first=epoch.first,
-            blobs=self._names.here() if epoch.first or None in reasons else [],
+            fenced_off=None if backend is None else backend.fenced_off(),
+            first=trained.first,
+            blobs=self._names.here() if tells_blobs else [],
         )
+        return Part(kept=(trained, prepared), told=report.to_json())
 
-    def _decide(self, epoch: _TrainedEpoch, reports: EpochReports) -> EpochVerdict:
+    def _decide(self, number: int, reports: EpochReports) -> EpochVerdict:
         """On the primary. The epoch is saved if it is time, all can save their parts, and storage can be reached."""
         stops = reports.stops(self.job.stop_conditions)
         if reports.first:
             self._names.check_excluded(reports.blobs)
-        due = bool(stops) or reports.interrupted or epoch.preempted or epoch.number == 0 or self._saves.is_time()
-        refusal = self._saves.refusal(epoch.number, reports.problem) if due else ""
+
+        # An epoch that is to be dropped is not due, so that it is no failed save.
+        dropped = reports.interrupted and not self.job.resumable
+        last = bool(stops) or reports.interrupted or reports.preempted
+        due = not dropped and (last or number == 0 or self._saves.is_time())
+        refusal = self._saves.refusal(number, reports.problem) if due else None
+        if refusal is not None:
+            self._saves.fail(number, refusal)
         return EpochVerdict(
             stop=stops,
             interrupted=reports.interrupted,
-            save=due and not refusal,
-            retry=not reports.problem,
-            exists=self._saves.exists(epoch.number),
+            save=due and refusal is None,
+            retry=reports.problem is None,
+            exists=self._saves.exists(number),
             fenced_off=reports.fenced_off,
             results=self._saves.take_results(),
         )
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def _save(self, epoch: _TrainedEpoch, verdict: EpochVerdict, force: bool) -> None:
-        """Begins to save an epoch, with the notes of this moment. `force`: it is the last of the run, or epoch 0."""
-        metrics = dict(epoch.metrics)
+    def _save(self, number: int, agreed: _AgreedEpoch, state: RunState) -> None:
+        """Begins to save an epoch if that was decided, with the notes of this moment. `state`: after the epoch."""
+        metrics = dict(agreed.trained.metrics)
+        finished = list(state.why) if isinstance(state, Finished) else []
         to_save = EpochToSave(
-            number=epoch.number,
-            prepared=epoch.prepared,
+            number=number,
+            prepared=agreed.prepared,
             metrics=metrics,
-            notes=self._notes(self._result.partial).with_end(list(verdict.stop), metrics),
-            exists=verdict.exists,
-            force=force,
+            notes=self._notes(self._progress.partial).with_end(finished, metrics),
+            exists=agreed.verdict.exists,
+            force=isinstance(state, Ended) or number == 0,
         )
-        self._saves.save(to_save, verdict)
+        self._saves.save(to_save, agreed.verdict)
 
     def _notes(self, partial: bool) -> RunNotes:
         return RunNotes.of_run(
@@ -432,64 +463,74 @@ class TrainingRun:
 
     # -- after the last epoch ------------------------------------------------------------------------------------
 
-    def _end(self) -> None:
+    def _end(self, ended: Ended) -> RunResult:
         """The last save; what follows it needs the epoch on storage, and is left to the next start if time is short."""
-        if not self._result.unsaved:
-            self._finish_saves()
-            if not self._result.preempted and not self._result.fenced_off:
-                self._conclude()
-        elif self.backend is not None:
-            self.backend.drain()  # the result tells why its saves failed: closing the manager does not raise it again
-        self.handler.run_ended(self._result.epoch, self._result.stop_reason)
+        epoch = self._progress.last
+        last = self._last_save(ended)
+        preempted = ended.preempted
+        if ended.finished and not preempted and not isinstance(last, FencedOff):
+            preempted = self._conclude()
+        reason = last.reason if isinstance(last, FencedOff) else ended.reason
+        self.handler.run_ended(epoch, reason)
         elapsed = time.monotonic() - self._began
-        self._set(
+        return RunResult(
+            stop_reason=reason,
+            epoch=epoch,
+            partial=self._progress.partial,
             last_committed_epoch=self._saves.last_committed_epoch,
+            unsaved="" if isinstance(last, Saved) else last.why,
             failed_saves=self._saves.failed,
+            preempted=preempted,
+            finished=ended.finished,
+            fenced_off=isinstance(last, FencedOff),
+            resumed_from=self._progress.resumed_from,
             blocked_secs=self._saves.blocked_secs,
             slowest_node=self._saves.slowest_node,
             elapsed_secs=elapsed,
             total_secs=self._progress.earlier_secs + elapsed,
+            unit=self.job.unit,
         )
 
-    def _finish_saves(self) -> None:
-        """Waits for the saves in flight; the last epoch may be tried once more."""
-        last = self._saves.finish(self._result.epoch)
-        if last.fenced_off:
-            self._end_fenced_off(self._result.epoch, last.fenced_off)
-        elif last.unsaved:
-            self._set(unsaved=last.unsaved)
+    def _last_save(self, ended: Ended) -> LastSave:
+        """Waits for the saves in flight; the last epoch may be tried once more, unless it is known to be lost."""
+        match ended:
+            case FencedOff():
+                self._saves.settle()  # closing the manager does not raise again why they failed
+                return ended
+            case TooManyFailures(why=why):
+                self._saves.settle()
+                return Unsaved(why)
+        last = self._saves.finish(self._progress.last)
+        return self._fenced_off(self._progress.last, last.why) if isinstance(last, FencedOff) else last
 
-    def _conclude(self) -> None:
-        """Upload, download, exit. A run that is preempted here does all of it again when it is started again."""
-        epoch = self._result.epoch
+    def _conclude(self) -> bool:
+        """Upload, download, exit; returns whether the run was preempted. Then the next start does all of it again."""
+        epoch = self._progress.last
         upload = None
         if self._saves.last_committed_epoch == epoch:
             upload = self.calls.together("upload", lambda: self.upload(epoch))
         for group in (upload, self.job.download_group, self.job.exit_group):
-            self._set(preempted=self.notice.ask(epoch))
-            if self._result.preempted:
-                return
+            if self.notice.ask(epoch):
+                return True
             if group is not None:
                 self._run_group(group)
-        self._set(preempted=self.notice.ask(epoch))
+        return self.notice.ask(epoch)
 
-    def _end_fenced_off(self, epoch: int, why: str) -> None:
-        """A newer run saves to the directory: whatever this one would train could not be saved."""
-        self._set(epoch=epoch, fenced_off=True, stop_reason=f"{FENCED_OFF}: {why}", unsaved=why)
+    def _fenced_off(self, epoch: int, why: str) -> FencedOff:
+        """The run ends after this epoch, because a newer one saves to the directory."""
+        self._progress = dataclasses.replace(self._progress, last=epoch)
         logging.error("the run ends after %s: %s", self._named(epoch), why)
+        return FencedOff(why)
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
     def _named(self, number: int) -> str:
         return f"{self.job.unit} {number}"
 
-    def _set(self, **changes: Any) -> None:
-        self._result = dataclasses.replace(self._result, **changes)
-
     def _run_group(self, group: TaskGroup) -> None:
         """Runs a group that runs once; an error on one process is raised on all."""
         for workspace in self.session.workspaces().values():
-            workspace.set_stopper(self.notice.poll)
+            workspace.attach(dataclasses.replace(workspace.hooks, should_stop=self.notice.poll))
         self.calls.together(f"group {group.name}", lambda: self.session.run(group))
 
     def _context(self, epoch: int, metrics: Mapping[str, Any], secs: float, preempted: bool = False) -> stop.Context:

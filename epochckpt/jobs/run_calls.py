@@ -8,10 +8,11 @@
 """
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from absl import logging
 
@@ -22,10 +23,27 @@ from epochckpt.agreement.collective import Patience, broadcast, collective, fail
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 _runs = itertools.count()  # runs begin in the same order on every process
 _SIGNS = 4  # of life, that a process gives in the time for which it may be silent
 ALIVE = "alive"  # in place of a phase: the signs of life of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(Generic[K]):
+    """What a process has done in a call of all processes."""
+
+    kept: K  # of this process alone
+    told: Any  # JSON, for the primary's decision
+
+
+@dataclasses.dataclass(frozen=True)
+class Met(Generic[K, T]):
+    """What a process has of a call of all processes."""
+
+    kept: K  # of its own part
+    decision: T  # the same on all
 
 
 class RunCalls:
@@ -80,9 +98,13 @@ class RunCalls:
 
     def together(self, what: str, fn: Callable[[], T]) -> T:
         """Calls `fn` on every process, and returns this process's result; an error on one process is raised on all."""
-        returned: list[T] = []
-        self.collective(what, lambda: returned.append(fn()), lambda _: None)
-        return returned[0]
+        return self.meet(what, lambda: Part(kept=fn(), told=None), lambda _: None).kept
+
+    def gather(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        """Every process acts. The primary gets what all have returned (JSON), by process; the others get nothing."""
+        gathered: list[Any] = []
+        self.collective(what, act, gathered.extend)
+        return gathered
 
     def collective(self, what: str, act: Callable[[], Any], decide: Callable[[list[Any]], T]) -> T:
         """Every process acts, the primary decides from what all have returned, and all processes get its answer.
@@ -90,9 +112,14 @@ class RunCalls:
         `act` returns JSON, and may make calls of all processes itself; `decide` gets what it returned, by process, and
         returns JSON. What either raises on one process is raised on all.
         """
+        return self.meet(what, lambda: Part(kept=None, told=act()), decide).decision
+
+    def meet(self, what: str, act: Callable[[], Part[K]], decide: Callable[[list[Any]], T]) -> Met[K, T]:
+        """Makes the same call as `collective`. Each process also gets back the part of its own work that it keeps."""
         coordinator = self._coordinator
         if coordinator.processes == 1:
-            return decide([act()])
+            mine = act()
+            return Met(kept=mine.kept, decision=decide([mine.told]))
         with contextlib.ExitStack() as alive:
             alive.enter_context(self._alive())
             try:
@@ -112,7 +139,8 @@ class RunCalls:
                 return decide(told)
 
             key = self._key(phase)
-            return collective(coordinator, key, lambda: mine, decided, self._patience(what, f"{key}/told"))
+            decision = collective(coordinator, key, lambda: mine.told, decided, self._patience(what, f"{key}/told"))
+            return Met(kept=mine.kept, decision=decision)
 
     def _key(self, phase: int | str) -> str:
         """What the keys of a phase begin with."""

@@ -1,7 +1,10 @@
 """Which blobs of a run are checkpointed, and what the user is told about the others."""
 
+import dataclasses
+import enum
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
@@ -14,10 +17,13 @@ from epochckpt.jobs.job import Job
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 
-# What becomes of blobs that are not checkpointed.
-WARN = "warn"
-ERROR = "error"
-IGNORE = "ignore"
+
+class UnsavedBlobs(enum.Enum):
+    """What is done about blobs that are not checkpointed. The values are those of `JobRunner(unsaved_blobs=…)`."""
+
+    WARN = "warn"
+    ERROR = "error"
+    IGNORE = "ignore"
 
 
 class RunNames:
@@ -39,10 +45,10 @@ class RunNames:
         job: Job,
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
-        unsaved_blobs: str,
+        unsaved_blobs: UnsavedBlobs,
         session: Session,
         calls: RunCalls,
-        backend: CheckpointBackend | None,
+        backend: CheckpointBackend[Any] | None,
     ):
         self._job = job
         self._include = include
@@ -180,7 +186,7 @@ class RunNames:
         if self._backend is None:
             return
         for node, workspace in self._session.workspaces().items():
-            workspace.set_missing(self._why_missing)
+            workspace.attach(dataclasses.replace(workspace.hooks, why_missing=self._why_missing))
             lost = [blob for blob in names.get(node, ()) if blob not in from_setup[node] and not self._chosen([blob])]
             if lost and node in self._kept_nodes():
                 logging.warning(
@@ -190,9 +196,9 @@ class RunNames:
                     ", ".join(map(repr, lost)),
                 )
 
-    def _why_missing(self, blob: str) -> str:
+    def _why_missing(self, blob: str) -> str | None:
         if self._chosen([blob]):
-            return ""
+            return None
         return "include= and exclude= leave it out, so no checkpoint has it: make it in @job.setup, not in init"
 
     # -- after the first epoch -----------------------------------------------------------------------------------
@@ -209,7 +215,7 @@ class RunNames:
 
     def check_unsaved(self, epoch: int) -> None:
         """Names the blobs that stay from epoch to epoch and are not checkpointed, except those that `exclude` names."""
-        if self._backend is None or self._unsaved_blobs == IGNORE:
+        if self._backend is None or self._unsaved_blobs is UnsavedBlobs.IGNORE:
             return
         listed: list[str] = []
         for node, workspace in self._session.workspaces().items():
@@ -225,7 +231,7 @@ class RunNames:
             "made it, its results differ: make the blobs in init, put them into ws.live, or leave them out with "
             "JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
         )
-        if self._unsaved_blobs == ERROR:
+        if self._unsaved_blobs is UnsavedBlobs.ERROR:
             raise InvalidArgumentError(message)
         logging.warning("%s", message)
 

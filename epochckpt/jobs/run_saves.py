@@ -17,6 +17,7 @@ from epochckpt.jobs.backends.base import CheckpointBackend
 from epochckpt.jobs.epoch_verdict import EpochVerdict
 from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.run_calls import RunCalls
+from epochckpt.jobs.run_state import FencedOff, TooManyFailures
 from epochckpt.manager import HandlerNotifier, SaveResult
 
 NOT_ACCESSIBLE = "the metadata handler does not say that the storage can be reached"
@@ -34,12 +35,20 @@ class EpochToSave:
     force: bool  # it is the last of the run, or epoch 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LastSave:
-    """What became of the last epoch of a run."""
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """The last epoch of a run is on storage, or was not to be saved."""
 
-    unsaved: str = ""  # why its save failed; empty if it is on storage, or was not to be saved
-    fenced_off: str = ""  # how a process learned that a newer run owns the directory
+
+@dataclasses.dataclass(frozen=True)
+class Unsaved:
+    """The last epoch of a run is not on storage."""
+
+    why: str
+
+
+LastSave = Saved | Unsaved | FencedOff
+"""What became of the last epoch of a run."""
 
 
 class RunSaves:
@@ -61,7 +70,7 @@ class RunSaves:
         every_secs: float,
         max_failures_in_a_row: int | None,
         calls: RunCalls,
-        backend: CheckpointBackend | None,
+        backend: CheckpointBackend[Any] | None,
         handler: HandlerNotifier,
     ):
         self._unit = unit
@@ -95,17 +104,19 @@ class RunSaves:
         """On the primary: whether the last save began long enough ago."""
         return time.monotonic() - self._last_began >= self._every_secs
 
-    def refusal(self, epoch: int, problem: str) -> str:
-        """On the primary: why an epoch that is due cannot be saved; empty if it can. A refusal counts as a failed save.
+    def refusal(self, epoch: int, problem: str | None) -> str | None:
+        """On the primary: why an epoch that is due cannot be saved; None if it can.
 
-        `problem`: why a process cannot save its part.
+        `problem`: why a process cannot save its part; None if all can.
         """
-        refusal = problem
-        if self._backend is not None and not refusal and not self._handler.cp_accessible(epoch):
-            refusal = NOT_ACCESSIBLE
-        if refusal:
-            self._fail(epoch, refusal)
-        return refusal
+        if problem is None and self._backend is not None and not self._handler.cp_accessible(epoch):
+            return NOT_ACCESSIBLE
+        return problem
+
+    def fail(self, epoch: int, why: str) -> None:
+        """On the primary: counts an epoch as a failed save, because it was due and could not be saved."""
+        failed = SaveResult(epoch=epoch, committed=False, detail=why, blocked_secs=0.0, secs=0.0, nodes={})
+        self._ended.append(failed)
 
     def exists(self, epoch: int) -> bool:
         """Whether an epoch is on storage."""
@@ -132,12 +143,8 @@ class RunSaves:
             raise
         except Exception as error:
             logging.warning("%s %d could not be saved: %s", self._unit, epoch.number, say(error))
-            self._fail(epoch.number, say(error))
+            self.fail(epoch.number, say(error))
         self.blocked_secs += time.monotonic() - began
-
-    def _fail(self, epoch: int, why: str) -> None:
-        failed = SaveResult(epoch=epoch, committed=False, detail=why, blocked_secs=0.0, secs=0.0, nodes={})
-        self._ended.append(failed)
 
     # -- how saves end -------------------------------------------------------------------------------------------
 
@@ -163,15 +170,15 @@ class RunSaves:
                 said = "%s %d was not saved, training goes on: %s"
                 logging.warning(said, self._unit, one["epoch"], one["detail"])
 
-    def too_many_failures(self) -> str:
-        """Which saves in a row have failed; empty unless they end the run."""
+    def too_many_failures(self) -> TooManyFailures | None:
+        """Which saves in a row have failed; None unless they end the run."""
         limit = self._max_failures_in_a_row
         failures = self._failures_in_a_row
         if limit is None or failures <= limit:
-            return ""
+            return None
         failed, reason = self.failed[-1]
         many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
-        return f"{many}; the last, of {self._unit} {failed}: {reason}"
+        return TooManyFailures(f"{many}; the last, of {self._unit} {failed}: {reason}")
 
     def settle(self) -> None:
         """Waits for the saves in flight. How they ended is told with the next results of the run."""
@@ -185,18 +192,18 @@ class RunSaves:
         """Waits for the saves in flight. The last epoch, if it could not be saved, is tried once more."""
         backend = self._backend
         if backend is None:
-            return LastSave()
+            return Saved()
 
-        def report() -> str:
+        def report() -> str | None:
             backend.drain()
             return backend.fenced_off()
 
-        def decide(fenced_off: list[str]) -> dict[str, Any]:
+        def decide(fenced_off: list[str | None]) -> dict[str, Any]:
             results = self.take_results()
-            why = next(filter(None, fenced_off), "")
+            why = next((one for one in fenced_off if one is not None), None)
             saved = self.last_committed_epoch == epoch or backend.discarded == epoch
             saved = saved or any(one["committed"] and one["epoch"] == epoch for one in results)
-            retry = self._retry is not None and not saved and not why
+            retry = self._retry is not None and not saved and why is None
             retry = retry and self._handler.cp_accessible(epoch)
             return {"results": results, "saved": saved, "fenced_off": why, "retry": retry}
 
@@ -204,9 +211,9 @@ class RunSaves:
             answer = self._calls.collective("last save", report, decide)
             self.enter(answer["results"])
             if answer["saved"]:
-                return LastSave()
-            if answer["fenced_off"]:
-                return LastSave(fenced_off=answer["fenced_off"])
+                return Saved()
+            if answer["fenced_off"] is not None:
+                return FencedOff(answer["fenced_off"])
             retry = self._retry
             self._retry = None
             if retry is None or not answer["retry"]:
@@ -216,6 +223,6 @@ class RunSaves:
         if unsaved is None:  # the epoch after it was left in the middle and is dropped
             said = "%s %d was not to be saved, and is lost with what came after"
             logging.warning(said, self._unit, epoch)
-            return LastSave()
+            return Saved()
         logging.error("%s %d, the last, was not saved: %s", self._unit, epoch, unsaved)
-        return LastSave(unsaved=unsaved)
+        return Unsaved(unsaved)

@@ -3,12 +3,13 @@
 import abc
 import contextlib
 import dataclasses
+import enum
 import inspect
 import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -16,24 +17,23 @@ from absl import logging
 from epochckpt._durations import seconds
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
-from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
-from epochckpt.jobs.blobs import traced_init
+from epochckpt.jobs.backends.base import CheckpointBackend, Resume
+from epochckpt.jobs.blobs import InitTracer
 from epochckpt.jobs.job import Job, TaskGroup
-from epochckpt.jobs.notes import RunNotes
+from epochckpt.jobs.out_of_band import OutOfBandSave
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
 from epochckpt.jobs.run import RunSettings, TrainingRun
 from epochckpt.jobs.run_calls import RunCalls
-from epochckpt.jobs.run_names import ERROR, IGNORE, WARN
-from epochckpt.jobs.run_saves import NOT_ACCESSIBLE
+from epochckpt.jobs.run_names import UnsavedBlobs
 from epochckpt.jobs.session import DistributedSession, Session, default_session
-from epochckpt.jobs.workspace import Workspace
+from epochckpt.jobs.workspace import Workspace, never_stop
 from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handlers
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 
-_RESUME = (AUTO, NEVER, MUST)
-_UNSAVED = (WARN, ERROR, IGNORE)
+E = TypeVar("E", bound=enum.Enum)
+
 _ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
 
 
@@ -45,15 +45,15 @@ class UploadTaskGroupBuilder(abc.ABC):
         """The task group that uploads an epoch; called on every process when the epoch is committed."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Opened:
     """What a run, or one call of the runner, uses the manager with."""
 
-    backend: CheckpointBackend | None  # None: the runner has no manager
+    backend: CheckpointBackend[Any] | None  # None: the runner has no manager
     calls: RunCalls
     handler: HandlerNotifier
 
-    def required_backend(self, method: str) -> CheckpointBackend:
+    def required_backend(self, method: str) -> CheckpointBackend[Any]:
         """The backend, for a method of the runner that needs one; InvalidArgumentError if there is none."""
         if self.backend is None:
             raise InvalidArgumentError(f"{method} needs a checkpoint manager; give JobRunner one")
@@ -122,21 +122,18 @@ class JobRunner:
         resume_from_epoch: int | None = None,
         upload_task_group_builder: UploadTaskGroupBuilder | None = None,
         *,
-        resume: str = AUTO,
+        resume: str = "auto",
         metadata_handler: Any = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         deadline_secs: float | str | None = None,
         max_consecutive_save_failures: int | None = 5,
         raise_if_not_saved: bool = True,
-        unsaved_blobs: str = WARN,
+        unsaved_blobs: str = "warn",
         save_every_secs: float | str | None = None,
         exchange_timeout_secs: float | str = 600.0,
         progress: bool | None = None,
     ):
-        for name, value, choices in (("resume", resume, _RESUME), ("unsaved_blobs", unsaved_blobs, _UNSAVED)):
-            if value not in choices:
-                raise InvalidArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
         limit = max_consecutive_save_failures
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
@@ -152,12 +149,12 @@ class JobRunner:
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
         self._settings = RunSettings(
-            resume=resume,
+            resume=_choice("resume", resume, Resume),
             include=include,
             exclude=exclude,
             deadline_secs=deadline,
             max_consecutive_save_failures=limit,
-            unsaved_blobs=unsaved_blobs,
+            unsaved_blobs=_choice("unsaved_blobs", unsaved_blobs, UnsavedBlobs),
             save_every_secs=save_every,
         )
         self._timeout = seconds("exchange_timeout_secs", exchange_timeout_secs)
@@ -174,7 +171,7 @@ class JobRunner:
             raise AttributeError(f"JobRunner.{name} cannot be assigned; {', '.join(_ASSIGNABLE)} can")
         super().__setattr__(name, value)
 
-    def _check(self) -> CheckpointBackend | None:
+    def _check(self) -> CheckpointBackend[Any] | None:
         """Checks the attributes, which may have been set since the construction; returns a backend of the manager."""
         manager = self.checkpoint_manager
         builder = self.upload_task_group_builder
@@ -182,8 +179,8 @@ class JobRunner:
             raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(self.job).__name__}")
         if self.resume_from_epoch is not None:
             self.resume_from_epoch = epoch_number(self.resume_from_epoch)
-            if self._settings.resume == NEVER or manager is None:
-                what = "resume='never'" if self._settings.resume == NEVER else "no checkpoint_manager"
+            if self._settings.resume is Resume.NEVER or manager is None:
+                what = "resume='never'" if self._settings.resume is Resume.NEVER else "no checkpoint_manager"
                 raise InvalidArgumentError(f"resume_from_epoch={self.resume_from_epoch} contradicts {what}")
         if builder is not None and not callable(getattr(builder, "build", None)):
             name = type(builder).__name__
@@ -275,7 +272,7 @@ class JobRunner:
                 raise
             finally:
                 for workspace in session.workspaces().values():
-                    workspace.set_stopper(None)
+                    workspace.attach(dataclasses.replace(workspace.hooks, should_stop=never_stop))
                 handler.drain()
         self._result = result
         logging.info("%s", result)
@@ -319,49 +316,23 @@ class JobRunner:
             InvalidArgumentError: there is no checkpoint manager.
         """
         opened = self._open(session)
-        backend = opened.required_backend("save_checkpoints")
-        calls = opened.calls
         handler = opened.handler
-        run = self._run
-        notes = RunNotes()
-
-        def look() -> list[bool]:
-            self._introduce(handler, backend)
-            return [handler.cp_accessible(epoch), epoch in backend.epochs()]
-
+        save = OutOfBandSave(
+            job=self.job,
+            session=session,
+            run=self._run,
+            backend=opened.required_backend("save_checkpoints"),
+            calls=opened.calls,
+            handler=handler,
+            introduce=lambda backend: self._introduce(handler, backend),
+        )
         try:
-            # A run that goes on in this session has its backend and its blobs; any other save has its own.
-            epoch = epoch_number(epoch)
-            if run is not None:
-                notes = run.out_of_band_notes(epoch, session)
-            if run is not None and run.backend is not None and run.names and run.session is session:
-                backend = run.backend
-                names = run.names
-            else:
-                backend.open(session, calls, out_of_band=run is not None and bool(run.names))
-                kept = self.job.nodes_to_checkpoint() or session.nodes
-                names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
-                backend.agree_on_names(names)
-
-            accessible, exists = calls.broadcast("whether storage is there", look)
-            if not accessible:
-                raise SaveError(epoch, NOT_ACCESSIBLE)
-            prepared = backend.prepare(epoch, names)
-            if exists:
-                backend.allow_overwrite(epoch)
-            try:
-                backend.save(epoch, prepared, {}, notes, True)
-                backend.drain()
-            finally:  # also of a save that raised: they are no results of the run
-                for one in backend.outcomes():
-                    handler.saved(one)
-                    if not one.committed:
-                        logging.warning("%s %d could not be saved: %s", self.job.unit, one.epoch, one.detail)
+            save.save(epoch_number(epoch))
         except Exception as error:
             logging.warning("%s %s could not be saved: %s", self.job.unit, epoch, say(error))
         handler.drain()
 
-    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend) -> None:
+    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend[Any]) -> None:
         """Tells the metadata handler which nodes save where, unless an earlier call has; the backend is open."""
         if self._introduced is not self.checkpoint_manager:
             handler.nodes(backend.address, backend.handler_nodes)
@@ -379,6 +350,20 @@ class JobRunner:
     def _open(self, session: Session) -> _Opened:
         """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
+        self._check_session(session)
+        self._name_nodes(session, backend)
+        for workspace in session.workspaces().values():
+            tracer = InitTracer(self.job.init_group, workspace)
+            workspace.attach(dataclasses.replace(workspace.hooks, made_by_init=tracer.containers))
+        calls = RunCalls(
+            session.coordinator,
+            session.nodes,
+            self._timeout,
+            option="JobRunner(exchange_timeout_secs=…)",
+        )
+        return _Opened(backend=backend, calls=calls, handler=self._notifier(session, backend))
+
+    def _check_session(self, session: Session) -> None:
         kind = type(session).__name__
         expected = self.job.session_class
         if not isinstance(session, Session):
@@ -386,7 +371,11 @@ class JobRunner:
         if expected is not None and not isinstance(session, expected):
             raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {kind}")
 
-        # In a distributed job every process has its part in a save, if only to say that it has nothing.
+    def _name_nodes(self, session: Session, backend: CheckpointBackend[Any] | None) -> None:
+        """Gives session and manager the nodes of the job.
+
+        In a distributed job every process has its part in a save, if only to say that it has nothing.
+        """
         everywhere = self.job.nodes()
         nodes = session.nodes
         if backend is not None:
@@ -394,20 +383,27 @@ class JobRunner:
             wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
             nodes = backend.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
-        for workspace in session.workspaces().values():
-            workspace.set_init_tracer(traced_init(self.job.init_group, workspace))
 
-        # The metadata handler is the manager's, or this runner's.
-        handler = self._handler
-        handler_calls = frozenset[str]()
-        if backend is not None and backend.handler is not None:
-            handler = backend.handler
-            handler_calls = backend.handler_calls
-        accessible = None if backend is None else backend.accessible
-        notifier = HandlerNotifier(handler, session.coordinator.primary, handler_calls, accessible)
-        option = "JobRunner(exchange_timeout_secs=…)"
-        calls = RunCalls(session.coordinator, session.nodes, self._timeout, option=option)
-        return _Opened(backend, calls, notifier)
+    def _notifier(self, session: Session, backend: CheckpointBackend[Any] | None) -> HandlerNotifier:
+        """What calls the metadata handler, which is the manager's, or else this runner's."""
+        primary = session.coordinator.primary
+        if backend is None:
+            return HandlerNotifier(self._handler, active=primary)
+        own = backend.handler is not None
+        return HandlerNotifier(
+            backend.handler if own else self._handler,
+            active=primary,
+            skip=backend.handler_calls if own else (),
+            accessible=backend.accessible,
+        )
+
+
+def _choice(name: str, value: Any, choices: type[E]) -> E:
+    """The choice that an argument of this name names; InvalidArgumentError: it names none."""
+    known = {choice.value: choice for choice in choices}
+    if not isinstance(value, str) or value not in known:
+        raise InvalidArgumentError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return known[value]
 
 
 def run(

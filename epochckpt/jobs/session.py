@@ -15,14 +15,14 @@ from epochckpt.jobs.workspace import Workspace
 class Session(abc.ABC):
     """Runs tasks and groups of tasks. `root` is the workspace of the only node here, or the parent of all of them."""
 
-    unit = "epoch"  # of the job that a runner trains here
-
     def __init__(self, workspace: Workspace | None, coordinator: Coordinator):
         if workspace is not None and not isinstance(workspace, Workspace):
             raise InvalidArgumentError(f"a session takes an epochckpt.Workspace, got {type(workspace).__name__}")
         self.root = workspace if workspace is not None else Workspace()
         self.coordinator = coordinator
+        self._unit = "epoch"
         self._nodes: tuple[str, ...] = ()
+        self._name_root()
 
     @abc.abstractmethod
     def open(self, nodes: Sequence[str]) -> None:
@@ -55,10 +55,20 @@ class Session(abc.ABC):
     def workspaces(self) -> Mapping[str, Workspace]:
         """The workspaces of this process, by node."""
         first, *others = self.hosted
-        if others:
-            return {node: self.root.child(node) for node in self.hosted}
-        self.root.node = first
-        return {first: self.root}
+        return {node: self.root.child(node) for node in self.hosted} if others else {first: self.root}
+
+    def count_in(self, unit: str) -> None:
+        """Called by the runner: what the job counts, `epoch` or `step`; for errors."""
+        self._unit = unit
+
+    def _take(self, nodes: Sequence[str]) -> None:
+        """These are the nodes of the job."""
+        self._nodes = tuple(nodes)
+        self._name_root()
+
+    def _name_root(self) -> None:
+        if len(self.hosted) == 1:
+            self.root.be_of(self.hosted[0])
 
     def run(self, runnable: Task | TaskGroup) -> dict[str, list[Any]]:
         """Runs a task, or the tasks of a group in their order, on the nodes of this process.
@@ -79,7 +89,7 @@ class Session(abc.ABC):
         for task in tasks:
             for node, workspace in self.workspaces().items():
                 if task.node in (None, node):
-                    returned.setdefault(node, []).append(_run(task, workspace, self.unit))
+                    returned.setdefault(node, []).append(_run(task, workspace, self._unit))
         return returned
 
     @abc.abstractmethod
@@ -113,7 +123,7 @@ class LocalSession(Session):
     def open(self, nodes: Sequence[str]) -> None:
         if len(self._nodes) == 1 < len(nodes):
             self.root.make_child_of(self._nodes[0])
-        self._nodes = tuple(nodes)
+        self._take(nodes)
 
     def _meet(self, named: Sequence[str]) -> None:
         self.open(list(dict.fromkeys([*self._nodes, *named])))
@@ -138,7 +148,7 @@ class DistributedSession(Session):
                 f"the job has {len(nodes)} nodes ({', '.join(nodes)}), jax.distributed {self.coordinator.processes}"
             )
             raise InvalidArgumentError(f"{mismatch} processes; a DistributedSession needs one process per node")
-        self._nodes = tuple(nodes)
+        self._take(nodes)
 
     def _meet(self, named: Sequence[str]) -> None:
         if self._nodes or set(named) <= set(self.nodes):
@@ -168,4 +178,11 @@ def _run(task: Task, workspace: Workspace, unit: str) -> Any:
         error.add_note(f"in {task} of group {group!r} on node {node}, {unit} {epoch}")
         raise
     except Exception as error:
-        raise TaskError(task.name, group, node, epoch, say(error), unit) from error
+        raise TaskError(
+            task=task.name,
+            group=group,
+            node=node,
+            epoch=epoch,
+            reason=say(error),
+            unit=unit,
+        ) from error

@@ -4,35 +4,26 @@
 - An answer that is no bool is an error: a forgotten `return` cannot make a run train for ever.
 - A condition that is `registered` is one of `ec.stop`: flags take it, docs/jobs-reference.md lists it, and tests try
   its `example`. All else that is known of it stands in its class.
-- The state of a condition is a JSON value, saved under the condition's `repr`. A condition whose `repr` has changed
-  starts fresh; so does one whose state cannot be used, with a warning: no state keeps a run from resuming.
+- A condition may have a state, see `stop_states`.
 """
 
 from __future__ import annotations
 
 import abc
-import ast
 import contextlib
 import copy
 import dataclasses
-import itertools
-import json
 import math
-import operator
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import logging
 
-from epochckpt import _text, _units
+from epochckpt import _units
 from epochckpt._metrics import flat
 from epochckpt.errors import InvalidArgumentError, say
-from epochckpt.format import checksums
+from epochckpt.jobs.stop_values import as_scalar, check, finite_number, shown, whole_number
 from epochckpt.storage import expanded, open_file, path_text, plain, with_settings
 
 __all__ = [
@@ -51,7 +42,6 @@ __all__ = [
 ]
 
 Mode = Literal["max", "min"]
-_JSON = "$json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +195,7 @@ class max_epochs(Condition):
     example = (5,)
 
     def __init__(self, n: int):
-        self.n = _count(f"max_{self.unit}s(n)", n)
+        self.n = whole_number(f"max_{self.unit}s(n)", n)
 
     def __repr__(self) -> str:
         return f"max_{self.unit}s({self.n})"
@@ -240,11 +230,11 @@ class max_time(Condition):
         try:
             number = _units.parse_secs(secs) if isinstance(secs, str) else secs
         except ValueError as error:
-            raise InvalidArgumentError(f"max_time(secs) is {_shown(secs)}: {error}") from None
-        self._secs = _number("max_time(secs)", number)
+            raise InvalidArgumentError(f"max_time(secs) is {shown(secs)}: {error}") from None
+        self._secs = finite_number("max_time(secs)", number)
         self._total = total
-        _check(self._secs > 0, "max_time(secs)", "more than 0", secs)
-        _check(isinstance(total, bool), "max_time(total)", "True or False", total)
+        check(self._secs > 0, "max_time(secs)", "more than 0", secs)
+        check(isinstance(total, bool), "max_time(total)", "True or False", total)
         self._repr = f"max_time({self._secs}, total={total})"
 
     def holds(self, ctx: Context) -> bool:
@@ -256,8 +246,8 @@ class OfMetric(Condition):
 
     def __init__(self, metric: str, mode: Mode = "max"):
         name = type(self).__name__
-        _check(isinstance(metric, str) and metric != "", f"{name}(metric)", "the name of a metric", metric)
-        _check(isinstance(mode, str) and mode in ("max", "min"), f"{name}(mode)", '"max" or "min"', mode)
+        check(isinstance(metric, str) and metric != "", f"{name}(metric)", "the name of a metric", metric)
+        check(isinstance(mode, str) and mode in ("max", "min"), f"{name}(mode)", '"max" or "min"', mode)
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
 
@@ -271,7 +261,7 @@ class OfMetric(Condition):
         value = metrics[self._metric]
         number = as_scalar(value)
         if number is None:
-            raise InvalidArgumentError(f"{where}: metric {self._metric!r} is {_shown(value)}; expected a real number")
+            raise InvalidArgumentError(f"{where}: metric {self._metric!r} is {shown(value)}; expected a real number")
         return self._look(float(number))
 
     def holds(self, ctx: Context) -> bool:
@@ -299,7 +289,7 @@ class target(OfMetric):
 
     def __init__(self, metric: str, value: float, mode: Mode = "max"):
         super().__init__(metric, mode)
-        self._value = _number("target(value)", value)
+        self._value = finite_number("target(value)", value)
         self._repr = f"target({metric!r}, {self._value}, mode={mode!r})"
 
     def _look(self, value: float) -> bool:
@@ -319,7 +309,7 @@ class metric_above(OfMetric):
 
     def __init__(self, metric: str, limit: float):
         super().__init__(metric)
-        self._limit = _number("metric_above(limit)", limit)
+        self._limit = finite_number("metric_above(limit)", limit)
         self._repr = f"metric_above({metric!r}, {self._limit})"
 
     def _look(self, value: float) -> bool:
@@ -357,16 +347,20 @@ class no_improvement(OfMetric):
 
     def __init__(self, metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "max"):
         super().__init__(metric, mode)
-        self._patience = _count("no_improvement(patience)", patience)
-        self._min_delta = _number("no_improvement(min_delta)", min_delta)
-        _check(self._min_delta >= 0, "no_improvement(min_delta)", "0 or more", min_delta)
+        self._patience = whole_number("no_improvement(patience)", patience)
+        self._min_delta = finite_number("no_improvement(min_delta)", min_delta)
+        check(self._min_delta >= 0, "no_improvement(min_delta)", "0 or more", min_delta)
         parameters = f"patience={self._patience}, min_delta={self._min_delta}, mode={mode!r}"
         self._repr = f"no_improvement({metric!r}, {parameters})"
         self.set_state(None)
 
     def _look(self, value: float) -> bool:
         improved = self._sign * value > self._sign * self._best + self._min_delta
-        self._best, self._count = (value, 0) if improved else (self._best, self._count + 1)
+        if improved:
+            self._best = value
+            self._count = 0
+        else:
+            self._count += 1
         return self._count >= self._patience
 
     def holds(self, ctx: Context) -> bool:
@@ -382,8 +376,8 @@ class no_improvement(OfMetric):
             self._count = 0
             return
         best = float(state["best"])
-        count = _count("count", state["count"], least=0)
-        _check(not math.isnan(best), "best", "a number", best)
+        count = whole_number("count", state["count"], least=0)
+        check(not math.isnan(best), "best", "a number", best)
         self._best = best
         self._count = count
 
@@ -434,64 +428,8 @@ class file_exists(Condition):
 
 def of_example(name: str) -> Condition:
     """The condition of this name with the arguments of its `example`."""
-    condition = _named(name)
+    condition = CONDITIONS[name]
     return condition(*condition.example) if isinstance(condition, type) else condition
-
-
-def parsed(text: str) -> Condition:
-    """The condition that a text describes: those of `ec.stop`, with values as arguments, joined by `|` and `&`.
-
-    For example `max_epochs(100) | nan("loss")`. The `repr` of a condition describes that condition.
-
-    Raises:
-        InvalidArgumentError: it describes none.
-    """
-    try:
-        return _of_syntax(ast.parse(f"({text.strip()})", mode="eval").body)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        if isinstance(error, InvalidArgumentError):
-            raise
-        problem = getattr(error, "msg", None) or str(error) or type(error).__name__
-        raise InvalidArgumentError(f"it is no stop condition: {problem}") from None
-
-
-def _of_syntax(node: ast.expr) -> Condition:
-    match node:
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _of_syntax(left) | _of_syntax(right)
-        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-            return _of_syntax(left) & _of_syntax(right)
-        case ast.Name(id=name) if isinstance(condition := _named(name), Condition):
-            return condition
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if isinstance(condition := _named(name), Condition):
-            return condition
-        case ast.Call(func=ast.Name(id=name), args=values, keywords=named) if isinstance(made := _named(name), type):
-            return made(*map(_of_value, values), **_keywords(named))
-    raise ValueError("expected conditions joined by | and &, such as max_epochs(100) | nan('loss')")
-
-
-def _keywords(named: Sequence[ast.keyword]) -> dict[str, Any]:
-    keywords: dict[str, Any] = {}
-    for each in named:
-        if each.arg is None:
-            raise ValueError("** stands before a value; write each argument by itself")
-        if each.arg in keywords:
-            raise ValueError(f"{each.arg} is given twice")
-        keywords[each.arg] = _of_value(each.value)
-    return keywords
-
-
-def _of_value(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise ValueError(f"{ast.unparse(node)} is no value; write a text in quotes") from None
-
-
-def _named(name: str) -> type[Condition] | Condition:
-    if name not in CONDITIONS:
-        raise ValueError(f"there is no condition {name!r}; {_text.near(name, CONDITIONS)}")
-    return CONDITIONS[name]
 
 
 def as_condition(obj: Any) -> Condition:
@@ -509,7 +447,7 @@ def as_condition(obj: Any) -> Condition:
         raise InvalidArgumentError(f"the class {obj.__name__} is no stop condition; call it first: {obj.__name__}(…)")
     if not callable(obj):
         raise InvalidArgumentError(
-            f"{_shown(obj)} is no stop condition here; expected one of ec.stop, or a callable. A task, its output, or "
+            f"{shown(obj)} is no stop condition here; expected one of ec.stop, or a callable. A task, its output, or "
             "the name of a blob is one by itself: job.stop_when(…). A job ends when any of its conditions is true"
         )
     return _Wrapped(obj)
@@ -542,7 +480,7 @@ def checked(condition: Any, answer: Any, ctx: Context) -> bool:
     scalar = as_scalar(answer)
     if isinstance(scalar, bool):
         return scalar
-    problem = f"answered {_shown(answer)}; expected a bool: True to stop after this {ctx.unit}"
+    problem = f"answered {shown(answer)}; expected a bool: True to stop after this {ctx.unit}"
     raise InvalidArgumentError(f"{_where(condition, ctx)}: {problem}")
 
 
@@ -552,9 +490,20 @@ def _where(condition: Any, ctx: Context) -> str:
 
 def why(condition: Condition, ctx: Context) -> str:
     """The `repr` of a condition that was true; of `a | b`, without users' callables, only the operands that hold."""
-    if len(alternatives(condition)) == 1 or is_foreign(condition):
-        return repr(condition)
-    return " | ".join(why(part, ctx) for part in condition.operands if held(part, ctx)) or repr(condition)
+    return " | ".join(map(repr, _holding(condition, ctx)))
+
+
+def holds_by_preemption(condition: Condition, ctx: Context) -> bool:
+    """Whether a condition that was true holds only because the run is being preempted."""
+    return all(isinstance(part, _Preempted) for part in _holding(condition, ctx))
+
+
+def _holding(condition: Condition, ctx: Context) -> list[Condition]:
+    """Of `a | b` that was true, without users' callables, the operands that hold; else just the condition."""
+    operands = alternatives(condition)
+    if len(operands) == 1 or is_foreign(condition):
+        return [condition]
+    return [operand for operand in operands if held(operand, ctx)] or [condition]
 
 
 def alternatives(condition: Condition) -> list[Condition]:
@@ -566,110 +515,20 @@ def alternatives(condition: Condition) -> list[Condition]:
 
 def is_foreign(condition: Condition) -> bool:
     """Whether it contains a user's callable, which may change its state whenever it is asked."""
-    return any(isinstance(part, _Wrapped) for part in _parts([condition]))
+    return any(isinstance(part, _Wrapped) for part in parts([condition]))
 
 
 def functions(conditions: Sequence[Condition]) -> list[Callable[[Context], Any]]:
     """The users' callables among the conditions and their parts."""
-    return [part.function for part in _parts(conditions) if isinstance(part, _Wrapped)]
+    return [part.function for part in parts(conditions) if isinstance(part, _Wrapped)]
 
 
 def counts(conditions: Sequence[Condition]) -> list[max_epochs]:
     """The conditions, and their parts, that are true after some number of epochs or steps."""
-    return [part for part in _parts(conditions) if isinstance(part, max_epochs)]
+    return [part for part in parts(conditions) if isinstance(part, max_epochs)]
 
 
-# -- states ------------------------------------------------------------------------------------------------------
-
-
-def save_states(conditions: Sequence[Condition]) -> dict[str, Any]:
-    """The states of the conditions that have one, as JSON, by their `repr`; of equal ones the second is `…#2`.
-
-    The parts of a composition are kept one by one, so that `max_epochs(10) | c` may become `c | max_epochs(20)`.
-    """
-    saved: dict[str, Any] = {}
-    for key, condition in _keyed(conditions).items():
-        try:
-            state = condition.get_state()
-        except Exception as error:
-            error.add_note(f"in the state of stop condition {key}")
-            raise
-        state = checksums.pack_json(state, f"the state of stop condition {key}")
-        # NaN and infinities in a user's state are not JSON, and their packed form may not be packed once more
-        text = json.dumps(state, allow_nan=False)
-        if state is not None:
-            saved[key] = {_JSON: text} if "$" in text else state
-    return saved
-
-
-def load_states(conditions: Sequence[Condition], saved: Any) -> None:
-    """Gives conditions the states that `save_states` returned, as far as they are still the same; never raises."""
-    if saved is not None and not isinstance(saved, Mapping):
-        logging.warning("states of stop conditions are %s; expected a mapping: all start fresh", _shown(saved))
-        saved = None
-    states = dict(saved or {})
-    for key, condition in _keyed(conditions).items():
-        state = states.pop(key, None)
-        try:
-            packed = isinstance(state, dict) and state.keys() == {_JSON}
-            condition.set_state(checksums.unpack_json(json.loads(state[_JSON])) if packed else state)
-        except Exception as error:  # a user's own code, or a state of another version of it
-            logging.warning("stop condition %r starts fresh: its state is %s: %s", condition, _shown(state), say(error))
-            with contextlib.suppress(Exception):  # half of the state may be set
-                condition.set_state(None)
-    for key in states:
-        logging.info("the state of stop condition %s is dropped: there is no such condition any more", key)
-
-
-def _keyed(conditions: Sequence[Condition]) -> dict[str, Condition]:
-    keyed: dict[str, Condition] = {}
-    for condition in _parts(conditions):
-        names = itertools.chain([repr(condition)], (f"{condition!r}#{n}" for n in itertools.count(2)))
-        keyed[next(name for name in names if name not in keyed)] = condition
-    return keyed
-
-
-def _parts(conditions: Sequence[Condition]) -> Iterator[Condition]:
+def parts(conditions: Sequence[Condition]) -> Iterator[Condition]:
+    """The conditions, with the operands of `|` and `&` in place of those that these join."""
     for condition in conditions:
-        yield from _parts(condition.operands) if condition.operands else (condition,)
-
-
-# -- values ------------------------------------------------------------------------------------------------------
-
-
-def as_scalar(value: Any) -> bool | int | float | None:
-    """A bool or real number of Python, or one of NumPy or jax without dimensions, as Python's; None for all else.
-
-    None also for an integer that is too large for a float.
-    """
-    if isinstance(value, np.ndarray | np.generic | jax.Array) and value.shape == ():
-        if not (value.dtype == bool or jnp.issubdtype(value.dtype, np.number)):  # a key of jax, an object
-            return None
-        value = float(value) if isinstance(value, np.floating) else np.asarray(value).item()
-    beyond_all_floats = isinstance(value, int) and abs(value) > sys.float_info.max
-    return value if isinstance(value, bool | int | float) and not beyond_all_floats else None
-
-
-def _shown(value: Any) -> str:
-    return f"{_text.shown(repr(value), limit=120)} ({type(value).__name__})"
-
-
-def _check(fits: bool, what: str, expected: str, value: Any) -> None:
-    if not fits:
-        raise InvalidArgumentError(f"{what} must be {expected}, got {_shown(value)}")
-
-
-def _number(what: str, value: Any) -> float:
-    scalar = as_scalar(value)
-    number = math.nan if scalar is None or isinstance(scalar, bool) else float(scalar)
-    _check(math.isfinite(number), what, "a finite number", value)
-    return number
-
-
-def _count(what: str, value: Any, least: int = 1) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = least - 1
-    _check(count >= least and not isinstance(value, bool), what, f"a whole number, at least {least}", value)
-    return count
+        yield from parts(condition.operands) if condition.operands else (condition,)

@@ -6,7 +6,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _progress
@@ -21,7 +21,6 @@ from epochckpt.errors import (
     UploadError,
     say,
 )
-from epochckpt.format import NodeEntry
 from epochckpt.jobs.job import Task, TaskGroup
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
@@ -135,66 +134,71 @@ def upload_task(manager: Any, epoch: int, requested: CopyUpload) -> Callable[[Wo
     )
 
 
-@upload_task.register(CheckpointManager)
-def _epoch_upload(manager: CheckpointManager, epoch: int, requested: CopyUpload) -> Callable[[Workspace], None]:
-    """A task that copies an epoch of our manager, once for all nodes of this process."""
-    coordinator = coordination.connect(False)
-    nodes = manager.node_names
-    ran = set[str]()
-    here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
-    option = "CopyUpload(timeout_secs=…)"
-    calls = RunCalls(coordinator, nodes, requested.timeout_secs, option=option, signs=False)
-    guarded = uploading(epoch, requested.destination)
+class _EpochUpload:
+    """The task that copies an epoch of our manager, once for all nodes of this process."""
 
-    @guarded
-    def open_copy(progress: Callable[[int], None]) -> EpochCopy:
-        reader, names = manager.source(epoch)
-        if reader is None:
-            raise UnsupportedError(
-                f"{manager.directory}: checkpoint {epoch} was written by stock Orbax, whose steps CopyUpload does not "
-                "copy; copy its folder, or save it with epochckpt.CheckpointManager"
-            )
-        target = open_store(requested.address)
-        check_place(reader.store, target)
-        return EpochCopy(reader, directory_of(target, names), progress=progress)
+    def __init__(self, manager: CheckpointManager, epoch: int, requested: CopyUpload):
+        coordinator = coordination.connect(False)
+        nodes = manager.node_names
+        self._manager = manager
+        self._epoch = epoch
+        self._requested = requested
+        self._here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
+        option = "CopyUpload(timeout_secs=…)"
+        self._calls = RunCalls(coordinator, nodes, requested.timeout_secs, option=option, signs=False)
+        self._ran = set[str]()  # the nodes that have run the task since the copy was made
 
-    def publish(copy: EpochCopy, copied: list[NodeEntry]) -> None:
-        copy.publish(copied)
-        copy.leave()
+    def __call__(self, workspace: Workspace) -> None:
+        if workspace.node in self._ran:  # the group runs again
+            self._ran.clear()
+        if not self._ran:
+            with _progress.work(f"uploading checkpoint {self._epoch}") as work:
+                self._upload(work.advance)
+        self._ran.add(workspace.node)
 
-    def upload_once() -> None:
-        with _progress.work(f"uploading checkpoint {epoch}") as work:
-            upload_now(work)
+    def _upload(self, progress: Callable[[int], None]) -> None:
+        """The primary looks at the destination and makes room, every process copies, and the primary publishes."""
+        calls = self._calls
+        copy = calls.together("opening of the upload", lambda: self._open(progress))
+        incarnation = calls.broadcast("beginning of the upload", lambda: self._begin(copy))
+        if incarnation is None:  # the copy is there already
+            return
+        if not calls.primary:
+            copy.join(copy.epoch_directory.join(incarnation))
+        with copy.giving_up() if calls.primary else contextlib.nullcontext():
+            reports = calls.gather("upload of the nodes' folders", lambda: self._copy_own(copy))
+            calls.broadcast("end of the upload", lambda: self._publish(copy, reports))
 
-    def upload_now(work: _progress.Work) -> None:
-        copy = calls.together("opening of the upload", lambda: open_copy(work.advance))
+    def _open(self, progress: Callable[[int], None]) -> EpochCopy:
+        with self._uploading():
+            reader, names = self._manager.source(self._epoch)
+            if reader is None:
+                raise UnsupportedError(
+                    f"{self._manager.directory}: checkpoint {self._epoch} was written by stock Orbax, whose steps "
+                    "CopyUpload does not copy; copy its folder, or save it with epochckpt.CheckpointManager"
+                )
+            target = open_store(self._requested.address)
+            check_place(reader.store, target)
+            return EpochCopy(reader, directory_of(target, names), progress=progress)
 
-        @guarded
-        def begin() -> str | None:
-            return copy.writer.incarnation if copy.begin(requested.replace) else None
+    def _begin(self, copy: EpochCopy) -> str | None:
+        """On the primary: the incarnation in which the copy is made; None if the copy is there already."""
+        with self._uploading():
+            return copy.writer.incarnation if copy.begin(self._requested.replace) else None
 
-        # The primary looks at the destination and makes room, every process copies, and the primary publishes.
-        incarnation = calls.broadcast("beginning of the upload", begin)
-        if incarnation is not None:
-            if not calls.primary:
-                copy.join(copy.epoch_directory.join(incarnation))
-            copied: list[NodeEntry] = []  # on the primary, of all processes
+    def _copy_own(self, copy: EpochCopy) -> list[dict[str, Any]]:
+        """Copies the folders of this process's nodes, and reports them."""
+        with self._uploading():
+            return [NodeReport(entry, {}).to_wire() for entry in copy.copy_nodes(self._here)]
 
-            def copy_own() -> list[dict[str, Any]]:
-                return [NodeReport(entry, {}).to_wire() for entry in copy.copy_nodes(here)]
+    def _publish(self, copy: EpochCopy, reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """On the primary, with the reports of all processes: makes the copy visible."""
+        with self._uploading():
+            copy.publish([NodeReport.from_wire(wire).entry for report in reports for wire in report])
+            copy.leave()
 
-            def collect(reports: list[Any]) -> None:
-                copied.extend(NodeReport.from_wire(wire).entry for report in reports for wire in report)
+    def _uploading(self) -> contextlib.AbstractContextManager[None]:
+        return uploading(self._epoch, self._requested.destination)
 
-            with copy.giving_up() if calls.primary else contextlib.nullcontext():
-                calls.collective("upload of the nodes' folders", guarded(copy_own), collect)
-                calls.broadcast("end of the upload", guarded(lambda: publish(copy, copied)))
 
-    def upload(workspace: Workspace) -> None:
-        if workspace.node in ran:  # the group runs again
-            ran.clear()
-        if not ran:
-            upload_once()
-        ran.add(workspace.node)
-
-    return upload
+upload_task.register(CheckpointManager, _EpochUpload)

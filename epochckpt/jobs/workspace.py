@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,25 @@ class Target(NamedTuple):
     abstract: Any = None
     reshard: Reshard | None = None
     rename: Rename | None = None
+
+
+def never_stop() -> bool:
+    """Nobody preempts the job."""
+    return False
+
+
+def _not_known(blob: str) -> str | None:
+    del blob
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerHooks:
+    """How a runner answers the questions of one workspace. The defaults are the answers without a runner."""
+
+    should_stop: Callable[[], bool] = never_stop  # see `Workspace.should_stop`
+    made_by_init: Callable[[], Mapping[str, Any]] = dict  # see `Workspace.made_by_init`
+    why_missing: Callable[[str], str | None] = _not_known  # why a blob is missing; None: the runner does not know
 
 
 class Workspace(MutableMapping[str, Any]):
@@ -58,9 +78,7 @@ class Workspace(MutableMapping[str, Any]):
         self._blobs: dict[str, Any] = {}
         self._targets: dict[str, Target] = {}
         self._children: dict[str, Workspace] = {}
-        self._stopper: Callable[[], bool] | None = None
-        self._init_tracer: Callable[[], Mapping[str, Any]] = dict
-        self._why_missing: Callable[[str], str] | None = None
+        self._hooks = RunnerHooks()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _ATTRIBUTES and not name.startswith("_"):
@@ -101,23 +119,29 @@ class Workspace(MutableMapping[str, Any]):
         Ask before a step, equally often on all nodes; when the answer is True, return without doing the step. The epoch
         is then dropped, or, with `@job.epoch(resumable=True)`, saved as it is. An epoch that does not ask is finished.
         """
-        return self._stopper is not None and self._stopper()
-
-    def set_stopper(self, stopper: Callable[[], bool] | None) -> None:
-        """Called by the runner: what answers `should_stop`."""
-        self._stopper = stopper
+        return self._hooks.should_stop()
 
     def made_by_init(self) -> Mapping[str, Any]:
         """The containers of the blobs that init makes here (see `containers.of`); empty without a runner."""
-        return self._init_tracer()
+        return self._hooks.made_by_init()
 
-    def set_init_tracer(self, tracer: Callable[[], Mapping[str, Any]]) -> None:
-        """Called by the runner: what answers `made_by_init`."""
-        self._init_tracer = tracer
+    @property
+    def hooks(self) -> RunnerHooks:
+        """What answers the questions of this workspace."""
+        return self._hooks
 
-    def set_missing(self, why: Callable[[str], str]) -> None:
-        """Called by the runner: what says why a blob is missing; an empty text if it does not know."""
-        self._why_missing = why
+    def attach(self, hooks: RunnerHooks) -> None:
+        """Called by the runner: these hooks answer from here on."""
+        self._hooks = hooks
+
+    def enter_epoch(self, number: int, steps: range) -> None:
+        """Called by the runner before the tasks of an epoch: `epoch` and `steps` have these values from here on."""
+        self.epoch = number
+        self.steps = steps
+
+    def be_of(self, node: str) -> None:
+        """Called by the session: this is the workspace of its only node here, with this name."""
+        self.node = node
 
     def scratch(self) -> Workspace:
         """A copy for trying something: blobs and live objects may be set there without changing this workspace."""
@@ -143,8 +167,7 @@ class Workspace(MutableMapping[str, Any]):
         child.steps = self.steps
         child._blobs = self._blobs
         child._targets = self._targets
-        child._stopper = self._stopper
-        child._init_tracer = self._init_tracer
+        child._hooks = self._hooks
         self.live = types.SimpleNamespace()
         self._blobs = {}
         self._targets = {}
@@ -194,6 +217,6 @@ class Workspace(MutableMapping[str, Any]):
             forms = ", ".join(f"{owner.node}/{name}" for owner in owners)
             raise InvalidArgumentError(f"blob {name!r} is in the workspaces of several nodes; say which: {forms}")
         if not owners:
-            why = self._why_missing(str(name)) if self._why_missing is not None else ""
+            why = self._hooks.why_missing(str(name))
             raise KeyError(f"no blob {name!r}; {why or _text.near(str(name), self)}")
         return owners[0], name

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from epochckpt.jobs.notes import NodeNotes, RunNotes
+from epochckpt.jobs.notes import Form, NodeNotes, RunNotes
 
 OF_STEPS = RunNotes.of_run(
     nodes=["a", "b"], partial=True, stop_states={"nan": 1}, total_secs=2.5, went_back_to=3, unit="step", begun=40
@@ -14,10 +14,17 @@ OF_STEPS = RunNotes.of_run(
 
 def test_what_a_run_notes_comes_back() -> None:
     noted = OF_STEPS.with_end(["max_steps(50)"], {"loss": 1.0}).with_blobs({"i": "b"}, {"b": None})
-    read = RunNotes.read(noted.with_forms({"i": "json"}).as_out_of_band().to_json())
+    noted = noted.with_forms({"i": Form.JSON}).as_out_of_band()
+    assert noted.to_json()["forms"] == {"i": "json"}
+    read = RunNotes.read(noted.to_json())
     assert (read.nodes, read.partial, read.stop_states, read.total_secs) == (["a", "b"], True, {"nan": 1}, 2.5)
     assert (read.went_back_to, read.unit, read.begun, read.finished) == (3, "step", 40, ("max_steps(50)",))
-    assert (read.metrics, read.blobs, read.types, read.forms) == ({"loss": 1.0}, {"i": "b"}, {"b": None}, {"i": "json"})
+    assert (read.metrics, read.blobs, read.types, read.forms) == (
+        {"loss": 1.0},
+        {"i": "b"},
+        {"b": None},
+        {"i": Form.JSON},
+    )
     assert (read.out_of_band, read.is_of_run) == (True, True)
 
 
@@ -43,6 +50,11 @@ def test_values_of_other_types_count_as_missing(value: Any) -> None:
     assert RunNotes({"total_secs": value}).total_secs is None
     assert (RunNotes({"begun": "x"}).begun, RunNotes({"went_back_to": "x"}).went_back_to) == (None, None)
     assert RunNotes({"blobs": value, "types": value, "nodes": 3}).blobs == {}
+
+
+@pytest.mark.parametrize("form", ["of a later version", ["json"], None])
+def test_a_form_that_is_not_known_counts_as_missing(form: Any) -> None:
+    assert RunNotes({"forms": {"i": form, "j": "bare"}}).forms == {"i": None, "j": Form.BARE}
 
 
 @pytest.mark.parametrize(("stored", "why"), [(["a", 1], ("a", "1")), ("a", ("a",)), (None, ()), ([], ()), (0, ())])

@@ -167,6 +167,33 @@ def test_a_dropped_epoch_after_one_that_was_not_to_be_saved(tmp_path: pathlib.Pa
     assert (result.epoch, result.last_committed_epoch, result.unsaved, result.exit_code) == (2, 0, "", 75)
 
 
+def test_a_dropped_epoch_is_no_failed_save(tmp_path: pathlib.Path) -> None:
+    """The run was preempted, and is to be started again; nothing of the epoch was to be saved."""
+    job = ec.Job(stop_conditions=[ec.stop.max_epochs(9)])
+    job.init(lambda ws: ws.update(steps=[]))
+
+    @job.epoch
+    def train(ws: ec.Workspace) -> None:
+        if ws.epoch == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not ws.should_stop():
+                pass
+
+    class AwayInTheSecond(ec.metadata.JsonMetadataHandler):
+        def cp_accessible(self, epoch: int | None = None) -> bool:
+            return epoch != 2
+
+    result = ec.run(
+        job,
+        tmp_path,
+        metadata_handler=AwayInTheSecond(),
+        max_consecutive_save_failures=0,
+        deadline_secs=0.0,
+    )
+    assert (result.epoch, result.last_committed_epoch, result.failed_saves) == (1, 1, ())
+    assert (result.stop_reason, result.unsaved, result.exit_code) == ("preempted", "", 75)
+
+
 def make_heavy_job(until: int) -> ec.Job:
     """Another blob of it is an array of a file's own."""
     job = make_job(until)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import epochckpt as ec
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import checksums
-from epochckpt.jobs import stop
+from epochckpt.jobs import stop, stop_states, stop_text
 from epochckpt.storage import open_store
 
 
@@ -375,17 +375,17 @@ def test_every_condition_is_registered_with_an_example() -> None:
 def test_the_repr_of_conditions_describes_them(make: Any) -> None:
     """Whatever is composed, the text that names it in records and results makes it again."""
     condition = make()
-    assert repr(stop.parsed(repr(condition))) == repr(condition)
+    assert repr(stop_text.parsed(repr(condition))) == repr(condition)
 
 
 def test_a_text_of_conditions_is_read_as_python_reads_it() -> None:
     """`&` binds closer than `|`; arguments may be named; `preempted` takes parentheses, too."""
-    found = stop.parsed(" max_epochs(n=100) | nan('loss') & preempted() | max_time('2h', total=True)\n")
+    found = stop_text.parsed(" max_epochs(n=100) | nan('loss') & preempted() | max_time('2h', total=True)\n")
     expected = stop.max_epochs(100) | stop.nan("loss") & stop.preempted | stop.max_time(7200, total=True)
     assert repr(found) == repr(expected)
     with pytest.raises(InvalidArgumentError, match="it is no stop condition: there is no condition 'max_epoch'; near"):
-        stop.parsed("preempted | max_epoch(3)")
-    assert repr(stop.parsed("max_epochs(3)\n| preempted")) == repr(stop.max_epochs(3) | stop.preempted)
+        stop_text.parsed("preempted | max_epoch(3)")
+    assert repr(stop_text.parsed("max_epochs(3)\n| preempted")) == repr(stop.max_epochs(3) | stop.preempted)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_a_text_of_conditions_is_read_as_python_reads_it() -> None:
 def test_arguments_of_a_condition_are_given_once_each(text: str, problem: str) -> None:
     """The last one of two does not win silently."""
     with pytest.raises(InvalidArgumentError, match=f"it is no stop condition: {problem}"):
-        stop.parsed(text)
+        stop_text.parsed(text)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -425,12 +425,12 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(makers: Any, values: l
     cut = data.draw(st.integers(0, len(values)))
     first, second = ([make() for make in makers] for _ in range(2))
     parts = [[c(at(e, x=v)) for c in first] for e, v in enumerate(values[:cut], start=1)]
-    stop.load_states(second, through_json(stop.save_states(first)))
+    stop_states.load_states(second, through_json(stop_states.save_states(first)))
     assert [c.holds(at(cut, x=0.0)) for c in second] == [c.holds(at(cut, x=0.0)) for c in first]
     parts += [[c(at(e, x=v)) for c in second] for e, v in enumerate(values[cut:], start=cut + 1)]
     assert parts == whole
-    assert through_json(stop.save_states(second)) == stop.save_states(straight)
-    assert stop.save_states(pickle.loads(pickle.dumps(straight))) == stop.save_states(straight)
+    assert through_json(stop_states.save_states(second)) == stop_states.save_states(straight)
+    assert stop_states.save_states(pickle.loads(pickle.dumps(straight))) == stop_states.save_states(straight)
 
 
 @given(maker=MAKERS, values=st.lists(NUMBERS, max_size=5))
@@ -438,9 +438,9 @@ def test_holds_changes_nothing(maker: Any, values: list[float]) -> None:
     """However often it is asked; after an epoch it answers as the look at that epoch did."""
     condition = maker()
     for epoch, value in enumerate(values, start=1):
-        answer, state = condition(at(epoch, x=value)), stop.save_states([condition])
+        answer, state = condition(at(epoch, x=value)), stop_states.save_states([condition])
         assert condition.holds(at(epoch, x=value)) is condition.holds(at(epoch, x=value)) is answer
-        assert stop.save_states([condition]) == state
+        assert stop_states.save_states([condition]) == state
 
 
 def test_states_are_kept_by_repr_and_equal_ones_are_numbered() -> None:
@@ -449,10 +449,10 @@ def test_states_are_kept_by_repr_and_equal_ones_are_numbered() -> None:
     for number, condition in enumerate(conditions):
         for epoch in range(1, number + 2):
             condition(at(epoch))
-    saved = stop.save_states([stop.preempted, *conditions])
+    saved = stop_states.save_states([stop.preempted, *conditions])
     assert saved == {"Script": [1], "Script#2": [1, 2], "Script#3": [1, 2, 3]}
     again = [stop.as_condition(Script([])) for _ in range(2)]
-    stop.load_states(again, saved)
+    stop_states.load_states(again, saved)
     assert [c.get_state() for c in again] == [[1], [1, 2]]
 
 
@@ -464,7 +464,9 @@ def test_states_survive_a_changed_composition(caplog: pytest.LogCaptureFixture) 
         condition(at(1, x=math.inf, y=1))
     fresh, same = stop.no_improvement("x", 5), stop.no_improvement("x", 2)
     with caplog.at_level(logging.INFO, "absl"):
-        stop.load_states([fresh, (same & stop.nan("x")) | stop.max_epochs(9)], through_json(stop.save_states(before)))
+        stop_states.load_states(
+            [fresh, (same & stop.nan("x")) | stop.max_epochs(9)], through_json(stop_states.save_states(before))
+        )
     assert same.get_state() == patient.get_state() == {"best": "inf", "count": 0}
     assert fresh.get_state() == {"best": "-inf", "count": 0}
     assert "no_improvement('y', patience=1, min_delta=0.0, mode='max') is dropped" in caplog.text
@@ -475,8 +477,8 @@ def test_absent_state_starts_fresh_also_in_used_objects() -> None:
     condition = stop.no_improvement("x", 1) | stop.no_improvement("y", 1)
     for saved in (None, {}):
         condition(at(1, x=1, y=1))
-        stop.load_states([condition], saved)
-        assert list(stop.save_states([condition]).values()) == [{"best": "-inf", "count": 0}] * 2
+        stop_states.load_states([condition], saved)
+        assert list(stop_states.save_states([condition]).values()) == [{"best": "-inf", "count": 0}] * 2
 
 
 BAD_STATES = [0, "x", [], [1], {}, {"best": 1}, {"best": None, "count": 0}, {"best": "nan", "count": 0}, True]
@@ -489,17 +491,17 @@ def test_unusable_state_starts_fresh_with_a_warning(state: Any, caplog: pytest.L
     condition = stop.no_improvement("x", 2)
     condition(at(1, x=5))
     both = condition | stop.preempted
-    stop.load_states([both], {repr(condition): state})
+    stop_states.load_states([both], {repr(condition): state})
     assert condition.get_state() == {"best": "-inf", "count": 0}
     assert "starts fresh" in caplog.text
-    stop.load_states([both], {repr(condition): {"$json": state}})
-    stop.load_states([both], state)
+    stop_states.load_states([both], {repr(condition): {"$json": state}})
+    stop_states.load_states([both], state)
 
 
 def test_half_of_a_composition_may_be_unusable(caplog: pytest.LogCaptureFixture) -> None:
     """The other half goes on."""
     left, right = stop.no_improvement("x", 2), stop.no_improvement("y", 2)
-    stop.load_states([left | right], {repr(left): {"best": 3, "count": 1}, repr(right): "junk"})
+    stop_states.load_states([left | right], {repr(left): {"best": 3, "count": 1}, repr(right): "junk"})
     assert [left.get_state(), right.get_state()] == [{"best": 3.0, "count": 1}, {"best": "-inf", "count": 0}]
     assert "no_improvement('y'" in caplog.text
 
@@ -529,27 +531,29 @@ class Stateful(stop.Condition):
 def test_a_users_state_comes_back_whatever_it_holds(state: Any) -> None:
     """Infinities, names like our own marks, NumPy's numbers."""
     fresh = Stateful()
-    stop.load_states([fresh | stop.preempted], through_json(stop.save_states([Stateful(state) | stop.preempted])))
+    stop_states.load_states(
+        [fresh | stop.preempted], through_json(stop_states.save_states([Stateful(state) | stop.preempted]))
+    )
     assert fresh.state == state
 
 
 def test_nan_in_a_users_state_comes_back() -> None:
     """NaN is not equal to itself, hence apart."""
     fresh = Stateful()
-    stop.load_states([fresh], through_json(stop.save_states([Stateful([math.nan])])))
+    stop_states.load_states([fresh], through_json(stop_states.save_states([Stateful([math.nan])])))
     assert math.isnan(fresh.state[0])
 
 
 def test_a_state_that_is_no_json_names_the_condition() -> None:
     """When it is saved."""
     with pytest.raises(InvalidArgumentError, match=r"the state of stop condition Stateful holds a object"):
-        stop.save_states([Stateful(object())])
+        stop_states.save_states([Stateful(object())])
 
 
 def test_a_users_set_state_that_fails_keeps_no_run_from_resuming(caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, and the condition told to start fresh."""
     condition = Stateful("old")
-    stop.load_states([condition], {"Stateful": "poison"})
+    stop_states.load_states([condition], {"Stateful": "poison"})
     assert condition.state is None
     assert "Stateful starts fresh" in caplog.text
     assert "RuntimeError: the user's own" in caplog.text
@@ -567,8 +571,25 @@ def test_a_callable_keeps_state_only_with_both_methods() -> None:
 
     assert stop.as_condition(Half()).get_state() is None
     script = Script([])
-    stop.load_states([stop.as_condition(script)], None)
+    stop_states.load_states([stop.as_condition(script)], None)
     stop.as_condition(script).set_state(None)
     assert script.seen == []
     assert repr(stop.as_condition(test_a_long_answer_is_cut_short)) == "test_a_long_answer_is_cut_short"
     assert stop.as_condition(stop.preempted) is stop.preempted
+
+
+def test_a_condition_whose_repr_is_empty_ends_a_run(tmp_path: pathlib.Path) -> None:
+    """And the run is finished when it is started again."""
+
+    class Unnamed(ec.stop.Condition):
+        def __repr__(self) -> str:
+            return ""
+
+        def holds(self, ctx: ec.stop.Context) -> bool:
+            return ctx.epoch >= 2
+
+    for reason in ("", "was finished already"):
+        job = ec.Job(stop_conditions=[Unnamed(), ec.stop.max_epochs(5)])
+        job.init(lambda ws: ws.update(sum=0))
+        result = ec.run(job, tmp_path)
+        assert (result.epoch, result.finished, result.stop_reason) == (2, True, reason)

@@ -74,8 +74,10 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     functions = [
         "stop_on_the_word_of_one_node",
         "save_beside",
+        "save_without_a_blob_of_one",
         "unsaved_on_one",
         "condition_raises_on_one",
+        "stock_with_unlike_blobs",
     ]
     return run("one_after_the_other", 2, directory=str(tmp_path_factory.mktemp("on_two")), functions=functions)
 
@@ -98,6 +100,14 @@ def test_a_run_goes_on_beside_what_is_loaded_and_saved_in_another_session(on_two
         assert ends["save_beside"] == [[10 * number + w for w in (0, 1, 2, 3, 4, 5, 1)], 5, []]
 
 
+def test_a_save_in_an_epoch_that_one_process_cannot_make_is_made_by_none(on_two: list[dict[str, Any]]) -> None:
+    """All are told which blob is missing on which node; the run goes on."""
+    for ends in on_two:
+        warned, committed, failed = ends["save_without_a_blob_of_one"]
+        assert any("epoch 2 could not be saved" in line and "node process_1: blob 'w'" in line for line in warned)
+        assert (committed, failed) == (3, [])
+
+
 @pytest.mark.slow
 def test_a_load_by_one_process_alone_harms_no_later_run(tmp_path: pathlib.Path) -> None:
     """Runs are counted alike on all processes, and a load is no run, whether it succeeds or waits in vain."""
@@ -115,6 +125,32 @@ def test_a_condition_that_raises_on_one_node_is_named_on_all(on_two: list[dict[s
         text, notes = ends["condition_raises_on_one"]
         assert "division" in text
         assert next(note for note in notes if "OnOne" in note).endswith("OnOne, epoch 1, node process_1")
+
+
+def test_a_blob_that_stock_orbax_cannot_save_is_the_same_error_on_all(on_two: list[dict[str, Any]]) -> None:
+    """It saves arrays once, and other values for each node: the processes would wait for each other in other calls."""
+    for ends in on_two:
+        found = ends["stock_with_unlike_blobs"]
+        for name, array in (("an array and a number", "an array"), ("an array and nothing", "a tree with arrays")):
+            error = found[name]["error"]
+            assert f"InvalidArgumentError: blob 'x': {array} on process_0, a value without arrays on process_1" in error
+            assert "use epochckpt.CheckpointManager" in error
+
+
+def test_a_blob_that_becomes_one_that_stock_orbax_cannot_save_is_a_failed_save(on_two: list[dict[str, Any]]) -> None:
+    """Of that epoch alone, on all processes."""
+    for ends in on_two:
+        found = ends["stock_with_unlike_blobs"]["in the second epoch"]
+        ((epoch, reason),) = found["failed"]
+        assert epoch == 2
+        assert "blob 'x': an array on process_0, a value without arrays on process_1" in reason
+        assert (found["committed"], found["x"]) == (3, [0.0, 0.0, 0.0])
+
+
+def test_stock_orbax_saves_values_without_arrays_for_each_node(on_two: list[dict[str, Any]]) -> None:
+    """A node that lacks one has None in its place."""
+    found = [ends["stock_with_unlike_blobs"]["values of each node"] for ends in on_two]
+    assert [(one["own"], one["x"], one["committed"]) for one in found] == [(0, [7], 3), (1, None, 3)]
 
 
 @pytest.mark.slow

@@ -370,6 +370,30 @@ def save_beside(directory: str) -> list[Any]:
         return [found, runner.result.last_committed_epoch, list(runner.result.failed_saves)]
 
 
+def save_without_a_blob_of_one(directory: str) -> list[Any]:
+    """A save in the middle of an epoch in which one process has no blob to save."""
+
+    def during(ws: ec.Workspace) -> None:
+        if ws.epoch == 2:
+            value = ws["w"]
+            if jax.process_index() == 1:
+                del ws["w"]
+            with heard_warnings() as said:
+                runner.save_checkpoints(2, session)
+            ws["w"] = value
+            warned.extend(said)
+
+    warned: list[str] = []
+    job = ec.Job()
+    job.init(lambda ws: ws.update(w=jax.process_index()))
+    job.epoch(during)
+    ec.epoch_limiter(job, 3)
+    with ec.CheckpointManager(directory) as manager:
+        runner = ec.JobRunner(job, manager)
+        runner.train(session := ec.DistributedSession())
+        return [warned, runner.result.last_committed_epoch, list(runner.result.failed_saves)]
+
+
 def unsaved_on_one(directory: str) -> str:
     """An epoch task makes a blob on one process only, and that is an error."""
     job = ec.Job()
@@ -401,6 +425,40 @@ def condition_raises_on_one(directory: str) -> list[Any]:
         except (ZeroDivisionError, ec.errors.CoordinationError) as error:
             return [str(error), error.__notes__]
     return []
+
+
+def stock_with_unlike_blobs(directory: str) -> dict[str, Any]:
+    """Jobs with stock Orbax, in which a blob is something else on each process: when init has run, later, or never."""
+    here = jax.process_index()
+
+    def second(ws: ec.Workspace) -> None:
+        ws["x"] = 0 if ws.epoch == 2 and here == 1 else np.zeros(3)
+
+    jobs: dict[str, dict[str, Any]] = {
+        "an array and a number": {"init": lambda ws: ws.update(x=0 if here else np.zeros(3))},
+        "an array and nothing": {"init": lambda ws: None if here else ws.update(x={"w": np.zeros(3)})},
+        "in the second epoch": {"init": lambda ws: ws.update(x=np.zeros(3)), "epoch": second},
+        "values of each node": {"init": lambda ws: None if here else ws.update(x=[7])},
+    }
+    out: dict[str, Any] = {}
+    for name, tasks in jobs.items():
+        job = ec.Job(stop_conditions=[ec.stop.max_epochs(3)])
+        job.init(lambda ws: ws.update(own=here))
+        job.init(tasks["init"])
+        job.epoch(tasks.get("epoch", lambda ws: None))
+        with ocp.CheckpointManager(f"{directory}/{name}") as manager:
+            try:
+                runner = ec.JobRunner(job, manager, exchange_timeout_secs=20.0)
+                runner.train(session := ec.DistributedSession())
+            except (ec.errors.InvalidArgumentError, ec.errors.CoordinationError) as error:
+                out[name] = {"error": f"{type(error).__name__}: {error}"}
+                continue
+            found = ec.DistributedSession()
+            assert runner.load_blobs_from_checkpoints(["own", "x"], 3, found)
+            x = found.workspace()["x"]
+            out[name] = {"x": x.tolist() if isinstance(x, np.ndarray) else x, "own": found.workspace()["own"]}
+            out[name] |= summary(runner, session)
+    return out
 
 
 def go_on_with_arrays(directory: str, epochs: int, targets: bool, stock: bool = False) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _VERBS = ("all_steps", "should_save", "save", "restore", "metadata", "wait_until
 
 
 @functools.singledispatch
-def backend_of(manager: Any) -> CheckpointBackend | None:
+def backend_of(manager: Any) -> CheckpointBackend[Any] | None:
     """The backend of a manager; None for none. InvalidArgumentError: it is no checkpoint manager.
 
     A package with managers of its own registers their backend here, as `caffe2` does.

@@ -3,8 +3,9 @@
 import abc
 import base64
 import dataclasses
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -14,22 +15,33 @@ from epochckpt._renaming import Rename
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, FormatVersionError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.notes import NOTES, RunNotes
+from epochckpt.jobs.blobs import BlobKind
+from epochckpt.jobs.notes import NOTES, Form, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
-AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from an epoch on storage
+
+class Resume(enum.Enum):
+    """Whether a run goes on from an epoch on storage. The values are those of `JobRunner(resume=…)`."""
+
+    AUTO = "auto"
+    NEVER = "never"
+    MUST = "must"
+
 
 BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
 BYTES = "base64"  # with stock Orbax: key of bytes in JSON
+
+P = TypeVar("P")
+Item = TypeVar("Item")
 
 Names = Mapping[str, Sequence[str]]  # the blobs that are checkpointed, by node of this process
 Values = Mapping[str, Mapping[str, Any]]  # restored blobs, by name and by node of this process
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
     """What a restore found; the blobs are in the workspaces."""
 
@@ -39,8 +51,10 @@ class Restored:
     named: bool = False  # the user has named it, and the run trains on from it
 
 
-class CheckpointBackend(abc.ABC):
+class CheckpointBackend(abc.ABC, Generic[P]):
     """A checkpoint manager, as one run or one call of the runner uses it. Every process makes the same calls.
+
+    `P` is the type of what `prepare` takes from the workspaces for `save`.
 
     The session is the backend's, not the manager's: a run has one backend, and an out-of-band load or save in
     another session has its own.
@@ -82,12 +96,12 @@ class CheckpointBackend(abc.ABC):
         """The committed epochs, ascending; empty where each node has its own."""
         return []
 
-    def fenced_off(self) -> str:
-        """How this process learned that a newer run has taken over; empty as long as it has not."""
-        return ""
+    def fenced_off(self) -> str | None:
+        """How this process learned that a newer run has taken over; None as long as it has not."""
+        return None
 
     @abc.abstractmethod
-    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+    def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
         """Restores the epoch that a run goes on from into the workspaces; None: from scratch.
 
         The run begins to write: an older one commits nothing from here on. EpochNotFoundError lists the epochs.
@@ -97,15 +111,15 @@ class CheckpointBackend(abc.ABC):
     def agree_on_names(self, names: Names) -> None:
         """Looks at the blobs to checkpoint, on all nodes together; InvalidArgumentError: one cannot be checkpointed."""
 
-    def prepare(self, epoch: int, names: Names) -> Any:
+    @abc.abstractmethod
+    def prepare(self, epoch: int, names: Names) -> P:
         """Takes from the workspaces what `save` is to be given; makes no collective call.
 
-        InvalidArgumentError: a blob is missing, or cannot be saved. By default nothing: `save` looks at them itself.
+        InvalidArgumentError: a blob is missing, or cannot be saved.
         """
-        del epoch, names
 
     @abc.abstractmethod
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
+    def save(self, epoch: int, prepared: P, metrics: Mapping[str, Any], notes: RunNotes, force: bool) -> bool:
         """Begins a save; returns whether it did."""
 
     def outcomes(self) -> list[SaveResult]:
@@ -126,7 +140,7 @@ class CheckpointBackend(abc.ABC):
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """Loads single blobs of an epoch into the workspaces; False if the epoch is not there."""
 
-    def _kinds_of(self, names: Names) -> dict[str, str]:
+    def _kinds_of(self, names: Names) -> dict[str, BlobKind]:
         """The kind of each blob of this process; InvalidArgumentError if one cannot be checkpointed."""
         return {
             name: blob_lib.kind_of(node, name, self._session.workspace(node)[name])
@@ -135,26 +149,39 @@ class CheckpointBackend(abc.ABC):
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadEpoch:
+    """What was read of an epoch; nothing is in the workspaces yet."""
+
+    epoch: int
+    notes: RunNotes
+    values: Values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared(Generic[Item]):
     """What `ItemBackend.prepare` has taken from the workspaces."""
 
-    items: Mapping[str, Any]  # what each item is made of, by its name
+    items: Mapping[str, Item]  # what each item is made of, by its name
     names: Mapping[str, str]  # see `RunNotes.blobs`
     types: Mapping[str, Any]  # see `RunNotes.types`
 
 
-class ItemBackend(CheckpointBackend):
-    """A manager of Orbax's interface. The runner's notes, with the types of the blobs, are custom metadata."""
+class ItemBackend(CheckpointBackend[Prepared[Item]]):
+    """A manager of Orbax's interface. The runner's notes, with the types of the blobs, are custom metadata.
+
+    `Item` is the type of what an item is made of.
+    """
 
     taken_names: Sequence[str] = ()  # names that no item may have
 
     def __init__(self, manager: Any):
         super().__init__(manager, str(manager.directory))
-        self._kinds: Mapping[str, str] = {}  # of all nodes' blobs
+        self._kinds: Mapping[str, BlobKind] = {}  # of all nodes' blobs
         self._items: Mapping[str, str] = {}  # by blob
         self._recorder = containers.Recorder()
-        self._types_elsewhere: Mapping[str, Any] = {}  # of blobs of other processes, as `_recorded` gives them
+        # On the primary: the types of blobs of other processes, as `_recorded` gives them.
+        self._types_elsewhere: Mapping[str, Any] = {}
 
     def epochs(self) -> list[int]:
         return sorted(self._manager.all_steps())
@@ -176,7 +203,7 @@ class ItemBackend(CheckpointBackend):
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+    def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
         """See CheckpointBackend. A named epoch is a rollback, durable before anything is trained.
 
         A run that has gone back to it already, and is started again by the same command, goes on from its newest epoch.
@@ -188,14 +215,12 @@ class ItemBackend(CheckpointBackend):
             latest = self._require(named)[-1]
             if latest != named:
                 self._roll_back(named)
-            notes, values = self._read(named)
-            return dataclasses.replace(self._put_back(named, notes, values), named=True)
+            return dataclasses.replace(self._put_back(self._read(named)), named=True)
         self.drain()
         epochs = self._calls.broadcast("the epochs to go on from", lambda: self._candidates(resume, handler))
         if not epochs:
             return None
-        newest, (notes, values) = self._read_newest(epochs)
-        return self._put_back(newest, notes, values)
+        return self._put_back(self._read_newest(epochs))
 
     @staticmethod
     def _tell_named(named: int, handler: HandlerNotifier) -> None:
@@ -205,21 +230,21 @@ class ItemBackend(CheckpointBackend):
             said = "the metadata handler answers %d; the run goes back to %d all the same, which was named"
             logging.warning(said, answer, named)
 
-    def _candidates(self, resume: str, handler: HandlerNotifier) -> list[int]:
+    def _candidates(self, resume: Resume, handler: HandlerNotifier) -> list[int]:
         """On the primary: the epochs that a run may go on from by itself, ascending; none: from scratch."""
         directory = self.directory
         epochs = self.epochs()
         if not epochs:
             self._check_free()
-        if resume == NEVER and epochs:
+        if resume is Resume.NEVER and epochs:
             problem = f"resume='never', but {directory} has epochs up to {epochs[-1]}"
             raise InvalidArgumentError(f"{problem}; take another directory, delete them, or resume='auto'")
-        if resume == NEVER:
+        if resume is Resume.NEVER:
             return []
 
         # The handler knows of an epoch that is gone: a mistake in the path would train from scratch for days.
         last = handler.last_epoch()
-        if not epochs and resume == MUST:
+        if not epochs and resume is Resume.MUST:
             raise EpochNotFoundError(None, directory, [])
         if not epochs and last is not None:
             raise EpochNotFoundError(last, f"{directory} (the metadata handler says it was saved there)", [])
@@ -277,19 +302,19 @@ class ItemBackend(CheckpointBackend):
         """Makes an epoch that is not the latest the latest, durably; UnsupportedError if the manager cannot do that."""
 
     @abc.abstractmethod
-    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[RunNotes, Values]]:
-        """The newest of these epochs that every node can read, and what `_read` gives of it."""
+    def _read_newest(self, epochs: Sequence[int]) -> ReadEpoch:
+        """Reads the newest of these epochs that every node can read."""
 
     @abc.abstractmethod
     def _item_names(self, epoch: int) -> Sequence[str]:
         """The items of an epoch that are blobs."""
 
     @abc.abstractmethod
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[RunNotes, Values]:
-        """The notes of an epoch, and its blobs; `only`: just these blobs, which go to these nodes."""
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> ReadEpoch:
+        """Reads the notes of an epoch, and its blobs; `only`: just these blobs, which go to these nodes."""
 
-    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[RunNotes, Values]:
-        """What `_read` gives, on all processes or on none; each may want other blobs."""
+    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> ReadEpoch:
+        """Reads an epoch as `_read` does, on all processes or on none; each may want other blobs."""
         return self._read(epoch, only)
 
     @staticmethod
@@ -299,27 +324,28 @@ class ItemBackend(CheckpointBackend):
         return {item: blob for item, blob in blobs.items() if only is None or blob in only}
 
     @staticmethod
-    def _argument(target: Any, form: str | None, rename: Rename | None = None) -> ocp.args.CheckpointArgs:
+    def _argument(target: Any, form: Form | None, rename: Rename | None = None) -> ocp.args.CheckpointArgs:
         """How an item of arrays is restored as a target; None: as saved."""
-        target = {BARE: target} if form == "bare" and target is not None else target
+        target = {BARE: target} if form is Form.BARE and target is not None else target
         return blob_lib.argument(target, rename)
 
     def _as_saved(
-        self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: RunNotes
+        self, blob: str, by_node: Mapping[str, Any], form: Form | None, nodes: Sequence[str], notes: RunNotes
     ) -> dict[str, Any]:
         """A blob by node of this process, out of its `form` in an item, in the containers that it was saved in."""
         spaces = self._spaces()
         made = dict[str, Any]()
         for node, value in by_node.items():
-            if form == "json":
+            if form is Form.JSON:
                 value = _of_this_node(blob, value, nodes, spaces[node])
-            elif form == "bare":
+            elif form is Form.BARE:
                 value = value[BARE]
             made[node] = blob_lib.as_saved(spaces[node], blob, value, notes.types)
         return made
 
-    def _put_back(self, epoch: int, notes: RunNotes, values: Values) -> Restored:
+    def _put_back(self, read: ReadEpoch) -> Restored:
         """Puts restored values into the workspaces, after all of them have been read."""
+        values = read.values
         spaces = self._spaces()
         for blob, by_node in values.items():
             for node, value in by_node.items():
@@ -329,7 +355,7 @@ class ItemBackend(CheckpointBackend):
             for node, value in by_node.items():
                 blob_lib.put_back(spaces[node], blob, value)
                 names[node].append(blob)
-        return Restored(epoch, notes, names)
+        return Restored(epoch=read.epoch, notes=read.notes, names=names)
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         self._manager.reload()
@@ -347,40 +373,30 @@ class ItemBackend(CheckpointBackend):
                     wanted.setdefault(blob, set()).add(node)
                 elif blob not in available:
                     logging.warning("checkpoint %d has no blob %r; %s", epoch, name, _text.near(name, available))
-            notes, values = self._read_named(epoch, wanted)
+            read = self._read_named(epoch, wanted)
         except EpochNotFoundError:  # deleted just now
             return False
-        self._put_back(epoch, notes, {b: {n: v for n, v in got.items() if n in wanted[b]} for b, got in values.items()})
+        values = {blob: {n: v for n, v in got.items() if n in wanted[blob]} for blob, got in read.values.items()}
+        self._put_back(dataclasses.replace(read, values=values))
         return True
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def agree_on_names(self, names: Names) -> None:
-
+        # The primary decides from the reports, and keeps the types of the blobs of other processes.
         def report() -> dict[str, Any]:
             kinds = self._kinds_of(names)
             types = dict[str, Any]()
             if not self._calls.primary:
-                per_node = {n: [b for b in blobs if kinds[b] != blob_lib.GLOBAL] for n, blobs in names.items()}
+                per_node = {n: [b for b in blobs if kinds[b] is not BlobKind.GLOBAL] for n, blobs in names.items()}
                 types = {key: one for key, one in self._recorded(self._states(per_node)).items() if one is not None}
-            return {"kinds": kinds, "types": types}
+            return {"kinds": {name: kind.value for name, kind in kinds.items()}, "types": types}
 
-        def decide(reports: list[Any]) -> dict[str, str]:
-            all_kinds = [report["kinds"] for report in reports]
-            self._types_elsewhere = {name: one for r in reversed(reports) for name, one in r["types"].items()}
-            union: dict[str, str] = {}
-            for kinds in all_kinds:
-                for name, kind in kinds.items():
-                    before = union.setdefault(name, kind)
-                    unlike = before != kind and blob_lib.GLOBAL in (before, kind)
-                    if unlike or (kind == blob_lib.GLOBAL and any(name not in other for other in all_kinds)):
-                        raise InvalidArgumentError(
-                            f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or "
-                            "is not checkpointed; make it alike on all nodes, or give it names of their own"
-                        )
-            return union
-
-        self._kinds = self._calls.collective("the blobs to checkpoint", report, decide)
+        what = "the blobs to checkpoint"
+        reports = self._calls.gather(what, report)
+        self._types_elsewhere = {name: one for r in reversed(reports) for name, one in r["types"].items()}
+        kinds = self._calls.broadcast(what, lambda: _kinds_of_all([report["kinds"] for report in reports]))
+        self._kinds = {name: BlobKind(kind) for name, kind in kinds.items()}
         self._items = blob_lib.item_names(self._kinds, self.taken_names)
 
     def _states(self, names: Names) -> dict[tuple[str, str], Any]:
@@ -398,7 +414,7 @@ class ItemBackend(CheckpointBackend):
         """The containers of blobs as JSON, by `node/blob`; None for dicts and lists alone."""
         return {f"{n}/{blob}": self._recorder.record(f"{n}/{blob}", tree) for (n, blob), tree in states.items()}
 
-    def _prepared(self, items: Mapping[str, Any], states: Mapping[tuple[str, str], Any]) -> "Prepared":
+    def _prepared(self, items: Mapping[str, Item], states: Mapping[tuple[str, str], Any]) -> Prepared[Item]:
         """Items with the names of their blobs, and their containers.
 
         Containers are noted by blob, and by `node/blob` where nodes differ. Containers of other processes are noted
@@ -412,11 +428,31 @@ class ItemBackend(CheckpointBackend):
         names = {item: blob for blob, item in self._items.items() if item != blob}
         return Prepared(items=items, names=names, types=types)
 
-    def _begin(self, epoch: int, items: Mapping[str, Any], metrics: Any, notes: RunNotes) -> bool:
+    def _begin(
+        self, epoch: int, items: Mapping[str, ocp.args.CheckpointArgs], metrics: Mapping[str, Any], notes: RunNotes
+    ) -> bool:
         """Begins a save of these items, by their arguments."""
         args = ocp.args.Composite(**items)
         metadata = {NOTES: notes.to_json()}
         return self._manager.save(epoch, args=args, metrics=metrics or None, force=True, custom_metadata=metadata)
+
+
+def _kinds_of_all(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The kinds of the blobs of all processes, each of which has reported its own. All are values of `BlobKind`.
+
+    InvalidArgumentError: a blob holds arrays of the whole job, and not all processes have it so.
+    """
+    union: dict[str, str] = {}
+    for kinds in reports:
+        for name, kind in kinds.items():
+            before = union.setdefault(name, kind)
+            unlike = before != kind and BlobKind.GLOBAL.value in (before, kind)
+            if unlike or (kind == BlobKind.GLOBAL.value and any(name not in other for other in reports)):
+                raise InvalidArgumentError(
+                    f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or is not "
+                    "checkpointed; make it alike on all nodes, or give it names of their own"
+                )
+    return union
 
 
 def lacks_reshard(blob: str, saved_by: int, nodes: int) -> InvalidArgumentError:

@@ -25,8 +25,19 @@ from epochckpt.errors import (
     advice_for,
 )
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, lacks_reshard, resharded
-from epochckpt.jobs.notes import RunNotes
+from epochckpt.jobs.backends.base import (
+    BARE,
+    ItemBackend,
+    Names,
+    Prepared,
+    ReadEpoch,
+    Restored,
+    Resume,
+    lacks_reshard,
+    resharded,
+)
+from epochckpt.jobs.blobs import BlobKind
+from epochckpt.jobs.notes import Form, RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Reshard, Workspace
@@ -39,7 +50,7 @@ class _SavedItems:
 
     blobs: Mapping[str, str]  # the blob of each item
     kinds: Mapping[str, str]  # of all items, also of those that hold the nodes' own values of a blob
-    forms: Mapping[str, str | None]  # of items that the runner saved with stock Orbax
+    forms: Mapping[str, Form | None]  # of items that the runner saved with stock Orbax
     nodes: int  # how many nodes saved the epoch
 
 
@@ -51,7 +62,7 @@ class _ItemsRequest:
     to_reshard: Mapping[str, Reshard]  # of items whose state one node saved for all
 
 
-class NativeBackend(ItemBackend):
+class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
     """Blobs as items: arrays once, everything else per node."""
 
     handler_calls = frozenset({"set_params", "write", "checkpoint_save"})
@@ -82,10 +93,10 @@ class NativeBackend(ItemBackend):
     def _spaces(self) -> dict[str, Workspace]:
         return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
 
-    def fenced_off(self) -> str:
-        return self._manager.fenced_off
+    def fenced_off(self) -> str | None:
+        return self._manager.fenced_off or None
 
-    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+    def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
         self._manager.claim()
         return super().resume(named, resume, handler)
 
@@ -105,16 +116,16 @@ class NativeBackend(ItemBackend):
     def _roll_back(self, epoch: int) -> None:
         self._manager.rollback_to(epoch)
 
-    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[RunNotes, Values]]:
-        return self._manager.restore_newest(self._read, epochs)
+    def _read_newest(self, epochs: Sequence[int]) -> ReadEpoch:
+        return self._manager.restore_newest(self._read, epochs)[1]
 
-    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> tuple[RunNotes, Values]:
+    def _read_named(self, epoch: int, only: Mapping[str, set[str]]) -> ReadEpoch:
         return self._manager.restore_newest(lambda named: self._read(named, only), [epoch])[1]
 
     def _item_names(self, epoch: int) -> Sequence[str]:
         return _blob_items(self._manager.item_kinds(epoch))
 
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[RunNotes, Values]:
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> ReadEpoch:
         notes = self.notes(epoch)
         kinds = self._manager.item_kinds(epoch)
         saved = _SavedItems(
@@ -132,7 +143,7 @@ class NativeBackend(ItemBackend):
             values[blob] = self._as_saved(blob, by_node, form, self._manager.node_names, notes)
         if only is None:
             self._warn_of_numpy(epoch, [item for item in saved.blobs if kinds[item] == "arrays"], saved.blobs)
-        return notes, values
+        return ReadEpoch(epoch=epoch, notes=notes, values=values)
 
     def _request(self, saved: _SavedItems) -> _ItemsRequest:
         """What each item is restored as. A state that one node saved for all is resharded once it is read."""
@@ -152,7 +163,7 @@ class NativeBackend(ItemBackend):
             if kind == "node":
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
                 items[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
-            elif reshard is not None and saved.nodes == 1 and form != "json":
+            elif reshard is not None and saved.nodes == 1 and form is not Form.JSON:
                 items[item] = self._argument(None, None) if kind == "arrays" else None
                 to_reshard[item] = reshard
             elif kind == "arrays":
@@ -190,7 +201,7 @@ class NativeBackend(ItemBackend):
         hosted = list(spaces)
         if reshard is not None:
             everyone = self._manager.node_names
-            state = value[BARE] if saved.forms.get(item) == "bare" else value
+            state = value[BARE] if saved.forms.get(item) is Form.BARE else value
             states = resharded(blob, [state], len(everyone), reshard)
             return {node: states[everyone.index(node)] for node in hosted}
         own = restored.get(item + blob_lib.OWN_SUFFIX) or {}
@@ -214,13 +225,13 @@ class NativeBackend(ItemBackend):
                 problem = f"blob {blobs[item]!r} comes back as NumPy: this job lacks the devices that it was saved on"
                 logging.warning("%s; %s", problem, blob_lib.how_to_place(blobs[item]))
 
-    def prepare(self, epoch: int, names: Names) -> Any:
+    def prepare(self, epoch: int, names: Names) -> Prepared[ocp.args.CheckpointArgs]:
         states = self._states(names)
         several = len(self._manager.node_names) > 1
-        items: dict[str, Any] = {}
+        items: dict[str, ocp.args.CheckpointArgs] = {}
         for blob, item in self._items.items():
             trees = {node: tree for (node, name), tree in states.items() if name == blob}
-            stateful = self._kinds[blob] == blob_lib.STATEFUL
+            stateful = self._kinds[blob] is BlobKind.STATEFUL
             if several and not stateful and any(map(blob_lib.holds_global, trees.values())):  # then one node is here
                 ((node, value),) = trees.items()
                 tree, own = blob_lib.split(value)
@@ -233,29 +244,39 @@ class NativeBackend(ItemBackend):
                 items[item] = ocp.args.StandardSave(next(iter(trees.values())))
         return self._prepared(items, states)
 
-    def save(self, epoch: int, prepared: Any, metrics: Any, notes: RunNotes, force: bool) -> bool:
+    def save(
+        self,
+        epoch: int,
+        prepared: Prepared[ocp.args.CheckpointArgs],
+        metrics: Mapping[str, Any],
+        notes: RunNotes,
+        force: bool,
+    ) -> bool:
         """See CheckpointBackend. The policies do not count epochs after this one: they are not of this run.
 
         Raises:
             EpochExistsError: the epoch is wanted, and a foreign folder lies in its place.
         """
+        # With a foreign folder in the epoch's place the manager says that nothing is wanted, so its options are asked.
         saves = self._manager.components.saves
-        blocked = saves.blocked(epoch)
-        wanted = saves.is_wanted if blocked else self._manager.should_save
+        foreign = saves.blocked(epoch)
+        wanted = saves.is_wanted if foreign else self._manager.should_save
         if not (force or wanted(epoch, ignore_later=True)):
             return False
-        if blocked:
-            raise EpochExistsError(blocked)
-        items = prepared.items
+        if foreign:
+            raise EpochExistsError(foreign)
+
         notes = notes.with_blobs(prepared.names, prepared.types)
-        try:
-            begun = self._begin(epoch, items, metrics, notes)
-        except EpochExistsError:
-            begun = False
-        if begun or self._manager.processes is None:  # else a task has saved it with the manager itself just now
+        begun = False
+        with contextlib.suppress(EpochExistsError):
+            begun = self._begin(epoch, prepared.items, metrics, notes)
+        read_only = self._manager.processes is None
+        if begun or read_only:
             return begun
+
+        # A task has saved the epoch with the manager itself, after the primary had looked whether the epoch exists.
         self._manager.allow_overwrite(epoch)
-        return self._begin(epoch, items, metrics, notes)
+        return self._begin(epoch, prepared.items, metrics, notes)
 
     def outcomes(self) -> list[SaveResult]:
         return self._manager.pop_save_results()
