@@ -1,17 +1,18 @@
 """The first restore of a new process, after the one that saved has been killed: epochckpt, stock Orbax, the limit.
 
-Each round of a contestant saves the same tree twice in one process, which is killed when the second save is durable. A
-new process then opens the directory and restores the newest step, as a job does that is started again on the same host.
-Another new process does so when no file is in the page cache any more. The contestants take turns.
+Each round of a contestant saves the same tree twice in one process, which is killed when the second save is durable, or
+`--later_secs` after that. A new process then opens the directory and restores the newest step, as a job does that is
+started again on the same host. Another new process does so when no file is in the page cache any more. The contestants
+take turns.
 
 - "save" is the second one, until `wait_until_finished` returned; "blocked" how long it kept the training thread;
-- "after a kill" and "cold" begin before the manager is made and end when every array is ready. They do not count the
+- "at once", "after a kill" (some seconds after the save) and "cold" begin before the manager is made and end when every array is ready. They do not count the
   start of the interpreter and the imports. Each contestant leaves the page cache as it does by itself;
-- "epochckpt direct" has `StorageOptions(direct_io=True)`: it writes past the page cache;
+- "epochckpt through" has `StorageOptions(page_cache="through")`: it writes through the page cache;
 - "orbax", with compression, is its default; "uncompressed" leaves that out; "plain files" also writes a file for each
   array (`use_ocdbt=False`); "zarr3" is uncompressed, with `use_zarr3=True`;
 - the limit is a file of as many bytes that was written through the page cache, and that a new process reads by two
-  threads into memory that it has just asked for: "after a kill" from the cache, "cold" from the disk.
+  threads into memory that it has just asked for: from the cache, and from the disk for "cold".
 
     python benchmarks/restart.py
     python benchmarks/restart.py --cases=adam401 --rounds=5
@@ -38,18 +39,19 @@ import epochckpt as ec
 
 CASES = flags.DEFINE_list("cases", ["20x10MB", "adam401"], "adam401, adam5001, or COUNTxSIZE (KB, MB, B).")
 WITHOUT = flags.DEFINE_list("without", [], "Contestants to leave out.")
+LATER_SECS = flags.DEFINE_float("later_secs", 3.0, "How long after the save the job is killed, in its second part.")
 CHILD = flags.DEFINE_string("child", None, "For this script itself: the part of one process, as JSON.")
 LIMIT = "device limit"
 
 
 def contestants() -> dict[str, Callable[[pathlib.Path], Any]]:
-    """Those of all benchmarks, and ours past the page cache; their modules are imported."""
+    """Those of all benchmarks, and ours through the page cache; their modules are imported."""
     policies = ocp.CheckpointManagerOptions(max_to_keep=None)
-    direct = ec.StorageOptions(direct_io=True)
+    through = ec.StorageOptions(page_cache="through")
     make = ec.CheckpointManager
     first, *others = common.managers().items()
-    past = ("epochckpt direct", lambda folder: make(folder, options=policies, storage=direct))
-    return dict([first, past, *others])
+    other = ("epochckpt through", lambda folder: make(folder, options=policies, storage=through))
+    return dict([first, other, *others])
 
 
 def say(times: Mapping[str, float]) -> None:
@@ -113,19 +115,29 @@ def said_by(process: subprocess.Popen[str]) -> common.Times:
     return json.loads(line)
 
 
-def contestant_round(name: str, case: str, folder: pathlib.Path) -> common.Times:
-    """A job that saves and is killed, one that restores, and one that restores from the disk."""
+def saved(name: str, case: str, folder: pathlib.Path, secs: float) -> common.Times:
+    """A job that saves, and is killed so many seconds later."""
     job = start("save", name, case, folder)
     try:
         times = said_by(job)
+        time.sleep(secs)
     finally:
         job.send_signal(signal.SIGKILL)
         job.wait()
-    for column in ("after a kill", "cold"):
-        if column == "cold":
-            common.empty_cache(folder)
-        with start("restore", name, case, folder, column) as again:
+    return times
+
+
+def contestant_round(name: str, case: str, folder: pathlib.Path) -> common.Times:
+    """Jobs that save and are killed, and jobs that restore: from what was left behind, and from the disk."""
+    folder.mkdir()
+    times: common.Times = {}
+    for column, secs in (("at once", 0.0), ("after a kill", LATER_SECS.value)):
+        times |= saved(name, case, folder / column, secs)
+        with start("restore", name, case, folder / column, column) as again:
             times |= said_by(again)
+    common.empty_cache(folder)
+    with start("restore", name, case, folder / "at once", "cold") as again:
+        times |= said_by(again)
     return times
 
 

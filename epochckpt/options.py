@@ -252,10 +252,11 @@ class StorageOptions:
             result. It reads as many leaves at a time as that allows, and lets their memory go when they are on their
             devices. A single leaf may need more: what the devices of this process hold of it. None: all leaves at once,
             which is faster. On a CPU the memory that is read into is the result, unless it is cast.
-        direct_io: whether large files of arrays are written past the page cache, where the file system can. False
-            leaves the newest epoch in the cache, so that a process on the same host restores it from memory, and takes
-            the epoch before it out. True takes less processor time, and leaves the cache to training. None: past it on
-            network file systems and on those that are unknown, through it on local ones. See docs/speed.md.
+        page_cache: how the newest epoch gets into the page cache of the host, so that a process that is started again
+            there restores it from memory. "read_back": large files are written past the cache, and read back when the
+            epoch is committed and no save is under way. That is done on local file systems, for epochs of at most a
+            quarter of the machine's memory, and the epoch before gives way. "through": they are written through the
+            cache, which costs a save more processor time. "never": they are written past it. See docs/speed.md.
         broadcast_restore: whether the processes of a job share reads. If several processes need the same bytes, such as
             replicated arrays, each of them reads and verifies a part, and a collective spreads the parts. So every byte
             is read once. All processes must then restore with the same targets. None: if
@@ -340,12 +341,12 @@ class StorageOptions:
             "once.",
         ),
     )
-    direct_io: bool | None = field(
-        default=None,
+    page_cache: Literal["read_back", "through", "never"] = field(
+        default="read_back",
         metadata=option(
-            boolean(none=NONE),
-            "Write large files past the page cache; false keeps the newest epoch in it, from which a restart restores "
-            "it. None: only on network file systems past it.",
+            choice("read_back", "through", "never"),
+            "How the newest epoch gets into the host's page cache, from which a restart restores it: read_back after "
+            "the commit, through it in the save, or never. Local disks only.",
         ),
     )
     broadcast_restore: bool | None = field(

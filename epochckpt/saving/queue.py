@@ -10,7 +10,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import collections
 import math
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from epochckpt.saving.follower import Follower
 from epochckpt.saving.in_flight import InFlight, SaveListener
 from epochckpt.saving.node_writer import write_nodes
 from epochckpt.saving.opening import Opened
+from epochckpt.saving.page_cache import PageCache
 from epochckpt.saving.primary import Primary
 from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import ProcessReport
@@ -70,7 +70,6 @@ class SaveQueue:
         self._commit_lane = _threads.Lane()
         machine = memory.of_this_machine()
         self._memory = options.host_memory_limit_bytes or (machine and machine // 2)  # for all snapshots together
-        self._resident = collections.deque[int]()  # epochs whose bytes the page cache may hold
         self._tries: dict[int, int] = {}  # how many saves of an epoch the write lane has taken up
         self.last = ""  # the name of the last save that was submitted; empty before the first
         self.in_flight = InFlight(
@@ -78,6 +77,11 @@ class SaveQueue:
             nodes=opened.nodes,
             history=history,
             listener=listener,
+        )
+        self._page_cache = PageCache(
+            epoch_directory=self._epoch_directory,
+            mode=options.page_cache,
+            is_idle=lambda: not self.in_flight.all(),
         )
         context = SaveContext(
             directory=opened.job_directory,
@@ -211,6 +215,10 @@ class SaveQueue:
         self._commit_lane.submit(lambda: None).wait(self._options.save_timeout_secs)
         self._history.run.spend(run_clock.WAITING, time.monotonic() - began)
 
+    def close(self) -> None:
+        """Ends what is done in the background and concerns no save."""
+        self._page_cache.close()
+
     def remove(self, remove: Callable[[], None]) -> _threads.Future[None]:
         """Removes a hidden epoch in the background, after the saves in flight; a RemovalError is kept in `failures`."""
         return self._commit_lane.submit(lambda: _threads.logged("delete", remove, self.in_flight.failures.append))
@@ -262,10 +270,7 @@ class SaveQueue:
         save.check_not_cancelled()
         save.written_before = self._store.written.nbytes
         save.advance(Phase.WRITING)
-        while self._resident:
-            epoch = self._resident.popleft()
-            for name in self._nodes.hosted_names:
-                self._epoch_directory.uncache(epoch, name)
+        self._page_cache.writing(self._nodes.hosted_names)
         return write_nodes(
             staging=self._side.staging(save),
             nodes=self._nodes,
@@ -285,7 +290,6 @@ class SaveQueue:
             self._history.commit(commit)
             self._side.follow_commit(save, commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(save, commit))
-            self._resident.append(save.epoch)
             outcome = commit
         except BaseException as caught:
             failure = errors.kept(errors.as_save_error(save.epoch, caught))
@@ -296,5 +300,7 @@ class SaveQueue:
         self.in_flight.finish(save, outcome)
         for remove in save.removals:
             _threads.logged("a deleted epoch could not be removed", remove)
+        if failure is None:
+            self._page_cache.committed(save.epoch, self._nodes.hosted_names)
         if failure is None and self._coordinator.primary:
             _monitoring.secs(time.monotonic() - began, events.REMOVED_OLD)

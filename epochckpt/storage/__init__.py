@@ -96,13 +96,13 @@ def open_store(
     *,
     folder_mode: int | None = None,
     settings: Mapping[str, Any] | None = None,
-    direct_io: bool | None = None,
+    direct_io: bool = True,
 ) -> Store:
     """Opens the store for a directory; reads and writes nothing.
 
     The directory is the URL of an object store (see `schemes`), or a POSIX path, made absolute now,
     with `~` expanded, also as `file:///path`. `folder_mode` are the permission bits of new POSIX folders; None leaves
-    them to the umask; `direct_io` is that of `StorageOptions`. `settings` are those of a bucket
+    them to the umask; `direct_io`: large files are written past the page cache. `settings` are those of a bucket
     (`StorageOptions.store`); the query of a URL comes before them.
     InvalidArgumentError: no such scheme, wrong settings, or see `path_text`.
     """

@@ -261,6 +261,14 @@ class Store(ABC):
         """Drops a durable file from the page cache, if the store has one; changes nothing else."""
         check_path(path, root_allowed=False)
 
+    def cache(self, path: str, *, instead_of: str | None, is_wanted: Callable[[], bool]) -> None:
+        """Reads a durable file into the page cache, if this host has one for it, as long as that `is_wanted`.
+
+        Its pieces take the place of those of the file `instead_of`, which leaves the cache, also if it is missing.
+        """
+        check_path(path, root_allowed=False)
+        del instead_of, is_wanted
+
     @abstractmethod
     def create(self, path: str, data: bytes) -> None:
         """Creates a small file, durable on return.

@@ -383,6 +383,9 @@ class FaultyStore(Store):
     def uncache(self, path: str) -> None:
         return self.make(Store.uncache, lambda: self.inner.uncache(path), (path,))
 
+    def cache(self, path: str, *, instead_of: str | None, is_wanted: Callable[[], bool]) -> None:
+        self.inner.cache(path, instead_of=instead_of, is_wanted=is_wanted)  # in the background, so it is no step
+
     def create(self, path: str, data: bytes) -> None:
         return self.make(Store.create, lambda: self.inner.create(path, data), (path,), content=data)
 
