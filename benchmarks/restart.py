@@ -6,8 +6,9 @@ started again on the same host. Another new process does so when no file is in t
 take turns.
 
 - "save" is the second one, until `wait_until_finished` returned; "blocked" how long it kept the training thread;
-- "at once", "after a kill" (some seconds after the save) and "cold" begin before the manager is made and end when every array is ready. They do not count the
-  start of the interpreter and the imports. Each contestant leaves the page cache as it does by itself;
+- "at once", "after a kill" (some seconds after the save) and "cold" begin before the manager is made and end when every
+  array is ready. They do not count the start of the interpreter and the imports. Each contestant leaves the page cache
+  as it does by itself;
 - "epochckpt through" has `StorageOptions(page_cache="through")`: it writes through the page cache;
 - "orbax", with compression, is its default; "uncompressed" leaves that out; "plain files" also writes a file for each
   array (`use_ocdbt=False`); "zarr3" is uncompressed, with `use_zarr3=True`;
