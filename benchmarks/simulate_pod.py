@@ -204,7 +204,7 @@ class Pod:
                 report = dataclasses.replace(report, nodes=(dataclasses.replace(report.nodes[0], entry=entry),))
             else:
                 cells, source = item.owned(node), plan_lib.CellSource(0, 0, None)
-                plan = plan_lib.ItemPlan(item, cells, (source,) * len(cells[0]), tuple(item.part_ends(cells, None)), 0)
+                plan = plan_lib.ItemPlan(item, cells, (source,) * len(cells[0]), tuple(item.part_ends(cells, None)))
                 buffers = [Buffer(np.full(span.nbytes // 4, 1.5, np.float32)) for span in plan.cell_ranges]
                 part = Snapshot([SavedTree(plan, node, buffers)], digest=save.snapshot.digest)
                 report = write_nodes(

@@ -79,7 +79,6 @@ class ItemPlan:
     owned: NodeCells  # every cell that it writes
     sources: tuple[CellSource, ...]  # where each of these cells is found
     part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
-    copied_bytes: int  # of leaves that are no jax arrays
     # The same for cells that it holds and another node owns, where each host has a disk of its own.
     replicas: "ItemPlan | None" = None
 
@@ -116,6 +115,22 @@ class ItemPlan:
         """Bytes of the ranges that are copied."""
         return sum(cells.nbytes for cells in self.cell_ranges if cells.copied)
 
+    @functools.cached_property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory that a snapshot takes for cells in host memory: the slab, and larger leaves of NumPy.
+
+        Two kinds of cells are not in it. Those on accelerators have `transfers.Copies`. A larger cell of a jax array is
+        in `viewed`: how its memory is laid out decides whether it is copied, and the plan does not depend on that.
+        """
+        larger = (cells for cells in self.cell_ranges if not cells.copied)
+        return self.small_bytes + sum(cells.nbytes for cells in larger if self.sources[cells.first].shard < 0)
+
+    @functools.cached_property
+    def viewed(self) -> list[tuple[int, int]]:
+        """(leaf, bytes) of each larger cell of a jax array in host memory."""
+        larger = ((self.sources[cells.first], cells.nbytes) for cells in self.cell_ranges if not cells.copied)
+        return [(source.leaf, nbytes) for source, nbytes in larger if source.shard >= 0 and not source.staged]
+
     def name(self, cells: CellRange) -> str:
         """The name of the first leaf of a range."""
         return self.item.leaves[self.sources[cells.first].leaf].name
@@ -144,7 +159,8 @@ class ItemPlan:
 
     def complete(self, block_bytes: int) -> None:
         """Computes now what saves are going to ask for; block_bytes: see `files`."""
-        _ = self.staged, self.copied, self.small_bytes, self.values, self.nbytes, self.digest, self.files(block_bytes)
+        _ = self.staged, self.copied, self.copied_bytes, self.viewed, self.values, self.nbytes, self.digest
+        _ = self.files(block_bytes)
 
     @functools.cached_property
     def _files(self) -> dict[int, list[FilePlan]]:
@@ -578,13 +594,11 @@ class _NodePart:
 
     def plan(self, cells: NodeCells, replicas: ItemPlan | None = None) -> ItemPlan:
         """The plan of writing these cells."""
-        host = ~self._item.each(lambda leaf: leaf.is_global, bool)[cells.leaves]
         return ItemPlan(
             item=self._item,
             owned=cells,
             sources=self._moved_whole([*self._sources(cells)]),
             part_ends=tuple(self._item.part_ends(cells, self._part_bytes)),
-            copied_bytes=int(cells.nbytes[host].sum()),
             replicas=replicas,
         )
 

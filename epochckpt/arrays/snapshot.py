@@ -99,7 +99,8 @@ class SavePlan:
     @property
     def copied_bytes(self) -> int:
         """Bytes of host memory that the snapshot is going to hold, at most."""
-        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._replicas]) + self._staged.copied_bytes
+        on_host = sum(tree.plan.copied_bytes + _strided_bytes(tree) for tree in [*self.trees, *self._replicas])
+        return on_host + self._staged.copied_bytes
 
     @functools.cached_property
     def _staged(self) -> Copies:
@@ -296,6 +297,17 @@ def _view(data: jax.Array, cut: tuple[slice, ...] | None) -> Buffer:
     if not view.flags.c_contiguous:
         return Buffer(np.array(view, order="C", copy=True))
     return Buffer(view, _sample(view))
+
+
+def _strided_bytes(tree: SavedTree) -> int:
+    """Bytes of the cells for which `_view` makes a copy: those of arrays that are not laid out in C order."""
+    return sum(nbytes for leaf, nbytes in tree.plan.viewed if not _is_in_c_order(tree.data[leaf]))
+
+
+def _is_in_c_order(array: jax.Array) -> bool:
+    form = getattr(array, "format", None)  # typed keys have none
+    layout = None if form is None else form.layout  # None for an array that was deleted
+    return layout is None or list(layout.major_to_minor) == sorted(layout.major_to_minor)
 
 
 def _host(value: Any, dtype: np.dtype[Any] | None, cut: tuple[slice, ...] | None) -> Buffer:

@@ -77,10 +77,11 @@ class Staging:
         # At its peak the device held what stays, what a step needs for a moment and, maybe, a copy of ours.
         peak = stats.get("peak_bytes_in_use", used) - self._copied.get(device, 0)
         self._steps[device] = max(self._steps.get(device, 0), peak - used)
-        fits = nbytes <= limit - used - max(self._steps[device], limit // _SPARE)
-        if fits:
-            self._copied[device] = max(self._copied.get(device, 0), nbytes)
-        return fits
+        return nbytes <= limit - used - max(self._steps[device], limit // _SPARE)
+
+    def note_copy(self, device: Any, nbytes: int) -> None:
+        """Notes that a device has held a copy: its peak may be higher by so many bytes than what training needs."""
+        self._copied[device] = max(self._copied.get(device, 0), nbytes)
 
 
 class Copies:
@@ -113,6 +114,7 @@ class Copies:
         for device, group in self._groups.items():
             try:
                 pieces |= self._copy(device, group, self._staging.piece_bytes)
+                self._staging.note_copy(device, sum(self._cells[i].nbytes for i in group))
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise

@@ -235,6 +235,7 @@ def test_a_copy_leaves_training_the_memory_that_it_needs() -> None:
     assert [auto.has_room(a, n) for n in (1000, 1001)] == [True, False]  # a sixteenth stays free
     stats |= {"peak_bytes_in_use": 800}  # a step took 300 more
     assert [auto.has_room(b, n) for n in (800, 801)] == [True, False]
+    auto.note_copy(b, 800)
     stats |= {"peak_bytes_in_use": 1600}  # the same step, beside that copy of 800
     assert [auto.has_room(b, n) for n in (800, 801)] == [True, False]
     stats |= {"peak_bytes_in_use": 1500, "bytes_in_use": 500}  # less again: what steps once needed counts
@@ -272,6 +273,26 @@ def test_a_device_without_room_is_copied_to_host_memory(
         assert set(moves.devices) == set(jax.devices())
     with opened(tmp_path, "auto") as manager:
         assert_same(manager.restore(0), {"a": value})
+
+
+@pytest.mark.parametrize("why", ["refused", "full"])
+def test_a_copy_that_was_not_made_is_no_part_of_the_peak(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """A save that is refused before its copies begin, or finds the device full: the peak is all that of training."""
+    array = jax.device_put(np.arange(100_003, dtype=np.float32), placed("one device"))  # of a size that only it has
+    stats = {"bytes_limit": 1_600_000, "bytes_in_use": 500_000}
+    monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
+
+    def full(array: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(jnp, "copy", full)
+    how = staging("auto")
+    (device,) = array.devices()
+    copies = transfers.Copies(how, [transfers.StagedCell(array, None)])
+    if why == "full":
+        copies.start()
+    stats |= {"peak_bytes_in_use": 1_500_000}  # a step needs 1,000,000 bytes for a moment
+    assert [how.has_room(device, n) for n in (100_000, 100_001)] == [True, False]
 
 
 def test_a_device_that_turns_out_to_be_full_is_copied_to_host_memory(
