@@ -126,11 +126,12 @@ class Assembly:
     def boxes(self, request: LeafRequest) -> _LeafBoxes:
         """The boxes of an array; one value for arrays of the same form."""
         leaf = self.item.leaves[request.leaf]
-        form = id(request.sharding), request.shape, leaf.form
-        known = self._boxes.get(form)
-        if known is None:
-            known = self._boxes[form] = self._new_boxes(request, leaf)
-        return known
+        key = id(request.sharding), request.shape, leaf.after_name
+        found = self._boxes.get(key)
+        if found is None:
+            found = self._new_boxes(request, leaf)
+            self._boxes[key] = found
+        return found
 
     def _new_boxes(self, request: LeafRequest, leaf: Leaf) -> _LeafBoxes:
         shape = leaf.shape if request.shape is None else request.shape

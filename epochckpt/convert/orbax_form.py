@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from epochckpt.arrays import EpochReader
-from epochckpt.arrays.snapshot import root_metadata
+from epochckpt.arrays.user_json import root_metadata
 from epochckpt.convert.leaf_files import FormOptions, LeafFile, LeftOut, check_expressible
 from epochckpt.convert.selected_arrays import SelectedArrays
 from epochckpt.format import DataFile, EpochRecord, NodeEntry, paths, safetensors

@@ -1,4 +1,4 @@
-"""The bound on host memory that a save states before it copies: no snapshot holds more, and the limit sees all of it."""
+"""The host memory that a save states before it copies: no snapshot holds more, and the limit sees all of it."""
 
 import pathlib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import epochckpt as ec
-from epochckpt.arrays.save_items import SaveItem
+from epochckpt.arrays.save_items import TreeItem
 from epochckpt.arrays.snapshot import SavePlan, Snapshot
 from epochckpt.errors import InvalidArgumentError
 
@@ -40,19 +40,22 @@ TREES: dict[str, Any] = {
     "large arrays": lambda: {"a": jnp.zeros(100_000), "b": sharded()},
     "transposed": lambda: {"a": transposed(), "b": jnp.zeros(100_000)},
     "NumPy": lambda: {"a": np.zeros(100_000), "b": np.zeros(10), "c": np.zeros((500, 300)).T, "d": "x" * 100_000},
-    "keys": lambda: {"few": jax.random.split(jax.random.key(0), 4), "many": jax.random.split(jax.random.key(0), 20_000)},
+    "keys": lambda: {
+        "few": jax.random.split(jax.random.key(0), 4),
+        "many": jax.random.split(jax.random.key(0), 20_000),
+    },
     "values": lambda: {"a": 1, "b": None, "c": "text"},
     "all": lambda: {name: TREES[name]() for name in TREES if name != "all"},
 }
 
 
 def plan_of(manager: ec.CheckpointManager, tree: Mapping[str, Any]) -> SavePlan:
-    return manager.components.saves.planner.plan([SaveItem("default", "arrays", tree=tree)])
+    return manager.components.saves.planner.plan([TreeItem("default", tree=tree)])
 
 
 def held_bytes(snapshot: Snapshot) -> int:
     """Bytes of the buffers that are memory of the snapshot's own; a view has a sample."""
-    return sum(buffer.nbytes for tree in snapshot.trees for buffer in tree.data if buffer.sample is None)
+    return sum(buffer.nbytes for tree in snapshot.trees for buffer in tree.buffers if buffer.sample is None)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -62,10 +65,10 @@ def test_a_snapshot_holds_what_its_plan_has_stated(tmp_path: pathlib.Path, name:
     tree = TREES[name]()
     with ec.CheckpointManager(tmp_path) as manager:
         plan = plan_of(manager, tree)
-        stated = plan.copied_bytes
+        stated = plan.place_copies()
         snapshot = plan.snapshot()
         assert stated == held_bytes(snapshot)
-        assert snapshot.copied_bytes == stated
+        assert snapshot.host_copy_bytes == stated
         assert manager.save(0, args=ocp.args.StandardSave(tree))
 
 

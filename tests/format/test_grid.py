@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt.arrays.plan import CellSource, ItemPlan, forms_of, leaf_keys, plan_item
+from epochckpt.arrays.plan import CellSource, HostSource, ItemPlan, forms_of, leaf_keys, plan_item
 from epochckpt.arrays.sharding_grids import boxes_of_devices, device_cells
 from epochckpt.errors import FormatError
 from epochckpt.format import (
@@ -171,7 +171,8 @@ def plan_on(
 def check_source(plan: ItemPlan, take: CellSource, cell: int, spec: Spec, mesh: Mesh, node: int) -> None:
     """The cell is taken from the place that it is written for."""
     info, sharding = plan.item.leaves[take.leaf], spec[3]
-    if sharding is None or not math.prod(info.shape):
+    assert isinstance(take, HostSource) == (sharding is None)
+    if sharding is None or isinstance(take, HostSource) or not math.prod(info.shape):
         return
     shards = [d for d in mesh.devices.flat if d.process_index == node]
     index = sharding.devices_indices_map(info.shape)[shards[take.shard]]
