@@ -31,7 +31,7 @@ from epochckpt import _threads, _units, errors
 from epochckpt.arrays.reader import Request
 from epochckpt.arrays.sharding_grids import device_cells
 from epochckpt.arrays.shardings import logical_shape
-from epochckpt.arrays.targets import LeafRequest, RestoredForm
+from epochckpt.arrays.targets import RestoredAs, RestoredLeaf
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochCheckpointError, InvalidArgumentError
 from epochckpt.format import ArrayItem, Box, EpochRecord, checksums, grid
 from epochckpt.storage.mmap import JAX_ALIGNMENT, aligned
@@ -176,7 +176,7 @@ class Sharing:
         else:
             self._fail(error)
 
-    def read(self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]) -> None:
+    def read(self, source: Source, requests: Sequence[RestoredLeaf], reads: Sequence[Request]) -> None:
         """Reads like `source.read(reads)`, which the leaves of `requests` need; what several need is read once."""
         if self._over:  # after an error: this process reads from a copy, and the others may not
             source.read(reads)
@@ -195,17 +195,17 @@ class Sharing:
                 stream.spread(source.arrays, nbytes, self._chunk_bytes, self._timeout_secs)
 
     def _planned(
-        self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]
+        self, source: Source, requests: Sequence[RestoredLeaf], reads: Sequence[Request]
     ) -> tuple[list[_Stream | None], list[Request]]:
         """All streams, and the requests that this process reads alone. None stands for streams of other processes."""
         found: dict[int, set[Any]] = collections.defaultdict(set)
         rows = []
         for request in requests:
-            if request.leaf >= 0 and source.arrays.leaves[request.leaf].dtype is not None:
+            if source.arrays.leaves[request.leaf].dtype is not None:
                 groups, cells = self._of(request, source.arrays)
                 found[request.leaf].add(groups)
                 if groups is not None:
-                    rows.append((request.leaf, request.shape, groups, cells))
+                    rows.append((request.leaf, request.new_shape, groups, cells))
         single = {leaf: next(iter(groups)) if len(groups) == 1 else None for leaf, groups in found.items()}
         wanted: dict[Groups, dict[tuple[int, Box], list[np.ndarray]]] = {
             groups: {} for groups in sorted({groups for groups in single.values() if groups is not None})
@@ -227,13 +227,13 @@ class Sharing:
         ]
         return streams, alone
 
-    def _of(self, request: LeafRequest, arrays: ArrayItem) -> tuple[Groups | None, Any]:
+    def _of(self, request: RestoredLeaf, arrays: ArrayItem) -> tuple[Groups | None, Any]:
         """The processes that need the same parts of a leaf, None if it is not shared; and which parts that are."""
         sharding = request.sharding
         leaf = arrays.leaves[request.leaf]
-        if request.form != RestoredForm.JAX or sharding is None or isinstance(sharding, SingleDeviceSharding):
+        if request.restored_as != RestoredAs.JAX or sharding is None or isinstance(sharding, SingleDeviceSharding):
             return (self._everyone,), "whole"  # each process has its own
-        shape = logical_shape(leaf) if request.shape is None else request.shape
+        shape = logical_shape(leaf) if request.new_shape is None else request.new_shape
         key = sharding, shape
         if key not in self._groups:
             counts, cells = device_cells(sharding, shape)

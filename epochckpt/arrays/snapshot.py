@@ -112,6 +112,10 @@ class SavePlan:
 
         The snapshot holds at most so many bytes of copies.
         """
+        return self._host_copy_bytes
+
+    @functools.cached_property
+    def _host_copy_bytes(self) -> int:
         on_host = sum(tree.plan.host_copy_bytes + _strided_bytes(tree) for tree in [*self.trees, *self._replicas])
         return on_host + self._copies.host_bytes
 
@@ -183,7 +187,7 @@ class SavePlan:
             files=files if self.primary else {},
             running=running,
             plan_digest=self.digest,
-            host_copy_bytes=self.place_copies(),
+            host_copy_bytes=self._host_copy_bytes,
         )
 
 

@@ -173,7 +173,7 @@ class Handlers:
                 )
 
         known = {name or "any": h for (name, _), h in self._entries().items()} | self.given
-        chosen = sorted(name for name, h in known.items() if kind_of(h) == "arrays")
+        chosen = sorted(name for name, h in known.items() if kind_of(h) is HandlerKind.ARRAYS)
         if chosen:
             text = "items %s: Orbax's array handlers choose epochckpt's engine; their own options change nothing here"
             logging.info(text, ", ".join(chosen))
