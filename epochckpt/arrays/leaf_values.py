@@ -1,12 +1,13 @@
 """The values of restored leaves: casts, conversions to types of Python, and arrays on devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from epochckpt.arrays.casts import converted, keeps_kind, survives
 from epochckpt.arrays.targets import RestoredAs, RestoredLeaf
 from epochckpt.errors import FormatError, Mismatch
 from epochckpt.format import Box, Leaf
@@ -82,33 +83,12 @@ class LeafValues:
         if dtype is None or data.dtype == dtype:
             return data
         with np.errstate(all="ignore"):
-            out = _converted(data, dtype)
+            out = converted(data, dtype)
             precision_only = keeps_kind(data.dtype, dtype, (np.complexfloating, np.floating))
-            if not precision_only and not _survives(data, out):
+            if not precision_only and not survives(data, out):
                 expected = f"{np.dtype(dtype)}: not every value survives the cast"
                 self.mismatches.append(Mismatch(leaf.name, "dtype", str(data.dtype), expected))
         return out
-
-
-def keeps_kind(before: Any, after: Any, kinds: Sequence[type]) -> bool:
-    """Whether two dtypes are of the same one of these kinds of numbers."""
-    return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)
-
-
-def _converted(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """A cast; complex to real keeps the real part without NumPy's warning, because `_survives` compares the rest."""
-    if tree_lib.issubdtype(array.dtype, np.complexfloating) and not tree_lib.issubdtype(dtype, np.complexfloating):
-        array = np.real(array)
-    return array.astype(dtype)
-
-
-def _survives(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether a cast kept every value exactly."""
-    back = _converted(after, before.dtype)
-    same = (back == before) | ((back != back) & (before != before))
-    wide = [a.astype(np.float64) if a.dtype.itemsize < 4 else a for a in (before, after)]
-    equal = (wide[0] == wide[1]) | ((wide[0] != wide[0]) & (wide[1] != wide[1]))
-    return bool(np.all(same & equal))
 
 
 def on_devices(leaf: Leaf, request: RestoredLeaf, host: np.ndarray) -> jax.Array:

@@ -275,21 +275,21 @@ def refuse_traced(name: str, tree: Any) -> None:
 class LeafForm(NamedTuple):
     """What the leaves of one form have in common, without their values."""
 
-    kind: str
-    dtype: np.dtype[Any] | None = None  # of the stored bytes
-    shape: tuple[int, ...] = ()  # of the stored array
-    of_leaf: tuple[int, ...] = ()  # of the leaf: typed keys are stored with more dimensions
-    sharding: Any = None  # of a jax array
-    held: tuple[Any, ...] = ()  # devices of its shards that are here, in their order
-    impl: str | None = None
+    kind: str  # as in `Leaf`
+    dtype: np.dtype[Any] | None = None  # the dtype of the stored array; None for leaves without bytes in a data file
+    shape: tuple[int, ...] = ()  # the shape of the stored array
+    leaf_shape: tuple[int, ...] = ()  # the shape of the leaf itself: typed keys are stored with more dimensions
+    sharding: Any = None  # of a jax array; None for leaves of NumPy and Python
+    held: tuple[Any, ...] = ()  # the devices of the addressable shards, in the order of the shards
+    impl: str | None = None  # the PRNG implementation of typed keys
 
 
 class Forms(NamedTuple):
     """The leaves of a tree, as a plan needs them."""
 
     distinct: list[LeafForm]
-    first: list[int]  # the first leaf of each form
-    of: list[int]  # by leaf: the number of its form
+    first: list[int]  # for each form the number of the first leaf that has it
+    of: list[int]  # for each leaf the number of its form
 
 
 def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], tuple[str, str]]) -> Forms:
@@ -319,8 +319,8 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
     if kind in ("longstr", "longbytes"):
         raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
         return LeafForm(kind=kind, dtype=np.dtype(np.uint8), shape=(len(raw),))
-    of_leaf = tuple(value.shape)
-    shape = of_leaf
+    leaf_shape = tuple(value.shape)
+    shape = leaf_shape
     dtype = value.dtype
     impl = None
     sharding = None
@@ -340,7 +340,7 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
         kind=kind,
         dtype=stored,
         shape=shape,
-        of_leaf=of_leaf,
+        leaf_shape=leaf_shape,
         sharding=sharding,
         held=held,
         impl=impl,
@@ -489,7 +489,7 @@ class _Builder:
 
     def layout(self, form: LeafForm) -> "ShardingGrid":
         """How an array's sharding cuts it; cached, as far as it does not depend on the shape."""
-        shape = form.of_leaf
+        shape = form.leaf_shape
         key = (form.sharding, len(shape) if isinstance(form.sharding, NamedSharding) else shape)
         if key not in self.layouts:
             self.layouts[key] = grid_of(form.sharding, shape)
@@ -516,9 +516,9 @@ class _Builder:
         if id(layout) not in self.layout_grids:
             self.layout_grids[id(layout)] = self._one(self._layout_grid(name, layout))
         grid = self.layout_grids[id(layout)]
-        uneven = [d for d, c in zip(form.of_leaf, grid.counts, strict=False) if d % c]
+        uneven = [d for d, c in zip(form.leaf_shape, grid.counts, strict=False) if d % c]
         if uneven:
-            problem = f"leaf {name!r} of shape {form.of_leaf} is sharded unevenly as {form.sharding}"
+            problem = f"leaf {name!r} of shape {form.leaf_shape} is sharded unevenly as {form.sharding}"
             raise InvalidArgumentError(problem)
         return grid
 
@@ -627,8 +627,8 @@ def _shard_bytes(form: LeafForm) -> int:
     """Bytes of each shard of a leaf, on one device."""
     assert form.dtype is not None, "it has bytes"
     nbytes = math.prod(form.shape) * form.dtype.itemsize
-    of_leaf = form.of_leaf
-    return nbytes * math.prod(form.sharding.shard_shape(of_leaf)) // math.prod(of_leaf)
+    leaf_shape = form.leaf_shape
+    return nbytes * math.prod(form.sharding.shard_shape(leaf_shape)) // math.prod(leaf_shape)
 
 
 def _mesh_row(mesh: Any) -> dict[str, Any]:

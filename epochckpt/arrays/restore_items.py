@@ -22,12 +22,11 @@ from epochckpt import args as own
 from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
 from epochckpt.arrays.broadcast import Sharing
-from epochckpt.arrays.item_names import arguments_by_item, unknown_item
+from epochckpt.arrays.item_names import ONE_FILE, arguments_by_item, file_name, unknown_item
 from epochckpt.arrays.node_values import values_by_hosted_node
 from epochckpt.arrays.reader import EpochReader
 from epochckpt.arrays.renames import Sources, by_rename, by_transforms
 from epochckpt.arrays.restore import TreeRequest, restore_tree, restore_trees
-from epochckpt.arrays.save_items import ONE_FILE, file_name
 from epochckpt.arrays.tree_metadata import plain_target
 from epochckpt.errors import (
     FormatError,

@@ -13,17 +13,14 @@ from absl import logging
 from google.protobuf import message, text_format
 
 from epochckpt import args as own
-from epochckpt.arrays.item_names import arguments_by_item
-from epochckpt.arrays.leaf_values import keeps_kind
+from epochckpt.arrays.casts import keeps_kind
+from epochckpt.arrays.item_names import ONE_FILE, arguments_by_item, file_name
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import Handlers, HandlerSave, handlers
 from epochckpt.orbax.handlers import HandlerKind
-
-ONE_FILE = {HandlerKind.JSON: paths.JSON_FILE, HandlerKind.PROTO: "proto.pbtxt"}
-"""The kinds of handlers that write one file, and the names that Orbax's handlers give it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +158,6 @@ def _fits(before: Any, after: Any) -> bool:
         shards = zip(before.addressable_shards, after.addressable_shards, strict=True)
         return all(_fits(np.asarray(a.data), np.asarray(b.data)) for a, b in shards)
     return bool(np.array_equal(before, after.astype(before.dtype)) and np.array_equal(before < 0, after < 0))
-
-
-def file_name(handler: Any, kind: HandlerKind) -> str:
-    """The name of the one file of an item of this kind, as its handler calls it."""
-    return ONE_FILE[kind] if isinstance(handler, type) else getattr(handler, "_filename", ONE_FILE[kind])
 
 
 def _json(name: str, value: Any) -> bytes:
