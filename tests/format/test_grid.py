@@ -327,6 +327,23 @@ def test_pieces_of_one_holder_each_leave_no_holder_with_more() -> None:
     assert len(plan.owned.leaves) == 6
 
 
+@pytest.mark.parametrize(
+    ("part_bytes", "owners"),
+    [(None, [[0], [1], [2], [3], [0]]), (2**19, [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]])],
+    ids=["one cell", "two cells"],
+)
+def test_the_next_leaf_begins_after_the_owners_of_the_one_before(
+    part_bytes: int | None, owners: list[list[int]]
+) -> None:
+    """Four nodes hold all of some arrays: of one cell each, or of two."""
+    sharding = NamedSharding(fake_mesh((4, 1), ("x", "y"), 1), PartitionSpec())
+    item = plan_on(
+        0, 4, [(f"a{i}", (2, 2**19), np.uint8, sharding) for i in range(5)], 2**40, part_bytes=part_bytes
+    ).item
+    found = [[item.owner(leaf, cell) for cell in range(math.prod(item.counts(leaf)))] for leaf in range(5)]
+    assert found == owners
+
+
 def test_a_cell_belongs_only_to_a_node_that_holds_it() -> None:
     """Owners are among the holders, and holders are the processes of the devices that JAX gives the part to."""
     mesh = fake_mesh((4, 2), ("x", "y"), 2)
