@@ -45,7 +45,7 @@ from epochckpt.agreement import coordination
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import EpochReader, Request
 from epochckpt.arrays.sharding_grids import device_cells
-from epochckpt.arrays.snapshot import Buffer, SavedTree, Snapshot
+from epochckpt.arrays.snapshot import Buffer, Snapshot, TreeSnapshot
 from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.head_record import Head
 from epochckpt.format import EpochRecord, parsing
@@ -203,10 +203,10 @@ class Pod:
                 entry = dataclasses.replace(report.nodes[0].entry, name=f"process_{node}", process=node)
                 report = dataclasses.replace(report, nodes=(dataclasses.replace(report.nodes[0], entry=entry),))
             else:
-                cells, source = item.owned(node), plan_lib.CellSource(0, 0, None)
-                plan = plan_lib.ItemPlan(item, cells, (source,) * len(cells[0]), tuple(item.part_ends(cells, None)), 0)
+                cells, source = item.owned(node), plan_lib.ShardSource(leaf=0, shard=0, cut=None)
+                plan = plan_lib.ItemPlan(item, cells, (source,) * len(cells[0]), tuple(item.part_ends(cells, None)))
                 buffers = [Buffer(np.full(span.nbytes // 4, 1.5, np.float32)) for span in plan.cell_ranges]
-                part = Snapshot([SavedTree(plan, node, buffers)], digest=save.snapshot.digest)
+                part = Snapshot([TreeSnapshot(plan, node, buffers)], plan_digest=save.snapshot.plan_digest)
                 report = write_nodes(
                     staging=staging,
                     nodes=dataclasses.replace(manager.components.saves.nodes, process=node),

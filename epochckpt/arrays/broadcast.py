@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import enum
 import functools
 import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -31,7 +34,7 @@ from epochckpt import _threads, _units, errors
 from epochckpt.arrays.reader import Request
 from epochckpt.arrays.sharding_grids import device_cells
 from epochckpt.arrays.shardings import logical_shape
-from epochckpt.arrays.targets import LeafRequest, RestoredForm
+from epochckpt.arrays.targets import RestoredAs, RestoredLeaf
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, EpochCheckpointError, InvalidArgumentError
 from epochckpt.format import ArrayItem, Box, EpochRecord, checksums, grid
 from epochckpt.storage.mmap import JAX_ALIGNMENT, aligned
@@ -60,14 +63,20 @@ class Source(NamedTuple):
 class _Piece(NamedTuple):
     """A box of a leaf whose bytes lie together, in C order."""
 
-    order: tuple[int, ...]  # where they lie: node, size of the leaf's elements, leaf, cell, number in the cell
+    node: int  # that wrote it
+    itemsize: int  # of the leaf's elements
+    leaf: int
+    cell: int
+    number: int  # of the piece in the cell
     box: Box
     nbytes: int
-    free: bool  # whether no block holds bytes of this piece and of the one before, as far as that is known
+    begins_block: bool  # no block holds bytes of this piece and of the one before, as far as that is known
 
     @property
-    def leaf(self) -> int:
-        return self.order[2]
+    def file_order(self) -> tuple[int, ...]:
+        """Pieces in this order lie one after another in the files, in which leaves with larger elements come first."""
+        ends = [end for side in self.box for end in side]
+        return (self.node, -self.itemsize, self.leaf, self.cell, self.number, *ends)
 
 
 class _Stream:
@@ -78,40 +87,42 @@ class _Stream:
         self.wanted = wanted
         members = next(group for group in groups if me in group)
         begins = functools.cache(functools.partial(_block_starts, source))
-        pieces = sorted(p for leaf, box in wanted for p in _pieces(source, leaf, box, begins))
+        pieces = [piece for leaf, box in wanted for piece in _pieces(source, leaf, box, begins)]
+        pieces.sort(key=operator.attrgetter("file_order"))
         cuts = _cuts(pieces, len(members))
-        self.runs = [pieces[start:stop] for start, stop in itertools.pairwise(cuts)]
-        self.mine = members.index(me)
-        self.nbytes = max(_span(run) for run in self.runs)
-        self.share = aligned(_span(self.runs[self.mine]))
+        self.shares = [pieces[start:stop] for start, stop in itertools.pairwise(cuts)]  # of each process of the group
+        self.mine = self.shares[members.index(me)]
+        self.nbytes = max(_padded_bytes(share) for share in self.shares)
+        self.memory = aligned(_padded_bytes(self.mine))  # of this process's share
 
     def requests(self, source: Source) -> Iterator[Request]:
         """Reads of this process's share into its place."""
         at = 0
-        for piece in self.runs[self.mine]:
-            out = _typed(self.share[at : at + piece.nbytes], source.arrays, piece)
+        for piece in self.mine:
+            out = _typed(self.memory[at : at + piece.nbytes], source.arrays, piece)
             yield Request(source.item, piece.leaf, piece.box, out)
             at += _padded(piece.nbytes)
 
     def spread(self, arrays: ArrayItem, nbytes: int, chunk_bytes: int, timeout_secs: float) -> None:
-        """Gathers the runs of this group, of at most `nbytes`, and copies their pieces to their destinations."""
-        count = len(self.runs)
-        step = max(1 << nbytes.bit_length() >> 4, JAX_ALIGNMENT)  # few sizes: each needs a program of its own
-        size = min(-(-nbytes // step) * step, max(_floor(chunk_bytes // count), JAX_ALIGNMENT))
+        """Gathers the shares of this group, of at most `nbytes` each, and copies their pieces to their destinations."""
+        count = len(self.shares)
+        size = _part_bytes(nbytes, chunk_bytes // count)
         into = collections.defaultdict[int, list[tuple[Box, np.ndarray]]](list)
         for (leaf, box), outs in self.wanted.items():
             into[leaf] += [(box, out) for out in outs]
-        sinks = [_Sink(run, arrays, into) for run in self.runs]
-        for received in _gathered(self.groups, self.share, size, -(-nbytes // size), timeout_secs):
+        sinks = [_Sink(share, arrays, into) for share in self.shares]
+        for received in _gathered(self.groups, self.memory, size, -(-nbytes // size), timeout_secs):
             for sink, part in zip(sinks, received.reshape(count, size), strict=True):
                 sink.take(part)
 
 
 class _Sink:
-    """Takes the bytes of one run, in order, and copies its pieces to their destinations."""
+    """Takes the bytes of one share, in order, and copies its pieces to their destinations."""
 
-    def __init__(self, run: Sequence[_Piece], arrays: ArrayItem, into: Mapping[int, Sequence[tuple[Box, np.ndarray]]]):
-        self._left = collections.deque(run)
+    def __init__(
+        self, share: Sequence[_Piece], arrays: ArrayItem, into: Mapping[int, Sequence[tuple[Box, np.ndarray]]]
+    ):
+        self._left = collections.deque(share)
         self._arrays = arrays
         self._into = into
         self._begun: np.ndarray | None = None  # the piece that the last chunk had a part of
@@ -144,6 +155,73 @@ class _Sink:
                 out[grid.slices(meet, box)] = array[grid.slices(meet, piece.box)]
 
 
+class _State(enum.Enum):
+    """Whether the processes of a restore still share their reads."""
+
+    SHARING = "sharing"
+    OVER = "over"  # they agree on nothing any more: all have restored what they asked for, or know the error of one
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plans:
+    """A process tells what it is going to read together with others."""
+
+    what: str  # for people
+    digest: str  # of the leaves, shardings and groups
+
+    step: ClassVar[str] = "plan"
+
+    @property
+    def must_agree(self) -> Any:
+        return self.what, self.digest
+
+    @property
+    def text(self) -> str:
+        return self.what
+
+
+@dataclasses.dataclass(frozen=True)
+class _HasRead:
+    """A process tells that it has read its shares."""
+
+    nbytes: Sequence[int]  # of each stream; 0 for a stream of other processes
+
+    step: ClassVar[str] = "read"
+    must_agree: ClassVar[Any] = None
+    text: ClassVar[str] = "read its share"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """A process tells that it has restored everything."""
+
+    step: ClassVar[str] = "all"
+    must_agree: ClassVar[Any] = None
+    text: ClassVar[str] = "restored all that it asked for"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failed:
+    """A process tells its error."""
+
+    error: Any  # as `errors.to_wire` has it
+
+    step: ClassVar[str] = "error"
+
+
+_Message = _Plans | _HasRead | _Done | _Failed
+_MESSAGES: Mapping[str, type[_Message]] = {kind.step: kind for kind in (_Plans, _HasRead, _Done, _Failed)}
+
+
+def _to_wire(message: _Message) -> dict[str, Any]:
+    return {"step": message.step, **dataclasses.asdict(message)}
+
+
+def _from_wire(told: Mapping[str, Any]) -> _Message:
+    fields = {**told}
+    return _MESSAGES[fields.pop("step")](**fields)
+
+
 class Sharing:
     """One restore by several processes. A context manager, inside which each of them makes the same calls of `read`.
 
@@ -163,7 +241,7 @@ class Sharing:
         self._agree = agree
         self._timeout_secs = timeout_secs
         self._chunk_bytes = chunk_bytes
-        self._over = False  # nothing is agreed on any more: everybody knows why
+        self._state = _State.SHARING
         self._groups: dict[Any, tuple[Groups | None, Any]] = {}
 
     def __enter__(self) -> Sharing:
@@ -172,13 +250,13 @@ class Sharing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Tells the other processes that this one is done, or its error if they do not have it yet."""
         if error is None:
-            self._tell({"step": "all"})
+            self._tell(_Done())
         else:
             self._fail(error)
 
-    def read(self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]) -> None:
+    def read(self, source: Source, requests: Sequence[RestoredLeaf], reads: Sequence[Request]) -> None:
         """Reads like `source.read(reads)`, which the leaves of `requests` need; what several need is read once."""
-        if self._over:  # after an error: this process reads from a copy, and the others may not
+        if self._state is _State.OVER:  # after an error: this process reads from the mirror, and the others may not
             source.read(reads)
             return
         streams, alone = self._planned(source, requests, reads)
@@ -188,24 +266,23 @@ class Sharing:
         except BaseException as error:
             self._fail(error)
             raise
-        sizes = [0 if stream is None else stream.nbytes for stream in streams]
-        sizes = self._tell({"step": "read", "bytes": sizes})["bytes"]
+        sizes = self._tell(_HasRead([0 if stream is None else stream.nbytes for stream in streams]))
         for stream, nbytes in zip(streams, sizes, strict=True):
             if stream is not None and nbytes:
                 stream.spread(source.arrays, nbytes, self._chunk_bytes, self._timeout_secs)
 
     def _planned(
-        self, source: Source, requests: Sequence[LeafRequest], reads: Sequence[Request]
+        self, source: Source, requests: Sequence[RestoredLeaf], reads: Sequence[Request]
     ) -> tuple[list[_Stream | None], list[Request]]:
         """All streams, and the requests that this process reads alone. None stands for streams of other processes."""
         found: dict[int, set[Any]] = collections.defaultdict(set)
         rows = []
         for request in requests:
-            if request.leaf >= 0 and source.arrays.leaves[request.leaf].dtype is not None:
+            if source.arrays.leaves[request.leaf].dtype is not None:
                 groups, cells = self._of(request, source.arrays)
                 found[request.leaf].add(groups)
                 if groups is not None:
-                    rows.append((request.leaf, request.shape, groups, cells))
+                    rows.append((request.leaf, request.new_shape, groups, cells))
         single = {leaf: next(iter(groups)) if len(groups) == 1 else None for leaf, groups in found.items()}
         wanted: dict[Groups, dict[tuple[int, Box], list[np.ndarray]]] = {
             groups: {} for groups in sorted({groups for groups in single.values() if groups is not None})
@@ -220,20 +297,20 @@ class Sharing:
         size = f"{_units.several(len(rows), 'leaf', 'leaves')} in common ({_units.nbytes(total)})"
         text = json.dumps([source.record.save_id, rows], default=str)
         what = f"checkpoint {source.record.epoch}, item {source.item!r}: {size}"
-        self._tell({"step": "plan", "what": what, "digest": checksums.digest(text.encode())})
+        self._tell(_Plans(what=what, digest=checksums.digest(text.encode())))
         streams = [
             _Stream(groups, self._me, source, outs) if any(self._me in group for group in groups) else None
             for groups, outs in wanted.items()
         ]
         return streams, alone
 
-    def _of(self, request: LeafRequest, arrays: ArrayItem) -> tuple[Groups | None, Any]:
+    def _of(self, request: RestoredLeaf, arrays: ArrayItem) -> tuple[Groups | None, Any]:
         """The processes that need the same parts of a leaf, None if it is not shared; and which parts that are."""
         sharding = request.sharding
         leaf = arrays.leaves[request.leaf]
-        if request.form != RestoredForm.JAX or sharding is None or isinstance(sharding, SingleDeviceSharding):
+        if request.restored_as != RestoredAs.JAX or sharding is None or isinstance(sharding, SingleDeviceSharding):
             return (self._everyone,), "whole"  # each process has its own
-        shape = logical_shape(leaf) if request.shape is None else request.shape
+        shape = logical_shape(leaf) if request.new_shape is None else request.new_shape
         key = sharding, shape
         if key not in self._groups:
             counts, cells = device_cells(sharding, shape)
@@ -253,42 +330,44 @@ class Sharing:
             return None, None
         return tuple(sorted(map(tuple, alike.values()))), [counts, sorted(alike.items())]
 
-    def _tell(self, told: Mapping[str, Any]) -> Any:
-        if self._over:
-            return None
+    def _tell(self, message: _Message) -> list[int]:
+        """Tells all processes; returns what `decide` has answered."""
+        if self._state is _State.OVER:
+            return []
         try:
-            return self._agree(told)
+            return self._agree(_to_wire(message))
         except BaseException:
-            self._over = True
+            self._state = _State.OVER
             raise
 
     def _fail(self, error: BaseException) -> None:
         """Sends an error to the other processes, which raise it."""
-        if not self._over:
-            with contextlib.suppress(EpochCheckpointError):  # the answer is this very error, as a rule
-                self._tell({"error": errors.to_wire(error)})
-            self._over = True
+        with contextlib.suppress(EpochCheckpointError):  # the answer is this very error, as a rule
+            self._tell(_Failed(errors.to_wire(error)))
+        self._state = _State.OVER
 
 
 def decide(told: Sequence[Mapping[str, Any]], names: Callable[[Iterable[int]], str]) -> Any:
-    """On the primary: its answer to what the processes tell; `names` names some of them. See `Sharing`."""
-    for each in told:
-        if "error" in each:
-            raise errors.from_wire(each["error"])
-    kinds = [(each["step"], each.get("what"), each.get("digest")) for each in told]
-    if len(set(kinds)) > 1:
-        other = next(number for number, kind in enumerate(kinds) if kind != kinds[0])
-        asked = [f"{names([number])} has {_asked(told[number])}" for number in (0, other)]
+    """On the primary: its answer to what the processes tell; `names` names some of them. See `Sharing`.
+
+    The answer is the largest share of each stream, in bytes, once all have read their shares; it is empty before.
+    """
+    messages = list[_Plans | _HasRead | _Done]()
+    for message in map(_from_wire, told):
+        if isinstance(message, _Failed):
+            raise errors.from_wire(message.error)
+        messages.append(message)
+    steps = [(message.step, message.must_agree) for message in messages]
+    if len(set(steps)) > 1:
+        other = next(number for number, step in enumerate(steps) if step != steps[0])
+        asked = [f"{names([number])} has {messages[number].text}" for number in (0, other)]
         raise InvalidArgumentError(
             f"the processes share what they read (broadcast_restore), and do not ask for the same: {'; '.join(asked)}. "
             "All of them restore the same leaves, with shardings over the devices of all; or set "
             "StorageOptions(broadcast_restore=False), and each reads for itself"
         )
-    return {"bytes": [max(sizes) for sizes in zip(*[each.get("bytes", ()) for each in told], strict=True)]}
-
-
-def _asked(told: Mapping[str, Any]) -> str:
-    return told.get("what") or {"all": "restored all that it asked for"}.get(told["step"], "read its share")
+    read = [message.nbytes for message in messages if isinstance(message, _HasRead)]
+    return [max(sizes) for sizes in zip(*read, strict=True)]
 
 
 def _pieces(source: Source, leaf: int, box: Box, begins: Callable[[int], set[tuple[int, int]]]) -> Iterator[_Piece]:
@@ -300,20 +379,38 @@ def _pieces(source: Source, leaf: int, box: Box, begins: Callable[[int], set[tup
     if info.grid < 0:  # of a step of stock Orbax: only Orbax knows its chunks
         nbytes = math.prod(grid.box_shape(box)) * itemsize
         if nbytes:
-            yield _Piece((0, -itemsize, leaf, 0, 0, *_flat(box)), box, nbytes, True)
+            yield _Piece(
+                node=0,
+                itemsize=itemsize,
+                leaf=leaf,
+                cell=0,
+                number=0,
+                box=box,
+                nbytes=nbytes,
+                begins_block=True,
+            )
         return
     for cell in arrays.cells_touching(leaf, box):
         inside = arrays.cell_box(leaf, cell)
         meet = grid.meet(box, inside)
         owner = arrays.owner(leaf, cell)
         done = 0
-        free = (leaf, cell) in begins(owner)
+        begins_block = (leaf, cell) in begins(owner)
         for number, part in enumerate(grid.boxes(grid.box_shape(meet), _PIECE_BYTES // itemsize)):
             nbytes = math.prod(grid.box_shape(part)) * itemsize
             moved = tuple((a + origin, b + origin) for (a, b), (origin, _) in zip(part, meet, strict=True))
-            yield _Piece((owner, -itemsize, leaf, cell, number, *_flat(box)), moved, nbytes, free)
+            yield _Piece(
+                node=owner,
+                itemsize=itemsize,
+                leaf=leaf,
+                cell=cell,
+                number=number,
+                box=moved,
+                nbytes=nbytes,
+                begins_block=begins_block,
+            )
             done += nbytes
-            free = meet == inside and done % _PIECE_BYTES == 0
+            begins_block = meet == inside and done % _PIECE_BYTES == 0
 
 
 def _block_starts(source: Source, node: int) -> set[tuple[int, int]]:
@@ -326,29 +423,43 @@ def _block_starts(source: Source, node: int) -> set[tuple[int, int]]:
     return found
 
 
-def _flat(box: Box) -> tuple[int, ...]:
-    return tuple(end for side in box for end in side)
-
-
 def _cuts(pieces: Sequence[_Piece], count: int) -> list[int]:
-    """Numbers of the first pieces of each of `count` runs of about the same size, and of the end."""
+    """Numbers of the first pieces of each of `count` shares of about the same size, and of the end."""
     sizes = np.array([0, *(_padded(piece.nbytes) for piece in pieces)], dtype=np.int64)
     ends = np.cumsum(sizes)
-    nodes = [piece.order[0] for piece in pieces]
-    free = np.array([0, *(i for i in range(1, len(pieces)) if pieces[i].free or nodes[i] != nodes[i - 1])])
+    # A cut before one of these pieces makes no block be read twice.
+    between_blocks = np.array(
+        [0]
+        + [
+            number
+            for number, (before, piece) in enumerate(itertools.pairwise(pieces), start=1)
+            if piece.begins_block or piece.node != before.node
+        ]
+    )
     cuts = [0]
     share = int(ends[-1]) / count
     for number in range(1, count):
         off = np.abs(ends - share * number)
-        best = free[off[free].argmin()]
+        best = between_blocks[off[between_blocks].argmin()]
         if off[best] > max(share / _SLACK, min(share / 2, _PIECE_BYTES)):
             best = off.argmin()
         cuts.append(max(int(best), cuts[-1]))
     return [*cuts, len(pieces)]
 
 
-def _span(run: Sequence[_Piece]) -> int:
-    return sum(_padded(piece.nbytes) for piece in run)
+def _part_bytes(nbytes: int, limit: int) -> int:
+    """The bytes of each share, of at most `nbytes`, that one collective gathers: all of it, or some below the limit.
+
+    There are few such numbers, because each needs a program of its own: they are multiples of a sixteenth of the next
+    power of two.
+    """
+    sixteenth = (1 << nbytes.bit_length()) // 16
+    step = max(sixteenth, JAX_ALIGNMENT)
+    return min(-(-nbytes // step) * step, max(_floor(limit), JAX_ALIGNMENT))
+
+
+def _padded_bytes(pieces: Sequence[_Piece]) -> int:
+    return sum(_padded(piece.nbytes) for piece in pieces)
 
 
 def _padded(nbytes: int) -> int:

@@ -1,14 +1,15 @@
-"""Which item an argument means, and which names items may have."""
+"""Which item an argument means, which names items may have, and the name of the file of an item that is one file."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from epochckpt.errors import (
-    InvalidArgumentError,
-    UnknownNameError,
-)
+from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.format import paths
 from epochckpt.orbax import options
+from epochckpt.orbax.handlers import HandlerKind
+
+ONE_FILE = {HandlerKind.JSON: paths.JSON_FILE, HandlerKind.PROTO: "proto.pbtxt"}
+"""The kinds of handlers that write one file, and the names that Orbax's handlers give it."""
 
 
 def arguments_by_item(args: Any) -> dict[str, Any]:
@@ -60,3 +61,8 @@ def check_names(names: Sequence[str], folders: Collection[str], item_names: Sequ
                 f"item {name!r} is not among item_names={list(item_names)} (in Orbax's words: it does not match with "
                 "any registered handler)"
             )
+
+
+def file_name(handler: Any, kind: HandlerKind) -> str:
+    """The name of the one file of an item of this kind, as its handler calls it."""
+    return ONE_FILE[kind] if isinstance(handler, type) else getattr(handler, "_filename", ONE_FILE[kind])

@@ -1,13 +1,14 @@
 """The values of restored leaves: casts, conversions to types of Python, and arrays on devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from epochckpt.arrays.targets import LeafRequest, RestoredForm
+from epochckpt.arrays.casts import converted, keeps_kind, survives
+from epochckpt.arrays.targets import RestoredAs, RestoredLeaf
 from epochckpt.errors import FormatError, Mismatch
 from epochckpt.format import Box, Leaf
 from epochckpt.format import tree as tree_lib
@@ -26,14 +27,15 @@ class LeafValues:
         self._where = where
         self._recorded = recorded
 
-    def of_buffer(self, leaf: Leaf, request: LeafRequest, data: np.ndarray) -> Any:
+    def of_buffer(self, leaf: Leaf, request: RestoredLeaf, data: np.ndarray) -> Any:
         """The value of a leaf that one buffer holds."""
-        if request.form == RestoredForm.PYTHON and leaf.kind in ("longstr", "longbytes"):
+        if request.restored_as == RestoredAs.PYTHON and leaf.kind in ("longstr", "longbytes"):
             return self._long(leaf, data)
         data = self.cast(leaf, data, request.dtype)
-        if request.form == RestoredForm.NUMPY:
+        if request.restored_as == RestoredAs.NUMPY:
             return data
-        return self._convert(leaf, data[()], request.kind) if request.form == RestoredForm.PYTHON else data[()]
+        scalar = data[()]
+        return self._convert(leaf, scalar, request.python_type) if request.restored_as == RestoredAs.PYTHON else scalar
 
     def _long(self, leaf: Leaf, data: np.ndarray) -> str | bytes:
         """A text, or bytes, too long for the record."""
@@ -43,13 +45,13 @@ class LeafValues:
         except UnicodeDecodeError as error:
             raise FormatError(self._where, f"leaf {leaf.name!r} is no text: {error}") from None
 
-    def of_record(self, leaf: Leaf, request: LeafRequest) -> Any:
+    def of_record(self, leaf: Leaf, request: RestoredLeaf) -> Any:
         """A recorded Python value, or an empty container, in the requested form."""
         if leaf.kind in tree_lib.EMPTY_KINDS:
             return tree_lib.empty_value(leaf.kind)
         value = tree_lib.value_from_json(self._where, leaf.kind, self._recorded[request.leaf])
-        if request.form == RestoredForm.PYTHON:
-            return self._convert(leaf, value, request.kind)
+        if request.restored_as == RestoredAs.PYTHON:
+            return self._convert(leaf, value, request.python_type)
         try:
             data = self.cast(leaf, np.asarray(value), request.dtype)
         except (TypeError, ValueError, OverflowError) as error:
@@ -57,9 +59,9 @@ class LeafValues:
                 Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{request.dtype} ({error})")
             )
             return None
-        if request.form == RestoredForm.JAX and request.sharding is not None and not self.mismatches:
+        if request.restored_as == RestoredAs.JAX and request.sharding is not None and not self.mismatches:
             return jax.make_array_from_callback((), request.sharding, lambda index: data[index], dtype=data.dtype)
-        return data if request.form == RestoredForm.NUMPY else data[()]
+        return data if request.restored_as == RestoredAs.NUMPY else data[()]
 
     def _convert(self, leaf: Leaf, value: Any, kind: type | None) -> Any:
         """A scalar as a Python type; notes a mismatch if the type cannot hold it exactly."""
@@ -81,59 +83,52 @@ class LeafValues:
         if dtype is None or data.dtype == dtype:
             return data
         with np.errstate(all="ignore"):
-            out = _converted(data, dtype)
+            out = converted(data, dtype)
             precision_only = keeps_kind(data.dtype, dtype, (np.complexfloating, np.floating))
-            if not precision_only and not _survives(data, out):
+            if not precision_only and not survives(data, out):
                 expected = f"{np.dtype(dtype)}: not every value survives the cast"
                 self.mismatches.append(Mismatch(leaf.name, "dtype", str(data.dtype), expected))
         return out
 
 
-def keeps_kind(before: Any, after: Any, kinds: Sequence[type]) -> bool:
-    """Whether two dtypes are of the same one of these kinds of numbers."""
-    return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)
+def on_devices(leaf: Leaf, request: RestoredLeaf, host: np.ndarray) -> jax.Array:
+    """An array all of whose devices here hold one box, from the host's buffer of that box; typed keys of their data.
 
-
-def _converted(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """A cast; complex to real keeps the real part without NumPy's warning, because `_survives` compares the rest."""
-    if tree_lib.issubdtype(array.dtype, np.complexfloating) and not tree_lib.issubdtype(dtype, np.complexfloating):
-        array = np.real(array)
-    return array.astype(dtype)
-
-
-def _survives(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether a cast kept every value exactly."""
-    back = _converted(after, before.dtype)
-    same = (back == before) | ((back != back) & (before != before))
-    wide = [a.astype(np.float64) if a.dtype.itemsize < 4 else a for a in (before, after)]
-    equal = (wide[0] == wide[1]) | ((wide[0] != wide[0]) & (wide[1] != wide[1]))
-    return bool(np.all(same & equal))
-
-
-def on_devices(leaf: Leaf, request: LeafRequest, hosts: dict[Box, np.ndarray]) -> jax.Array:
-    """An array on devices, from the host's buffers of the boxes that they hold; typed keys of their data.
-
-    JAX needs half the time for this call that it needs for `device_put` and `make_array_from_single_device_arrays`, and
-    a fifth where there are eight devices.
+    JAX needs half the time for the call with a function that it needs for `device_put` and
+    `make_array_from_single_device_arrays`, and a fifth where there are eight devices.
     """
-    shape = leaf.shape if request.shape is None else request.shape
+    sharding = _sharding(leaf, request)
+    if isinstance(sharding, SingleDeviceSharding) and sharding.memory_kind not in (None, "device"):
+        data = jax.device_put(host, sharding)  # whose type, unlike that of the call below, names the memory
+    else:
+        dtype = request.dtype or leaf.dtype
+        data = jax.make_array_from_callback(request.shape(leaf), sharding, lambda index: host, dtype=dtype)
+    return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
+
+
+def boxes_on_devices(leaf: Leaf, request: RestoredLeaf, hosts: Mapping[Box, np.ndarray]) -> jax.Array:
+    """An array of any boxes on its devices here, from the host's buffers of these boxes; see `on_devices`."""
+    if len(hosts) == 1:
+        (host,) = hosts.values()
+        return on_devices(leaf, request, host)
+    shape = request.shape(leaf)
+    sharding = _sharding(leaf, request)
+    dtype = request.dtype or leaf.dtype
+
+    def host_of(index: Any) -> np.ndarray:  # a slice per axis
+        return hosts[tuple([cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True)])]
+
+    if hosts:
+        data = jax.make_array_from_callback(shape, sharding, host_of, dtype=dtype)
+    else:  # no device of this process has a part; JAX would ask for one of replicated arrays
+        data = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+    return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
+
+
+def _sharding(leaf: Leaf, request: RestoredLeaf) -> Sharding:
+    """The sharding of the data of a leaf."""
     sharding = request.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if leaf.kind == "prng" and isinstance(sharding, NamedSharding):  # the dimensions of key data are not split
         spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
-    dtype = request.dtype or leaf.dtype
-    if not hosts:  # no device of this process has a part; JAX would ask for one of replicated arrays
-        data = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    elif isinstance(sharding, SingleDeviceSharding) and sharding.memory_kind not in (None, "device"):
-        (host,) = hosts.values()
-        data = jax.device_put(host, sharding)  # whose type, unlike that of the call below, names the memory
-    elif len(hosts) == 1:
-        (host,) = hosts.values()
-        data = jax.make_array_from_callback(shape, sharding, lambda index: host, dtype=dtype)
-    else:
-
-        def host_of(index: Any) -> np.ndarray:  # a slice per axis
-            return hosts[tuple([cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True)])]
-
-        data = jax.make_array_from_callback(shape, sharding, host_of, dtype=dtype)
-    return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+    return sharding

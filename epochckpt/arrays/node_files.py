@@ -24,7 +24,8 @@ from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedErr
 from epochckpt.format import ArrayItem, DataFile, NodeRecord, PartCells, checksums, grid
 from epochckpt.storage import Reader, Store, writing
 
-_Move = tuple[int, int, memoryview]  # bytes of a file, from start to end, and where they go
+_Move = tuple[int, int, memoryview]  # where some bytes begin and end in a file, and the memory that they go to
+_Uses = list[tuple[int, "list[CellUse]"]]  # cells by their positions in a file, and the uses of each
 _GAP_PART = 16  # this part of a request may be unwanted bytes, where they save another request
 
 
@@ -34,7 +35,6 @@ class Epoch(Protocol):
     store: Store
     pool: Pool
     verify: bool
-    tally: list[tuple[int, float]] | None
 
     def path(self, node: int, file: DataFile | None = None) -> str: ...
 
@@ -48,7 +48,32 @@ class Epoch(Protocol):
 
     def check_present(self, detail: str) -> None: ...
 
-    def count(self, nbytes: int = 0, verify_secs: float = 0.0) -> None: ...
+
+class Tally:
+    """What has been read so far, by any number of threads."""
+
+    def __init__(self) -> None:
+        # Appended to, so that no count is lost.
+        self._nbytes: list[int] = []
+        self._verify_secs: list[float] = []
+
+    def add_bytes(self, nbytes: int) -> None:
+        """Some bytes have been read."""
+        self._nbytes.append(nbytes)
+
+    def add_verify_secs(self, secs: float) -> None:
+        """To verify some bytes took so long."""
+        self._verify_secs.append(secs)
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes that have been read."""
+        return sum(self._nbytes.copy())
+
+    @property
+    def verify_secs(self) -> float:
+        """How long it took to verify them, of all threads together."""
+        return sum(self._verify_secs.copy())
 
 
 class Pack(NamedTuple):
@@ -62,7 +87,7 @@ class Pack(NamedTuple):
     out: np.ndarray  # uint8
 
 
-class CellCopy(NamedTuple):
+class CellUse(NamedTuple):
     """One use of a cell: `out[into] = cell[source]`."""
 
     out: np.ndarray
@@ -107,13 +132,15 @@ class NodeFile(abc.ABC):
             mine = self.epoch.node_files(self.node).get(self.name)
             if mine is None or (mine.size, mine.data_start, mine.cells) != (self.size, self.data_start, self.cells):
                 raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
-            self._ends = ends = self._cut(mine.block_bytes)
+            self._ends = self._cut(mine.block_bytes)
+            blocks = len(self._ends)
             count = len(mine.sums.values)
-            if len(ends) != count:
-                raise FormatError(where, f"has {count} checksums for the {len(ends)} blocks of {self.path}")
+            if blocks != count:
+                raise FormatError(where, f"has {count} checksums for the {blocks} blocks of {self.path}")
             self._sums = mine.sums
         size = self.size or None  # nothing is read of an empty file, so that it is looked for
-        self._reader = reader = self.epoch.guard(self.path, lambda: self.epoch.store.open_reader(self.path, size))
+        reader: Reader = self.epoch.guard(self.path, lambda: self.epoch.store.open_reader(self.path, size))
+        self._reader = reader
         try:
             self.check_size(lambda: reader.size)
         except BaseException:
@@ -146,6 +173,7 @@ class NodeFile(abc.ABC):
         """
         self.open()
         largest = int(np.diff(self._ends, prepend=0).max(initial=0))
+        tally = Tally()  # `use` counts by itself what it gets
         local = threading.local()
 
         def expected() -> contextlib.AbstractContextManager[None]:
@@ -155,9 +183,9 @@ class NodeFile(abc.ABC):
             if len(blocks) == 1 and not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(largest))
             with expected():
-                for block, piece in self._pieces(blocks, local.buffer if len(blocks) == 1 else None):
+                for block, piece in self._pieces(blocks, tally, local.buffer if len(blocks) == 1 else None):
                     with expected():
-                        use(self._bounds(block)[0], self._verified(block, piece, always=True))
+                        use(self._bounds(block)[0], self._verified(block, piece, tally, always=True))
 
         try:
             spans = self._spans(range(len(self._ends)))
@@ -165,7 +193,7 @@ class NodeFile(abc.ABC):
         finally:
             self.close()
 
-    def copy(self, target: Store, path: str, progress: Callable[[int], None] | None = None) -> None:
+    def copy_to(self, target: Store, path: str, progress: Callable[[int], None] | None = None) -> None:
         """Copies the file into a store, verified, and durable but for its name; see `EpochCopy` for `progress`."""
         with writing(target, path, self.size) as writer:
 
@@ -198,7 +226,9 @@ class NodeFile(abc.ABC):
         if group:
             yield group
 
-    def _pieces(self, blocks: Sequence[int], into: memoryview | None = None) -> Iterator[tuple[int, memoryview]]:
+    def _pieces(
+        self, blocks: Sequence[int], tally: Tally, into: memoryview | None = None
+    ) -> Iterator[tuple[int, memoryview]]:
         """Reads blocks with one call, into a buffer if one is given; gives each with its bytes, not verified."""
         start = self._bounds(blocks[0])[0]
         end = self._bounds(blocks[-1])[1]
@@ -211,7 +241,7 @@ class NodeFile(abc.ABC):
             read = functools.partial(reader.read_into, start, into)
         found = self._guarded(start, end, read) if start < end else b""
         data = memoryview(found) if into is None else into
-        self.epoch.count(nbytes=end - start)
+        tally.add_bytes(end - start)
         for block in blocks:
             a, b = self._bounds(block)
             yield block, data[a - start : b - start]
@@ -222,7 +252,7 @@ class NodeFile(abc.ABC):
         guarded = functools.partial(self.epoch.guard, self.path, read, problem, lambda: self._leaf_at(start))
         return self.epoch.store.confirming_damage(guarded)
 
-    def _verified(self, block: int, piece: memoryview, always: bool = False) -> memoryview:
+    def _verified(self, block: int, piece: memoryview, tally: Tally, always: bool = False) -> memoryview:
         """The bytes of a block, verified: these, or where the store's answer was damaged those of another one."""
         if not (self.epoch.verify or always):
             return piece
@@ -235,16 +265,16 @@ class NodeFile(abc.ABC):
             if found is None:
                 start, end = self._bounds(block)
                 found = memoryview(self._guarded(start, end, functools.partial(reader.read, start, end - start)))
-            self._verify(block, found)
+            self._verify(block, found, tally)
             return found
 
         return self.epoch.store.confirming_damage(checked)
 
-    def _verify(self, block: int, piece: memoryview) -> None:
+    def _verify(self, block: int, piece: memoryview, tally: Tally) -> None:
         began = time.monotonic()
         kind = self._sums.kind
         found = kind.of(piece)
-        self.epoch.count(verify_secs=time.monotonic() - began)
+        tally.add_verify_secs(time.monotonic() - began)
         expected = self._sums.values[block]
         if found != expected:
             self.epoch.check_present(f"{self.path} changed")
@@ -314,47 +344,58 @@ class ArrayFile(NodeFile):
     def _cut(self, block_bytes: int) -> np.ndarray:
         return grid.blocks(np.diff(self.part.offsets), self.data_start, block_bytes)
 
-    def tasks(self, wanted: dict[int, list[CellCopy]], packs: Sequence[Pack] = ()) -> list[Callable[[], None]]:
-        """Opens the file; returns tasks that read the wanted cells, given by their positions in the file, and packs."""
+    def tasks(
+        self, wanted: Mapping[int, list[CellUse]], packs: Sequence[Pack], tally: Tally
+    ) -> list[Callable[[], None]]:
+        """Opens the file; returns tasks that read the wanted cells, given by their positions in the file, and packs.
+
+        A cell, or a leaf of a pack, that fills one piece of memory is moved there, block by block. Other cells are
+        cut out of the block that they lie in. One that spans several blocks is a task of its own.
+        """
         self.open()
         tasks: list[Callable[[], None]] = []
         moves: dict[int, list[_Move]] = collections.defaultdict(list)  # by block
-        runs: dict[int, list[tuple[int, list[CellCopy]]]] = collections.defaultdict(list)
+        cut_out: dict[int, _Uses] = collections.defaultdict(list)  # by block: the cells inside it
         for pack in packs:
             self._move_pack(pack, moves)
         cells = np.array(sorted(wanted), dtype=np.int64)
-        firsts, lasts = (each.tolist() for each in self._blocks(self.offsets[cells], self.offsets[cells + 1]))
-        bounds = zip(self.offsets[cells].tolist(), self.offsets[cells + 1].tolist(), strict=True)
-        for cell, first, last, (start, end) in zip(cells.tolist(), firsts, lasts, bounds, strict=True):
+        starts = self.offsets[cells]
+        ends = self.offsets[cells + 1]
+        columns = (cells, starts, ends, *self._blocks(starts, ends))
+        for cell, start, end, first, last in zip(*(column.tolist() for column in columns), strict=True):
             if start == end:
                 continue
             direct = self._direct(cell, wanted[cell])
             if direct is not None:
                 self._move(start, end, first, last, direct, moves)
             elif first == last:
-                runs[first].append((cell, wanted[cell]))
+                cut_out[first].append((cell, wanted[cell]))
             else:
-                tasks.append(functools.partial(self._large, cell, wanted[cell]))
-        spans = self._spans(sorted(moves.keys() | runs.keys()))
-        return tasks + [functools.partial(self._deliver, blocks, moves, runs) for blocks in spans]
+                tasks.append(functools.partial(self._large, cell, wanted[cell], tally))
+        spans = self._spans(sorted(moves.keys() | cut_out.keys()))
+        return tasks + [functools.partial(self._deliver, blocks, moves, cut_out, tally) for blocks in spans]
 
     def _move_pack(self, pack: Pack, moves: dict[int, list[_Move]]) -> None:
         """Moves the leaves of a pack that lie in this file. Neighbours in the file and in the memory move as one."""
+        # Where each leaf begins and ends in the file, and where it begins in the memory of the pack.
         cells = self.cell_of[pack.leaves]
         here = cells >= 0
-        begins = self.offsets[cells[here]]
-        ends = self.offsets[cells[here] + 1]
-        places = pack.starts[here]
-        apart = np.flatnonzero((begins[1:] != ends[:-1]) | (np.diff(places) != np.diff(begins))) + 1
-        firsts = np.concatenate([[0], apart])
-        lasts = np.concatenate([apart, [len(begins)]]) - 1
-        begins = begins[firsts]
-        ends = ends[lasts]
-        places = places[firsts]
-        rows = (begins, ends, places, *self._blocks(begins, ends))
+        leaf_starts = self.offsets[cells[here]]
+        leaf_ends = self.offsets[cells[here] + 1]
+        leaf_places = pack.starts[here]
+        # A stretch is what moves as one. A leaf begins a new one unless it follows on the leaf before, in the file and
+        # in the memory.
+        gap_in_file = leaf_starts[1:] != leaf_ends[:-1]
+        shift_in_memory = np.diff(leaf_places) != np.diff(leaf_starts)
+        begins = np.flatnonzero(gap_in_file | shift_in_memory) + 1
+        firsts = np.concatenate([[0], begins])
+        lasts = np.concatenate([begins, [len(leaf_starts)]]) - 1
+        starts = leaf_starts[firsts]
+        ends = leaf_ends[lasts]
+        columns = (starts, ends, leaf_places[firsts], *self._blocks(starts, ends))
         out = pack.out.data
-        for start, end, at, block, until in zip(*(row.tolist() for row in rows), strict=True):
-            self._move(start, end, block, until, out[at : at + end - start], moves)
+        for start, end, place, first, last in zip(*(column.tolist() for column in columns), strict=True):
+            self._move(start, end, first, last, out[place : place + end - start], moves)
 
     @functools.cached_property
     def cell_of(self) -> np.ndarray:
@@ -384,13 +425,14 @@ class ArrayFile(NodeFile):
         self,
         blocks: list[int],
         moves: Mapping[int, list[_Move]],
-        runs: Mapping[int, list[tuple[int, list[CellCopy]]]],
+        cut_out: Mapping[int, _Uses],
+        tally: Tally,
     ) -> None:
         """Reads blocks with one call. A block goes to its destination whole, or is cut between several destinations."""
-        alone = moves.get(blocks[0], ()) if len(blocks) == 1 and blocks[0] not in runs else ()
+        alone = moves.get(blocks[0], ()) if len(blocks) == 1 and blocks[0] not in cut_out else ()
         into = alone[0][2] if len(alone) == 1 and alone[0][:2] == self._bounds(blocks[0]) else None
-        for block, piece in self._pieces(blocks, into):
-            checked = self._verified(block, piece)
+        for block, piece in self._pieces(blocks, tally, into):
+            checked = self._verified(block, piece, tally)
             if into is not None and checked is not piece:
                 into[:] = checked
             if into is None:
@@ -398,27 +440,28 @@ class ArrayFile(NodeFile):
                 origin = self._bounds(block)[0]
                 for start, end, out in moves.get(block, ()):
                     out[:] = piece[start - origin : end - origin]
-                self._spread(block, np.frombuffer(piece, np.uint8), runs.get(block, ()))
+                self._cut_out(block, np.frombuffer(piece, np.uint8), cut_out.get(block, ()))
 
-    def _direct(self, cell: int, copies: list[CellCopy]) -> memoryview | None:
+    def _direct(self, cell: int, uses: list[CellUse]) -> memoryview | None:
         """The destination as bytes, if one whole cell goes to one contiguous place."""
-        if len(copies) != 1:
+        if len(uses) != 1:
             return None
-        part = copies[0].out[copies[0].into] if copies[0].into else copies[0].out
+        (use,) = uses
+        part = use.out[use.into] if use.into else use.out
         if part.nbytes != int(self.offsets[cell + 1] - self.offsets[cell]) or not part.flags.c_contiguous:
             return None
         return part.reshape(-1).view(np.uint8).data
 
-    def _spread(self, block: int, buffer: np.ndarray, cells: Sequence[tuple[int, list[CellCopy]]]) -> None:
-        """Takes whole cells out of a block."""
+    def _cut_out(self, block: int, buffer: np.ndarray, cells: Sequence[tuple[int, list[CellUse]]]) -> None:
+        """Takes whole cells out of a block, each to all of its uses."""
         start, _ = self._bounds(block)
-        for cell, copies in cells:
+        for cell, uses in cells:
             raw = buffer[int(self.offsets[cell]) - start : int(self.offsets[cell + 1]) - start]
             array = self._array(cell, raw, self.item.cell_shape(int(self.part.leaves[cell])))
-            for copy in copies:
-                copy.out[copy.into] = array[copy.source]
+            for use in uses:
+                use.out[use.into] = array[use.source]
 
-    def _large(self, cell: int, copies: list[CellCopy]) -> None:
+    def _large(self, cell: int, uses: list[CellUse], tally: Tally) -> None:
         """Reads a part of a cell that spans several blocks: only the blocks that hold the wanted rows.
 
         Leading axes with one wanted index are descended into, so that a piece of a long row costs only a piece.
@@ -430,9 +473,10 @@ class ArrayFile(NodeFile):
         bounds = []
         for axis, size in enumerate(shape):
             row //= size
-            low = min(c.source[axis].start for c in copies)
-            high = max(c.source[axis].stop for c in copies)
-            start, end = start + low * row, start + high * row
+            low = min(use.source[axis].start for use in uses)
+            high = max(use.source[axis].stop for use in uses)
+            end = start + high * row
+            start += low * row
             bounds.append((low, high))
             if high - low > 1:
                 break
@@ -445,13 +489,13 @@ class ArrayFile(NodeFile):
             a, b = self._bounds(block)
             whole[block] = [(a, b, buffer[a - begin : b - begin].data)]
         for blocks in self._spans(whole):
-            self._deliver(blocks, whole, {})
+            self._deliver(blocks, whole, {}, tally)
         sizes = [high - low for low, high in bounds]
         array = self._array(cell, buffer[start - begin : end - begin], (*sizes, *shape[len(sizes) :]))
-        for copy in copies:
-            cuts = zip(copy.source, bounds, strict=False)
+        for use in uses:
+            cuts = zip(use.source, bounds, strict=False)
             moved = tuple(slice(cut.start - low, cut.stop - low) for cut, (low, _) in cuts)
-            copy.out[copy.into] = array[(*moved, *copy.source[len(moved) :])]
+            use.out[use.into] = array[(*moved, *use.source[len(moved) :])]
 
     def _array(self, cell: int, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         dtype = self.item.leaves[int(self.part.leaves[cell])].dtype

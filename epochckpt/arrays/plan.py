@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,41 +35,57 @@ _MAX_SPLIT = 8  # a replicated array is split between at most this many of its h
 _MAX_CUT = 10_000  # cells of a leaf, as far as `part_bytes` makes them more
 _FINER = 4  # and they may be smaller by this factor than they need to be
 
-COPY_BYTES = 64 * 1024  # of a cell: smaller ones are copied together, which costs less than a view of each
+SLAB_CELL_BYTES = 64 * 1024  # of a cell: smaller ones are copied together, which costs less than a view of each
 
 _FEW_HOLDERS = 16
 _SMALL_BYTES = 256 * 1024
 """A replicated leaf of fewer bytes has its owner among the first holders: a restore opens the files of these few."""
 
 
-class CellSource(NamedTuple):
-    """One cell that this node writes."""
+class HostSource(NamedTuple):
+    """Where a cell is found that this node writes: in a leaf of NumPy or Python."""
 
-    leaf: int
-    shard: int  # index of the addressable shard that holds it; -1 for NumPy and Python leaves
-    cut: tuple[slice, ...] | None  # the part of that shard, or leaf; None for all of it
-    staged: bool = False  # it lies on an accelerator
-    alone: bool = False  # the leaf is that shard, on one device
-    whole: bool = False  # that shard is copied whole, once, and the cells that are parts of it are views of the copy
+    leaf: int  # the leaf's number
+    cut: tuple[slice, ...] | None  # the part of the leaf; None for all of it
+
+    on_accelerator = False
+
+
+class ShardSource(NamedTuple):
+    """Where a cell is found that this node writes: in a shard of a jax array."""
+
+    leaf: int  # the leaf's number
+    shard: int  # the index of the addressable shard
+    cut: tuple[slice, ...] | None  # the part of the shard; None for all of it
+    on_accelerator: bool = False
+    is_leaf: bool = False  # the leaf lies on one device: the shard is all of it
+    moves_whole: bool = False  # the shard is copied from its accelerator once, for all cells that are parts of it
+
+
+CellSource = HostSource | ShardSource
 
 
 class CellRange(NamedTuple):
-    """Consecutive cells that a snapshot holds as one buffer: small cells, copied together, or a single larger cell."""
+    """Consecutive cells that a snapshot holds as one buffer: small cells in its slab, or a single larger cell."""
 
-    first: int  # the number of the first cell, in file order
-    last: int  # of the last one, + 1
+    start: int  # the number of the first cell, in file order
+    stop: int  # the number of the cell after the last one
     nbytes: int
-    copied: bool
+    in_slab: bool  # see `ItemPlan.slab_entries`
 
 
 class FilePlan(NamedTuple):
     """One part of a node's data file."""
 
     head: bytes  # its header
-    cells: int
+    cells: int  # how many it holds
     ranges: slice  # which of the plan's `cell_ranges` lie in it
-    offsets: np.ndarray  # where each range begins in the file, and where the last one ends
-    ends: np.ndarray  # of its blocks
+    offsets: np.ndarray  # int64 of shape (ranges + 1,): where each range begins in the file, and the last one ends
+    block_ends: np.ndarray  # int64 of shape (blocks,): where each block ends in the file
+
+
+_SlabEntry = tuple[int, bool, CellSource]
+"""A leaf's number, whether its own buffer has just the bytes of the cell, and where the cell is found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,72 +96,94 @@ class ItemPlan:
     owned: NodeCells  # every cell that it writes
     sources: tuple[CellSource, ...]  # where each of these cells is found
     part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
-    copied_bytes: int  # of leaves that are no jax arrays
     # The same for cells that it holds and another node owns, where each host has a disk of its own.
     replicas: "ItemPlan | None" = None
 
     @functools.cached_property
-    def staged(self) -> list[CellSource]:
+    def accelerator_sources(self) -> list[ShardSource]:
         """The sources that lie on accelerators."""
-        return [source for source in self.sources if source.staged]
+        return [source for source in self.sources if isinstance(source, ShardSource) and source.on_accelerator]
 
     @functools.cached_property
     def cell_ranges(self) -> list[CellRange]:
         """The buffers of a snapshot, in file order; each lies in one part of the data file."""
         sizes = self.owned.nbytes
         count = len(self.sources)
-        copied = (sizes <= COPY_BYTES) & ~np.array([source.staged for source in self.sources], bool)
+        in_slab = (sizes <= SLAB_CELL_BYTES) & ~np.array([source.on_accelerator for source in self.sources], bool)
         begins = np.ones(count, bool)
-        begins[1:] = ~(copied[1:] & copied[:-1])
+        begins[1:] = ~(in_slab[1:] & in_slab[:-1])
         begins[[*self.part_ends[:-1]]] = True
-        firsts = np.flatnonzero(begins)
-        bounds = [*firsts.tolist(), count]
+        starts = np.flatnonzero(begins)
+        bounds = [*starts.tolist(), count]
         nbytes = np.diff(np.cumsum([0, *sizes.tolist()])[bounds]).tolist()
-        return [*map(CellRange, bounds, bounds[1:], nbytes, copied[firsts].tolist())]
+        return [*map(CellRange, bounds, bounds[1:], nbytes, in_slab[starts].tolist())]
 
     @functools.cached_property
-    def copied(self) -> list[tuple[int, CellSource]]:
-        """The sources of the ranges that are copied, each with its leaf if that is copied as it is, else with -1."""
-        found = [
-            source for cells in self.cell_ranges if cells.copied for source in self.sources[cells.first : cells.last]
-        ]
+    def slab_entries(self) -> list[_SlabEntry]:
+        """The cells of a snapshot's slab, in file order. The slab is one piece of memory, to which they are copied."""
+        ranges = (cells for cells in self.cell_ranges if cells.in_slab)
+        sources = [source for cells in ranges for source in self.sources[cells.start : cells.stop]]
         plain = self.item.each(_is_plain, bool).tolist()
-        return [(s.leaf if s.alone and s.cut is None and plain[s.leaf] else -1, s) for s in found]
+        return [
+            (s.leaf, isinstance(s, ShardSource) and s.is_leaf and s.cut is None and plain[s.leaf], s) for s in sources
+        ]
 
     @functools.cached_property
-    def small_bytes(self) -> int:
-        """Bytes of the ranges that are copied."""
-        return sum(cells.nbytes for cells in self.cell_ranges if cells.copied)
+    def slab_bytes(self) -> int:
+        """Bytes of the cells of a snapshot's slab."""
+        return sum(cells.nbytes for cells in self.cell_ranges if cells.in_slab)
+
+    @functools.cached_property
+    def host_copy_bytes(self) -> int:
+        """Bytes of host memory that a snapshot takes for cells in host memory: the slab, and larger leaves of NumPy.
+
+        Two kinds of cells are not in it. Those on accelerators have `transfers.Copies`. Larger cells of jax arrays are
+        in `viewed`: how its memory is laid out decides whether one is copied, and the plan does not depend on that.
+        """
+        larger = ((self.sources[cells.start], cells.nbytes) for cells in self.cell_ranges if not cells.in_slab)
+        return self.slab_bytes + sum(nbytes for source, nbytes in larger if isinstance(source, HostSource))
+
+    @functools.cached_property
+    def viewed(self) -> list[tuple[int, int]]:
+        """(leaf, bytes) of each larger cell of a jax array in host memory."""
+        larger = ((self.sources[cells.start], cells.nbytes) for cells in self.cell_ranges if not cells.in_slab)
+        return [(s.leaf, n) for s, n in larger if isinstance(s, ShardSource) and not s.on_accelerator]
 
     def name(self, cells: CellRange) -> str:
         """The name of the first leaf of a range."""
-        return self.item.leaves[self.sources[cells.first].leaf].name
+        return self.item.leaves[self.sources[cells.start].leaf].name
 
     @functools.cached_property
-    def values(self) -> list[int]:
-        """The leaves that are recorded as values."""
+    def value_leaves(self) -> list[int]:
+        """The numbers of the leaves that are recorded as values."""
         return np.flatnonzero(self.item.each(lambda leaf: leaf.kind in tree_lib.VALUE_KINDS, bool)).tolist()
 
     def files(self, block_bytes: int) -> list[FilePlan]:
         """The parts of this node's data file, with checksums of blocks of this size."""
         if block_bytes not in self._files:
             found = list[FilePlan]()
-            firsts = [cells.first for cells in self.cell_ranges]
+            starts = [cells.start for cells in self.cell_ranges]
             cell = 0
             for end, part in zip(self.part_ends, self.item.cut(self.owned, self.part_ends), strict=True):
                 numbers = zip(part.leaves.tolist(), part.cells.tolist(), strict=True)
                 head = safetensors.header([self.item.tensor(leaf, number) for leaf, number in numbers])
-                ranges = slice(bisect.bisect_left(firsts, cell), bisect.bisect_left(firsts, end))
-                offsets = part.offsets[[first - cell for first in [*firsts[ranges], end]]] + len(head)
-                ends = blocks(np.diff(part.offsets), len(head), block_bytes)
-                found.append(FilePlan(head, end - cell, ranges, offsets, ends))
+                ranges = slice(bisect.bisect_left(starts, cell), bisect.bisect_left(starts, end))
+                file = FilePlan(
+                    head=head,
+                    cells=end - cell,
+                    ranges=ranges,
+                    offsets=part.offsets[[start - cell for start in [*starts[ranges], end]]] + len(head),
+                    block_ends=blocks(np.diff(part.offsets), len(head), block_bytes),
+                )
+                found.append(file)
                 cell = end
             self._files[block_bytes] = found
         return self._files[block_bytes]
 
     def complete(self, block_bytes: int) -> None:
         """Computes now what saves are going to ask for; block_bytes: see `files`."""
-        _ = self.staged, self.copied, self.small_bytes, self.values, self.nbytes, self.digest, self.files(block_bytes)
+        _ = self.accelerator_sources, self.slab_entries, self.host_copy_bytes, self.viewed, self.value_leaves
+        _ = self.nbytes, self.digest, self.files(block_bytes)
 
     @functools.cached_property
     def _files(self) -> dict[int, list[FilePlan]]:
@@ -163,9 +202,25 @@ class ItemPlan:
     @functools.cached_property
     def figures(self) -> list[tuple[str, float]]:
         """What listeners of `jax.monitoring` are told of the arrays, by name; of those with a recorded sharding."""
-        copied = [_is_copied(row, self.item.meshes) for row in self.item.shardings]
+        replicated = [_is_replicated(row, self.item.meshes) for row in self.item.shardings]
         leaves = (leaf for leaf in self.item.leaves if leaf.sharding >= 0)
-        return events.sizes_of_arrays((leaf.nbytes, copied[leaf.sharding]) for leaf in leaves)
+        return events.sizes_of_arrays((leaf.nbytes, replicated[leaf.sharding]) for leaf in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanDigest:
+    """The digest of a save's plan, which all processes compare."""
+
+    nodes: Sequence[Any]  # a row for each node of the job
+    items: Mapping[str, ItemPlan]  # the plans that are the same on all processes, by the names of their items
+    others: Sequence[tuple[str, str, str]]  # name, kind and handler of all other items
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The digest; computed when it is first asked for, in the background."""
+        digests = {name: plan.digest for name, plan in self.items.items()}
+        agreed = {"nodes": self.nodes, "others": self.others, "items": digests}
+        return checksums.digest(json.dumps(agreed, separators=(",", ":")).encode())
 
 
 def _is_plain(leaf: Leaf) -> bool:
@@ -173,8 +228,8 @@ def _is_plain(leaf: Leaf) -> bool:
     return leaf.kind == "jax" and leaf.dtype is not None and leaf.dtype.isbuiltin == 1
 
 
-def _is_copied(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a sharding leaves an axis of its mesh, with more than one device, to copies."""
+def _is_replicated(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a sharding replicates an array along an axis of its mesh that has more than one device."""
     if "mesh" not in row:
         return False
     mesh = meshes[row["mesh"]]
@@ -187,16 +242,16 @@ def leaf_keys(leaves: Sequence[Any]) -> list[Any]:
 
     The keys are cheap to make and to compare, and hold no array. Leaves with equal keys have one form.
     """
-    return [_form(leaf) if _is_array(type(leaf)) else _leaf_key(leaf) for leaf in leaves]
+    return [_array_key(leaf) if _is_array(type(leaf)) else _leaf_key(leaf) for leaf in leaves]
 
 
-_form = operator.attrgetter("shape", "dtype", "sharding")
+_array_key = operator.attrgetter("shape", "dtype", "sharding")
 _is_array = functools.cache(lambda kind: issubclass(kind, jax.Array))
 
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):  # traced
-        return _form(leaf)
+        return _array_key(leaf)
     if isinstance(leaf, np.ndarray | Assembled):
         return type(leaf), leaf.shape, leaf.dtype
     if isinstance(leaf, np.generic):
@@ -220,21 +275,21 @@ def refuse_traced(name: str, tree: Any) -> None:
 class LeafForm(NamedTuple):
     """What the leaves of one form have in common, without their values."""
 
-    kind: str
-    dtype: np.dtype[Any] | None = None  # of the stored bytes
-    shape: tuple[int, ...] = ()  # of the stored array
-    of_leaf: tuple[int, ...] = ()  # of the leaf: typed keys are stored with more dimensions
-    sharding: Any = None  # of a jax array
-    held: tuple[Any, ...] = ()  # devices of its shards that are here, in their order
-    impl: str | None = None
+    kind: str  # as in `Leaf`
+    dtype: np.dtype[Any] | None = None  # the dtype of the stored array; None for leaves without bytes in a data file
+    shape: tuple[int, ...] = ()  # the shape of the stored array
+    leaf_shape: tuple[int, ...] = ()  # the shape of the leaf itself: typed keys are stored with more dimensions
+    sharding: Any = None  # of a jax array; None for leaves of NumPy and Python
+    held: tuple[Any, ...] = ()  # the devices of the addressable shards, in the order of the shards
+    impl: str | None = None  # the PRNG implementation of typed keys
 
 
 class Forms(NamedTuple):
     """The leaves of a tree, as a plan needs them."""
 
     distinct: list[LeafForm]
-    first: list[int]  # the first leaf of each form
-    of: list[int]  # by leaf: the number of its form
+    first: list[int]  # for each form the number of the first leaf that has it
+    of: list[int]  # for each leaf the number of its form
 
 
 def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], tuple[str, str]]) -> Forms:
@@ -248,11 +303,11 @@ def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], 
     distinct = list[LeafForm]()
     for i in first:
         item, name = where(i)
-        distinct.append(_form_of(leaves[i], item, name))
+        distinct.append(_leaf_form(leaves[i], item, name))
     return Forms(distinct, first, of)
 
 
-def _form_of(value: Any, item: str, name: str) -> LeafForm:
+def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
     kind = tree_lib.leaf_kind(value)
     if kind is None:
         raise InvalidArgumentError(
@@ -263,8 +318,9 @@ def _form_of(value: Any, item: str, name: str) -> LeafForm:
         return LeafForm(kind)
     if kind in ("longstr", "longbytes"):
         raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        return LeafForm(kind, np.dtype(np.uint8), (len(raw),))
-    shape = of_leaf = tuple(value.shape)
+        return LeafForm(kind=kind, dtype=np.dtype(np.uint8), shape=(len(raw),))
+    leaf_shape = tuple(value.shape)
+    shape = leaf_shape
     dtype = value.dtype
     impl = None
     sharding = None
@@ -280,7 +336,15 @@ def _form_of(value: Any, item: str, name: str) -> LeafForm:
         sharding = value.sharding
         held = tuple(shard.device for shard in value.addressable_shards)
     stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
-    return LeafForm(kind, stored, shape, of_leaf, sharding, held, impl)
+    return LeafForm(
+        kind=kind,
+        dtype=stored,
+        shape=shape,
+        leaf_shape=leaf_shape,
+        sharding=sharding,
+        held=held,
+        impl=impl,
+    )
 
 
 def plan_item(
@@ -303,7 +367,13 @@ def plan_item(
     item. With `local_disks` the plan has a second one, of replicas: cells that this node holds and another owns.
     """
     cell_bytes = part_bytes if cut and part_bytes else math.inf
-    builder = _Builder(name, node_of_process, replica_split_bytes, cell_bytes, per_node)
+    builder = _Builder(
+        name=name,
+        node_of_process=node_of_process,
+        replica_split_bytes=replica_split_bytes,
+        cell_bytes=cell_bytes,
+        per_node=per_node,
+    )
     item = builder.item(paths, forms)
     part = _NodePart(builder, item, forms, part_bytes)
     replicas = part.plan(item.replicas(node)) if local_disks and not per_node else None
@@ -343,9 +413,10 @@ class _Builder:
         if len({*names}) != len(names):
             twice = next(name for name, count in collections.Counter(names).items() if count > 1)
             raise InvalidArgumentError(f"item {self.name!r}: two leaves have the name {twice!r}")
-        fields = [self._leaf(names[i], form).form for i, form in zip(forms.first, forms.distinct, strict=True)]
+        fields = [self._leaf(names[i], form).after_name for i, form in zip(forms.first, forms.distinct, strict=True)]
         # By place: a tree has thousands of leaves, and with keywords one takes five times as long.
         leaves = [Leaf._make((path, name, *fields[n])) for path, name, n in zip(paths, names, forms.of, strict=True)]
+        self._check_cell_count(leaves, forms)
         for i, rotation in self._rotations(leaves, forms):
             leaves[i] = leaves[i]._replace(rotation=rotation)
         shardings = tuple(map(self._sharding_row, self.shardings))
@@ -355,7 +426,7 @@ class _Builder:
     def _leaf(self, name: str, form: LeafForm) -> Leaf:
         """A leaf of a form, without its path."""
         if form.dtype is None:
-            return Leaf((), name, form.kind)
+            return Leaf(path=(), name=name, kind=form.kind)
         sharding = -1
         if form.sharding is None:
             grid = self._one(Grid((), ((0,),)))
@@ -364,46 +435,74 @@ class _Builder:
             if isinstance(form.sharding, NamedSharding | SingleDeviceSharding):  # the tables express no other kind
                 sharding = self.shardings.setdefault(form.sharding, len(self.shardings))
         if math.prod(form.shape) == 0:  # nothing to cut: one cell without bytes
-            grid = self._one(Grid((), (tuple(sorted({n for h in set(grid.holders) for n in h})),)))
+            everyone = {node for holders in set(grid.holders) for node in holders}
+            grid = self._one(Grid((), (tuple(sorted(everyone)),)))
         row = self.grids.setdefault(self._split(form.shape, form.dtype.itemsize, grid), len(self.grids))
-        return Leaf((), name, form.kind, form.dtype, form.shape, row, 0, sharding, form.impl)
+        return Leaf(
+            path=(),
+            name=name,
+            kind=form.kind,
+            dtype=form.dtype,
+            shape=form.shape,
+            grid=row,
+            sharding=sharding,
+            impl=form.impl,
+        )
 
-    def _rotations(self, leaves: Sequence[Leaf], forms: Forms) -> Iterator[tuple[int, int]]:
-        """Gives leaves a rotation: those of a grid row take turns, largest first, which balances the load."""
-        turns = [0] * len(self.grids)
+    def _check_cell_count(self, leaves: Sequence[Leaf], forms: Forms) -> None:
+        """Refuses an item of more cells than a reader accepts."""
         grids = list(self.grids)
-        firsts = [leaves[i] for i in forms.first]
-        counts = np.bincount(forms.of, minlength=len(firsts)).tolist()
-        cells = sum(n * len(grids[a.grid].holders) for n, a in zip(counts, firsts, strict=True) if a.grid >= 0)
+        cells = 0
+        for first, count in zip(forms.first, np.bincount(forms.of).tolist(), strict=True):
+            row = leaves[first].grid
+            if row >= 0:
+                cells += count * len(grids[row].holders)
         if cells > MAX_ITEM_CELLS:
             problem = f"item {self.name!r}: its {len(leaves)} leaves lie on devices in {cells} parts"
             raise InvalidArgumentError(f"{problem}; an item has at most {MAX_ITEM_CELLS}. Save it as several items")
-        steps = [_turn(grid) for grid in grids]
-        widths = [grid.width[1] for grid in grids]
-        sizes = [leaf.nbytes if leaf.grid >= 0 and widths[leaf.grid] > 1 else -1 for leaf in firsts]
-        turning = [i for i, n in enumerate(forms.of) if sizes[n] >= 0] if max(sizes, default=-1) >= 0 else []
+
+    def _rotations(self, leaves: Sequence[Leaf], forms: Forms) -> Iterator[tuple[int, int]]:
+        """(leaf, rotation) of the leaves that get one, so that the holders of cells write about as much each.
+
+        Every cell has an owner among its holders, the nodes that have it; without a rotation the first holder. A
+        rotation of r makes the holder r places later the owner. The leaves of a grid row take turns: the first one has
+        the rotation 0, and each rotation is larger than the one before by the row's `_rotation_step`. Large leaves come
+        first, so that the small ones even out what is left. For instance, four nodes hold all of some arrays of one
+        cell each. The step is 1, and the nodes 0, 1, 2, 3, 0, … write one array each.
+        """
+        grids = list(self.grids)
+        steps = [_rotation_step(grid) for grid in grids]
+        widths = [grid.width[1] for grid in grids]  # the most holders of a cell of the row
+        firsts = [leaves[i] for i in forms.first]
+        can_turn = [leaf.grid >= 0 and widths[leaf.grid] > 1 for leaf in firsts]
+        if not any(can_turn):
+            return
+        sizes = [leaf.nbytes for leaf in firsts]
+        turning = [i for i, form in enumerate(forms.of) if can_turn[form]]
+        rotations = [0] * len(grids)  # of the next leaf of each row
         for i in sorted(turning, key=lambda i: -sizes[forms.of[i]]):
             row = leaves[i].grid
             width = widths[row] if sizes[forms.of[i]] >= _SMALL_BYTES else min(widths[row], _FEW_HOLDERS)
-            if turns[row] % width:
-                yield i, turns[row] % width
-            turns[row] += steps[row]
+            if rotations[row] % width:
+                yield i, rotations[row] % width
+            rotations[row] += steps[row]
 
     def layout(self, form: LeafForm) -> "ShardingGrid":
         """How an array's sharding cuts it; cached, as far as it does not depend on the shape."""
-        shape = form.of_leaf
-        known = (form.sharding, len(shape) if isinstance(form.sharding, NamedSharding) else shape)
-        if (found := self.layouts.get(known)) is None:
-            found = self.layouts[known] = grid_of(form.sharding, shape)
-        return found
+        shape = form.leaf_shape
+        key = (form.sharding, len(shape) if isinstance(form.sharding, NamedSharding) else shape)
+        if key not in self.layouts:
+            self.layouts[key] = grid_of(form.sharding, shape)
+        return self.layouts[key]
 
     def nodes_of(self, layout: "ShardingGrid") -> np.ndarray:
         """The node of each device, or -1; int64 of shape (devices,)."""
         # A mesh keeps its array of devices alive, so the array's id stays unique.
-        if (found := self.device_nodes.get(id(layout.devices))) is None:
-            of = (self.node_of_process.get(device.process_index, -1) for device in layout.devices.flat)
-            found = self.device_nodes[id(layout.devices)] = np.fromiter(of, np.int64, layout.devices.size)
-        return found
+        key = id(layout.devices)
+        if key not in self.device_nodes:
+            nodes = (self.node_of_process.get(device.process_index, -1) for device in layout.devices.flat)
+            self.device_nodes[key] = np.fromiter(nodes, np.int64, layout.devices.size)
+        return self.device_nodes[key]
 
     def _one(self, grid: Grid) -> Grid:
         return self.equal.setdefault(grid, grid)
@@ -414,12 +513,12 @@ class _Builder:
         InvalidArgumentError: the sharding cuts the array unevenly.
         """
         layout = self.layout(form)
-        grid = self.layout_grids.get(id(layout))
-        if grid is None:
-            grid = self.layout_grids[id(layout)] = self._one(self._layout_grid(name, layout))
-        uneven = [d for d, c in zip(form.of_leaf, grid.counts, strict=False) if d % c]
+        if id(layout) not in self.layout_grids:
+            self.layout_grids[id(layout)] = self._one(self._layout_grid(name, layout))
+        grid = self.layout_grids[id(layout)]
+        uneven = [d for d, c in zip(form.leaf_shape, grid.counts, strict=False) if d % c]
         if uneven:
-            problem = f"leaf {name!r} of shape {form.of_leaf} is sharded unevenly as {form.sharding}"
+            problem = f"leaf {name!r} of shape {form.leaf_shape} is sharded unevenly as {form.sharding}"
             raise InvalidArgumentError(problem)
         return grid
 
@@ -466,14 +565,13 @@ class _Builder:
 
     def _finer_grid(self, grid: Grid, counts: tuple[int, ...], finer: tuple[int, ...]) -> Grid:
         """A grid whose cells, of these counts along all axes, are cut into more; each piece has its cell's holders."""
-        found = self.finer_grids.get((grid, finer))
-        if found is None:
+        if (grid, finer) not in self.finer_grids:
             where = np.indices(finer).reshape(len(finer), -1)
             where //= np.array([[f // c] for f, c in zip(finer, counts, strict=True)])
             parents = np.ravel_multi_index(list(where), counts)
             holders = tuple(grid.holders[parent] for parent in parents)
-            found = self.finer_grids[grid, finer] = self._one(Grid(_without_trailing_ones(finer), holders))
-        return found
+            self.finer_grids[grid, finer] = self._one(Grid(_without_trailing_ones(finer), holders))
+        return self.finer_grids[grid, finer]
 
     def _sharding_row(self, sharding: Any) -> dict[str, Any]:
         if isinstance(sharding, NamedSharding):
@@ -516,16 +614,21 @@ def _without_trailing_ones(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 def _pieces(rows: int, wanted: int, most: int) -> int:
     """Into how many equal pieces rows are cut: `wanted`, or somewhat more; else as many below as there can be."""
-    enough = (k for k in range(wanted, min(rows, _FINER * wanted, most) + 1) if rows % k == 0)
-    return next(enough, 0) or next((k for k in range(min(rows, wanted, most), 1, -1) if rows % k == 0), 1)
+    for count in range(wanted, min(rows, _FINER * wanted, most) + 1):
+        if rows % count == 0:
+            return count
+    for count in range(min(rows, wanted, most), 1, -1):
+        if rows % count == 0:
+            return count
+    return 1
 
 
 def _shard_bytes(form: LeafForm) -> int:
     """Bytes of each shard of a leaf, on one device."""
     assert form.dtype is not None, "it has bytes"
     nbytes = math.prod(form.shape) * form.dtype.itemsize
-    of_leaf = form.of_leaf
-    return nbytes * math.prod(form.sharding.shard_shape(of_leaf)) // math.prod(of_leaf)
+    leaf_shape = form.leaf_shape
+    return nbytes * math.prod(form.sharding.shard_shape(leaf_shape)) // math.prod(leaf_shape)
 
 
 def _mesh_row(mesh: Any) -> dict[str, Any]:
@@ -538,13 +641,24 @@ def _mesh_row(mesh: Any) -> dict[str, Any]:
     }
 
 
-def _turn(grid: Grid) -> int:
-    """The rotation between consecutive leaves of a grid row: past the owners of the first leaf's cells."""
+def _rotation_step(grid: Grid) -> int:
+    """By how much the rotation grows from one leaf of a grid row to the next: past the owners that have written more.
+
+    Cell c has the holder `c % width` as its owner, of the group of holders that the first cell has. If the cells are no
+    multiple of the holders, the first few own one cell more. The next leaf begins after them. For instance, four nodes
+    hold all of some arrays of two cells. The nodes 0 and 1 own the cells of the first array, and the step is 2, so that
+    the nodes 2 and 3 own those of the second array. With a step of 1 these would be the nodes 1 and 2.
+
+    That holds only if holders own one of two numbers of cells, and those that own as many as the first holder are the
+    first ones. The groups of holders of a sharded array may alternate from cell to cell: then the step may be 1.
+    """
     width = len(grid.holders[0])
-    load = collections.Counter(cell % width for cell, first in enumerate(grid.firsts) if first == 0)
-    most = [k for k in range(width) if load[k] == load[0]]
-    two = len({load[k] for k in range(width)}) <= 2 and most == list(range(len(most)))
-    return len(most) if two else 1
+    owned = collections.Counter(cell % width for cell, first in enumerate(grid.firsts) if first == 0)
+    counts = [owned[holder] for holder in range(width)]
+    like_first = [holder for holder in range(width) if counts[holder] == counts[0]]
+    own_two_numbers = len(set(counts)) <= 2
+    come_first = like_first == list(range(len(like_first)))
+    return len(like_first) if own_two_numbers and come_first else 1
 
 
 def _holders(cells: np.ndarray, nodes: np.ndarray, count: int) -> tuple[tuple[int, ...], ...]:
@@ -562,7 +676,7 @@ class _HeldShards(NamedTuple):
 
     layout: ShardingGrid
     numbers: dict[int, int]  # by cell of the layout: the number of the first shard that has it
-    staged: bool  # they lie on an accelerator
+    on_accelerator: bool
 
 
 class _NodePart:
@@ -578,23 +692,29 @@ class _NodePart:
 
     def plan(self, cells: NodeCells, replicas: ItemPlan | None = None) -> ItemPlan:
         """The plan of writing these cells."""
-        host = ~self._item.each(lambda leaf: leaf.is_global, bool)[cells.leaves]
         return ItemPlan(
             item=self._item,
             owned=cells,
             sources=self._moved_whole([*self._sources(cells)]),
             part_ends=tuple(self._item.part_ends(cells, self._part_bytes)),
-            copied_bytes=int(cells.nbytes[host].sum()),
             replicas=replicas,
         )
 
     def _moved_whole(self, sources: Sequence[CellSource]) -> tuple[CellSource, ...]:
-        """The sources, with `whole` set for cells of a shard of which most is wanted, in several cells."""
-        parts = collections.Counter([(s.leaf, s.shard) for s in sources if s.cut is not None and s.shard >= 0])
-        whole = {shard for shard, count in parts.items() if count > 1 and self._is_mostly_wanted(shard[0], count)}
+        """The sources, with `moves_whole` set for cells of a shard of which most is wanted, in several cells."""
+        shards = [(s.leaf, s.shard) for s in sources if isinstance(s, ShardSource) and s.cut is not None]
+        counts = collections.Counter(shards)
+        whole = {shard for shard, count in counts.items() if count > 1 and self._is_mostly_wanted(shard[0], count)}
         if not whole:
             return tuple(sources)
-        return tuple([s._replace(whole=True) if (s.leaf, s.shard) in whole else s for s in sources])
+        return tuple(
+            [
+                source._replace(moves_whole=True)
+                if isinstance(source, ShardSource) and (source.leaf, source.shard) in whole
+                else source
+                for source in sources
+            ]
+        )
 
     def _is_mostly_wanted(self, leaf: int, count: int) -> bool:
         """Whether so many cells of one shard of a leaf are more than half of it."""
@@ -607,16 +727,18 @@ class _NodePart:
         The sources of leaves that are one cell differ in the leaf only, if the leaves have one form. A tree has
         thousands of them: they are made of the fields of the first one.
         """
-        after_leaf: dict[int, tuple[Any, ...]] = {}  # by number of the form: the fields of a source after `leaf`
+        # By number of the form: the call that makes a source of its fields, and the fields after `leaf`.
+        after_leaf: dict[int, tuple[Callable[[Any], CellSource], tuple[Any, ...]]] = {}
         for leaf, cell in zip(cells.leaves.tolist(), cells.cells.tolist(), strict=True):
             form = self._forms.of[leaf]
-            fields = after_leaf.get(form)
-            if fields is not None:
-                yield CellSource._make((leaf, *fields))  # by place: with keywords it takes five times as long
+            found = after_leaf.get(form)
+            if found is not None:
+                make, fields = found
+                yield make((leaf, *fields))  # by place: with keywords it takes five times as long
                 continue
             source = self._source(leaf, cell)
             if self._item.is_whole(leaf):
-                after_leaf[form] = source[1:]
+                after_leaf[form] = type(source)._make, source[1:]
             yield source
 
     def _source(self, leaf: int, cell: int) -> CellSource:
@@ -624,10 +746,11 @@ class _NodePart:
         number = self._forms.of[leaf]
         if self._forms.distinct[number].sharding is None:
             cut = None if self._item.is_whole(leaf) else slices(self._item.cell_box(leaf, cell))
-            return CellSource(leaf=leaf, shard=-1, cut=cut)
+            return HostSource(leaf=leaf, cut=cut)
         held = self._held_shards(number)
         shard, cut = self._place(leaf, cell, held)
-        return CellSource(leaf=leaf, shard=shard, cut=cut, staged=held.staged, alone=held.layout.devices.size == 1)
+        is_leaf = held.layout.devices.size == 1
+        return ShardSource(leaf=leaf, shard=shard, cut=cut, on_accelerator=held.on_accelerator, is_leaf=is_leaf)
 
     def _held_shards(self, number: int) -> _HeldShards:
         """The shards that are here of the leaves of one form; found once."""
@@ -640,8 +763,8 @@ class _NodePart:
             numbers = dict[int, int]()
             for shard, device in enumerate(form.held):
                 numbers.setdefault(int(layout.cells[self._places[devices][device]]), shard)
-            staged = {device.platform for device in form.held} != transfers.HOST
-            self._held[number] = _HeldShards(layout, numbers, staged)
+            on_accelerator = {device.platform for device in form.held} != transfers.HOST
+            self._held[number] = _HeldShards(layout=layout, numbers=numbers, on_accelerator=on_accelerator)
         return self._held[number]
 
     def _place(self, leaf: int, cell: int, held: _HeldShards) -> tuple[int, tuple[slice, ...] | None]:

@@ -6,21 +6,19 @@ later: it is planned in the background after the restore, and its first save fin
 
 import collections
 import contextlib
-import functools
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from epochckpt import _collector, _threads
 from epochckpt._threads import Deadline, Future
 from epochckpt.arrays import plan as plan_lib
-from epochckpt.arrays.plan import Forms, ItemPlan
-from epochckpt.arrays.restore_items import values_by_hosted_node, with_targets
-from epochckpt.arrays.save_items import SaveItem
-from epochckpt.arrays.snapshot import SavedTree, SavePlan
-from epochckpt.arrays.transfers import Staging
+from epochckpt.arrays.node_values import values_by_hosted_node
+from epochckpt.arrays.plan import Forms, ItemPlan, PlanDigest
+from epochckpt.arrays.save_items import NodeItem, SaveItem, TreeItem
+from epochckpt.arrays.snapshot import PlannedTree, SavePlan
+from epochckpt.arrays.transfers import TransferSettings
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.format import KeyPath, Nodes, checksums
+from epochckpt.format import KeyPath, Nodes
 from epochckpt.format import tree as tree_lib
 from epochckpt.options import StorageOptions
 
@@ -30,12 +28,12 @@ _PATIENCE_SECS = 1.0  # then a save makes the plan itself; one takes some hundre
 
 
 class Key(NamedTuple):
-    """Name and kind of an item, the structure of its tree, and `plan.leaf_keys` of its leaves."""
+    """What decides a plan, besides the nodes and the options of a manager."""
 
-    item: str
-    kind: str
-    treedef: Any
-    leaves: list[Any]
+    item: str  # the item's name
+    per_node: bool  # whether each node has its own tree
+    treedef: Any  # the structure of the tree
+    leaves: list[Any]  # `plan.leaf_keys` of its leaves
 
 
 class _Planned:
@@ -62,47 +60,54 @@ class Planner:
         self._options = options
         self._part_bytes = part_bytes
         self._cut = cut
-        self._staging = Staging(options, writers)
+        self._transfer_settings = TransferSettings(options, writers)
         self._plans: list[tuple[_Planned, ItemPlan]] = []  # the newest first; replaced, never changed
         self._ahead = collections.deque[tuple[_Planned, Future[ItemPlan]]](maxlen=_AHEAD)
 
     def plan(self, items: Sequence[SaveItem]) -> SavePlan:
         """Plans a save; raises InvalidArgumentError for what cannot be saved."""
-        trees: list[SavedTree] = []
+        trees: list[PlannedTree] = []
         for item in items:
-            trees_of: dict[int, Any] = {}
-            if item.kind == "arrays":
-                trees_of = {self._nodes.hosted[0]: item.tree}
-            elif item.kind == "node":
-                advice = "NodeSave({node name: pytree}, by_node=True)"
-                trees_of = values_by_hosted_node(item.name, item.tree, item.by_node, self._nodes, advice)
-            for node, tree in trees_of.items():
+            for node, tree in self._trees_of(item).items():
                 try:
                     leaves, treedef = tree_lib.flatten_leaves(tree)
                 except (ValueError, TypeError) as error:
                     problem = f"item {item.name!r} is not a pytree that can be saved: {error}"
                     raise InvalidArgumentError(problem) from error
-                trees.append(SavedTree(self._plan(item, tree, leaves, treedef), node, leaves))
-        shared = {item.name for item in items if item.kind == "arrays"}
-        alike = {tree.plan.item.name: tree.plan for tree in trees if tree.plan.item.name in shared}
-        others = sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared)
+                per_node = isinstance(item, NodeItem)
+                trees.append(PlannedTree(self._plan(item.name, per_node, tree, leaves, treedef), node, leaves))
+        shared = {item.name for item in items if isinstance(item, TreeItem)}
+        digest = PlanDigest(
+            nodes=self._nodes.rows,
+            items={tree.plan.item.name: tree.plan for tree in trees if tree.plan.item.name in shared},
+            others=sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared),
+        )
+        return SavePlan(
+            items=items,
+            trees=trees,
+            digest=digest,
+            primary=self._nodes.process == 0,
+            transfer_settings=self._transfer_settings,
+        )
 
-        def digest() -> str:
-            digests = {name: plan.digest for name, plan in alike.items()}
-            agreed = {"nodes": self._nodes.rows, "others": others, "items": digests}
-            return checksums.digest(json.dumps(agreed, separators=(",", ":")).encode())
+    def _trees_of(self, item: SaveItem) -> dict[int, Any]:
+        """The pytrees of an item that this process writes, by the number of the node that writes each."""
+        if isinstance(item, TreeItem):
+            return {self._nodes.hosted[0]: item.tree}
+        if isinstance(item, NodeItem):
+            advice = "NodeSave({node name: pytree}, by_node=True)"
+            return values_by_hosted_node(item.name, item.tree, item.by_node, self._nodes, advice)
+        return {}
 
-        return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0, self._staging)
-
-    def plan_ahead(self, args: Any, restored: Any) -> None:
-        """Plans, in the background, saves of trees that `args` has restored into targets; talks to no other process."""
-        for name, tree in with_targets(args, restored).items():
+    def plan_ahead(self, trees: Mapping[str, Any]) -> None:
+        """Plans, in the background, saves of these trees, by the names of their items; talks to no other process."""
+        for name, tree in trees.items():
             with contextlib.suppress(Exception):  # a later save of the tree raises the error
                 leaves, treedef = tree_lib.flatten_leaves(tree)
                 self._begin(name, tree, leaves, treedef)
 
     def _begin(self, name: str, tree: Any, leaves: Sequence[Any], treedef: Any) -> None:
-        key = Key(name, "arrays", treedef, plan_lib.leaf_keys(leaves))
+        key = Key(item=name, per_node=False, treedef=treedef, leaves=plan_lib.leaf_keys(leaves))
         if any(known.is_of(key) for known, _ in [*self._plans, *self._ahead]):
             return
         # The thread gets no array, because the caller may delete, or donate, what it has restored; and it calls no
@@ -133,12 +138,12 @@ class Planner:
     def _after_fork(self) -> None:
         self._ahead.clear()
 
-    def _plan(self, item: SaveItem, tree: Any, leaves: Sequence[Any], treedef: Any) -> ItemPlan:
-        """The plan of a tree, as a rule that of the save before."""
+    def _plan(self, name: str, per_node: bool, tree: Any, leaves: Sequence[Any], treedef: Any) -> ItemPlan:
+        """The plan of an item's tree, as a rule that of the save before."""
         try:
-            key = Key(item.name, item.kind, treedef, plan_lib.leaf_keys(leaves))
+            key = Key(item=name, per_node=per_node, treedef=treedef, leaves=plan_lib.leaf_keys(leaves))
         except AttributeError:  # a traced array has no sharding
-            plan_lib.refuse_traced(item.name, tree)
+            plan_lib.refuse_traced(name, tree)
             raise
         plans = self._plans
         try:
@@ -167,7 +172,7 @@ class Planner:
             return self._new_plan(key, paths, forms)
 
     def _new_plan(self, key: Key, paths: Sequence[KeyPath], forms: Forms) -> ItemPlan:
-        per_node = key.kind == "node"
+        per_node = key.per_node
         return plan_lib.plan_item(
             key.item,
             paths,

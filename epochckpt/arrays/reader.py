@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +16,16 @@ import numpy as np
 
 from epochckpt import _collector, _progress
 from epochckpt._threads import Pool
-from epochckpt.arrays.node_files import ArrayFile, CellCopy, HandlerFile, InlinedFile, NodeFile, Pack, noting
+from epochckpt.arrays.node_files import (
+    ArrayFile,
+    CellUse,
+    HandlerFile,
+    InlinedFile,
+    NodeFile,
+    Pack,
+    Tally,
+    noting,
+)
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -70,23 +78,29 @@ class Reads(NamedTuple):
 
 
 class FileReads:
-    """What is to be read of each data file, for one reader or several.
-
-    Attributes:
-        copies: by file, and the position of a cell there, where its bytes go.
-        packs: by file, the packs of which some leaves lie there.
-    """
+    """What is to be read of each data file, for one reader or several."""
 
     def __init__(self) -> None:
-        self.copies: dict[ArrayFile, dict[int, list[CellCopy]]] = collections.defaultdict(
-            lambda: collections.defaultdict(list)
-        )
-        self.packs: dict[ArrayFile, list[Pack]] = collections.defaultdict(list)
+        # By file, and the position of a cell there: where its bytes go.
+        self._cells: dict[ArrayFile, dict[int, list[CellUse]]] = {}
+        self._packs: dict[ArrayFile, list[Pack]] = {}  # by file: the packs of which some leaves lie there
 
     @property
     def files(self) -> list[ArrayFile]:
         """The files, each once."""
-        return [*dict.fromkeys([*self.packs, *self.copies])]
+        return [*dict.fromkeys([*self._packs, *self._cells])]
+
+    def add_cell(self, file: ArrayFile, position: int, use: CellUse) -> None:
+        """A cell is to be read, for one use of it."""
+        self._cells.setdefault(file, {}).setdefault(position, []).append(use)
+
+    def add_pack(self, file: ArrayFile, pack: Pack) -> None:
+        """The leaves of a pack are to be read that lie in a file."""
+        self._packs.setdefault(file, []).append(pack)
+
+    def tasks(self, file: ArrayFile, tally: Tally) -> list[Callable[[], None]]:
+        """Opens a file; returns tasks that read what is wanted of it."""
+        return file.tasks(self._cells.get(file, {}), self._packs.get(file, []), tally)
 
 
 class ArraySource(Protocol):
@@ -105,8 +119,8 @@ class ArraySource(Protocol):
 class EpochReader:
     """Reads one committed epoch from its folder in the store; without `verify`, leaves are read without checksums.
 
-    On a disk that only its own host sees, the folder has the files of `local_nodes` only. Missing parts are read from a
-    `copy` of the epoch, which is opened when a part is missing.
+    On a disk that only its own host sees, the folder has the files of `local_nodes` only. Missing parts are read from
+    the mirror: `open_mirror` gives a reader of the epoch there, or None, and is called when a part is missing.
     """
 
     def __init__(
@@ -117,7 +131,7 @@ class EpochReader:
         pool: Pool,
         verify: bool = True,
         local_nodes: Collection[int] | None = None,
-        copy: Callable[[], EpochReader | None] = lambda: None,
+        open_mirror: Callable[[], EpochReader | None] = lambda: None,
     ):
         self.store = store
         self.folder = folder
@@ -125,8 +139,7 @@ class EpochReader:
         self.pool = pool
         self.verify = verify
         self.local_nodes = range(len(record.nodes)) if local_nodes is None else local_nodes
-        self.copy = functools.cache(copy)
-        self.tally: list[tuple[int, float]] | None = None  # (bytes, seconds of verifying), while `read` reads
+        self.mirror_reader = functools.cache(open_mirror)
         # What is found when it is first asked for. To cache bound methods instead would be a cycle of references, and
         # the leaves of the record would stay until the garbage collector has looked at all objects of the program.
         self._node_records: dict[int, NodeRecord] = {}
@@ -137,24 +150,32 @@ class EpochReader:
         self._replica_places: dict[_OfNode, _Places] = {}
         self._checked: set[tuple[int, str]] = set()  # reader and path of files whose sizes are as recorded
 
-    def verifying_copy(self, pool: Pool) -> EpochReader:
+    def verifying(self, pool: Pool) -> EpochReader:
         """A reader of the same epoch, which verifies."""
-        return EpochReader(self.store, self.folder, self.record, pool, True, self.local_nodes, self.copy)
+        return EpochReader(
+            store=self.store,
+            folder=self.folder,
+            record=self.record,
+            pool=pool,
+            verify=True,
+            local_nodes=self.local_nodes,
+            open_mirror=self.mirror_reader,
+        )
 
     def of_owner(self, node: int) -> EpochReader:
-        """The reader that reaches a node's files: this one, or the one of the copy.
+        """The reader that reaches a node's files: this one, or the one of the mirror.
 
-        DamagedError: they are not on this host, and there is no copy. StorageError: where the copy is does not answer.
+        DamagedError: neither this host nor a mirror has them. StorageError: the mirror does not answer.
         """
         if node in self.local_nodes:
             return self
-        copy = self.copy()
-        if copy is None:
+        mirror_reader = self.mirror_reader()
+        if mirror_reader is None:
             name = self.record.nodes[node].name
             has = f"which has those of {self.local_node_names or 'no node'}"
             problem = f"neither this host, {has}, nor a mirror has the files of node {name!r}"
             raise DamagedError(self.path(node), f"{problem}: only the disk of the host that wrote them does")
-        return copy
+        return mirror_reader
 
     @property
     def local_node_names(self) -> str | None:
@@ -177,45 +198,52 @@ class EpochReader:
         """Fills the `out` of every request; DamagedError, or EpochDeletedError if the epoch went away meanwhile."""
         read_together([ReaderReads(self, Reads(requests, packs))])
 
-    def sort(self, requests: Sequence[Request], packs: Sequence[Pack], into: FileReads) -> None:
-        """Notes by files what is to be read of them; fills requests for what the commit record has."""
-        copies = into.copies
-        for pack in packs:
+    def prepare(self, reads: Reads, by_file: FileReads) -> None:
+        """Fills the requests that the commit record answers; adds to `by_file` what is to be read for all others."""
+        requests = [*reads.requests]
+        for pack in reads.packs:
             if pack.node not in self.local_nodes:
-                requests = [*requests, *self._unpacked(pack)]
+                requests += self._unpacked(pack)
                 continue
             for file in self.files(pack.item, pack.node):
                 if np.any(file.cell_of[pack.leaves] >= 0):
-                    into.packs[file].append(pack)
+                    by_file.add_pack(file, pack)
         for request in requests:
-            if (content := self._inlined(request)) is not None:
+            content = self._inlined(request)
+            if content is not None:
                 request.out[...] = content[slices(request.box)]
                 continue
-            for (file, position), copy in self._cells(request):
-                copies[file][position].append(copy)
+            for (file, position), use in self._cells(request):
+                by_file.add_cell(file, position, use)
 
     def load_records(self, nodes: Iterable[int]) -> None:
         """Reads the records of these nodes, several at once."""
         self.pool.run([functools.partial(self.node_record, node) for node in nodes])
 
-    def count(self, nbytes: int = 0, verify_secs: float = 0.0) -> None:
-        """Counts bytes that `read` has read, and the time that it took to verify some; called from any thread."""
-        if (tally := self.tally) is not None:
-            tally.append((nbytes, verify_secs))
-
     def item_files(self, item: str) -> list[tuple[int, DataFile]]:
         """(node, file) of every file that handlers wrote for an item, on all nodes."""
         inlined = self.record.inlined.get(item, {})
-        listed = {n: [f for f in e.files if f.item == item and f.name] for n, e in enumerate(self.record.nodes)}
-        nodes = [n for n, files in listed.items() if n in self.local_nodes or any(f.name not in inlined for f in files)]
-        self.pool.run([functools.partial(self.node_record, node) for node in nodes if listed[node]])
+        listed: dict[int, list[DataFile]] = {}  # as the commit record lists them, without checksums
+        for node, entry in enumerate(self.record.nodes):
+            files = [file for file in entry.files if file.item == item and file.name]
+            if files:
+                listed[node] = files
+        # The records of nodes have the checksums. Files that the commit record has need none.
+        read = {
+            node
+            for node, files in listed.items()
+            if node in self.local_nodes or any(file.name not in inlined for file in files)
+        }
+        self.load_records(sorted(read))
         found: list[tuple[int, DataFile]] = []
         for node, files in listed.items():
-            if node in nodes and files:
-                files = [f for f in self.node_record(node).files if f.item == item and f.name]
-            else:  # their checksums are those of their contents
-                files = [dataclasses.replace(f, sums=checksums.WRITTEN.sums([inlined[f.name]])) for f in files]
-            found += [(node, file) for file in files]
+            if node in read:
+                recorded = self.node_record(node).files
+                found += [(node, file) for file in recorded if file.item == item and file.name]
+                continue
+            for file in files:
+                sums = checksums.WRITTEN.sums([inlined[file.name]])  # those of its content
+                found.append((node, dataclasses.replace(file, sums=sums)))
         return found
 
     def node_file(self, node: int, file: DataFile) -> NodeFile:
@@ -301,7 +329,13 @@ class EpochReader:
         if own is None:
             raise FormatError(self.path(node), f"has no tree of item {item!r}")
         record = dataclasses.replace(self.record, nodes=(self.record.nodes[node],), items={item: own})
-        reader = EpochReader(self.store, self.folder, record, self.pool, self.verify)
+        reader = EpochReader(
+            store=self.store,
+            folder=self.folder,
+            record=record,
+            pool=self.pool,
+            verify=self.verify,
+        )
         reader.adopt_node_record(0, self.node_record(node))
         return reader
 
@@ -413,19 +447,19 @@ class EpochReader:
             assert info.dtype is not None, "it has bytes"
             yield Request(pack.item, leaf, whole(info.shape), np.ndarray(info.shape, info.dtype, pack.out, start))
 
-    def _cells(self, request: Request) -> Iterator[tuple[_Place, CellCopy]]:
-        """((file, position in it), copy) for every cell that a request needs."""
+    def _cells(self, request: Request) -> Iterator[tuple[_Place, CellUse]]:
+        """((file, position in it), use) for every cell that a request needs."""
         arrays = self._arrays(request.item)
         if arrays.is_whole(request.leaf):
             if request.out.size:
-                copy = CellCopy(request.out, slices(request.box, request.box), slices(request.box))
-                yield self._place(request.item, request.leaf, 0), copy
+                use = CellUse(request.out, slices(request.box, request.box), slices(request.box))
+                yield self._place(request.item, request.leaf, 0), use
             return
         for cell in arrays.cells_touching(request.leaf, request.box):
             box = arrays.cell_box(request.leaf, cell)
             meet = grid.meet(request.box, box)
             place = self._place(request.item, request.leaf, cell)
-            yield place, CellCopy(request.out, slices(meet, request.box), slices(meet, box))
+            yield place, CellUse(request.out, slices(meet, request.box), slices(meet, box))
 
     def _place(self, item: str, leaf: int, cell: int) -> _Place:
         """Where a cell is read from: the file, and the position in it."""
@@ -473,32 +507,25 @@ def read_together(asked: Sequence[ReaderReads]) -> None:
     by_file = FileReads()
     with _collector.paused():
         for reader, reads in asked:
-            reader.sort(reads.requests, reads.packs, by_file)
+            reader.prepare(reads, by_file)
     files = by_file.files
     records = {(file.epoch, file.node) for file in files}
     pool.run([functools.partial(epoch.node_record, node) for epoch, node in records])
-    tally = list[tuple[int, float]]()
+    tally = Tally()
     nbytes = sum(each.reads.nbytes for each in asked)
-    try:
-        for epoch, _ in records:
-            epoch.tally = tally
-        _progress.follow(lambda: sum(done for done, _ in list(tally)), nbytes)
-        at_once = store.max_open_files or max(len(files), 1)
-        for first in range(0, len(files), at_once):
-            _read_files(files[first : first + at_once], by_file, pool)
-    finally:
-        for epoch, _ in records:
-            epoch.tally = None
+    _progress.follow(lambda: tally.nbytes, nbytes)
+    at_once = store.max_open_files or max(len(files), 1)
+    for first in range(0, len(files), at_once):
+        _read_files(files[first : first + at_once], by_file, pool, tally)
     if files:
-        read = sum(done for done, _ in tally)
-        events.read(store.root, time.monotonic() - began, nbytes, read, sum(secs for _, secs in tally))
+        events.read(store.root, time.monotonic() - began, nbytes, tally.nbytes, tally.verify_secs)
 
 
-def _read_files(files: Sequence[ArrayFile], by_file: FileReads, pool: Pool) -> None:
+def _read_files(files: Sequence[ArrayFile], by_file: FileReads, pool: Pool, tally: Tally) -> None:
     """Reads what is wanted of some files, which are open at the same time."""
     try:
         with _collector.paused():
-            tasks = [task for file in files for task in file.tasks(by_file.copies[file], by_file.packs[file])]
+            tasks = [task for file in files for task in by_file.tasks(file, tally)]
         pool.run(tasks)
     finally:
         for file in files:

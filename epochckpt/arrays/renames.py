@@ -55,7 +55,7 @@ def by_transforms(item: str, transforms: Any, default_to_original: bool) -> Sour
                     f"item {item!r}: transforms has a Transform({name}=…) at {where!r}, which is not supported: only "
                     "original_key= and use_fallback= are. Restore the saved tree and compute the rest from it"
                 )
-        patterns.insert(0, (_compiled(item, "transforms", where), transform))
+        patterns.insert(0, (_compiled(item, where), transform))
 
     return _TransformSources(item=item, patterns=patterns, default_to_original=default_to_original)
 
@@ -97,24 +97,24 @@ class _TransformSources:
         key = transform.original_key
         if key is None:
             return match.string
-        return _expanded(self.item, "transforms", match, key if isinstance(key, str) else "/".join(key))
+        return _expanded(self.item, match, key if isinstance(key, str) else "/".join(key))
 
 
 def _plain(path: KeyPath) -> str:
     return "/".join(str(key) for _, key in path)
 
 
-def _compiled(item: str, argument: str, pattern: str) -> re.Pattern[str]:
+def _compiled(item: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
-        problem = f"{argument} has {pattern!r}, which is no regular expression ({error})"
+        problem = f"transforms has {pattern!r}, which is no regular expression ({error})"
         raise InvalidArgumentError(f"item {item!r}: {problem}") from None
 
 
-def _expanded(item: str, argument: str, found: re.Match[str], template: str) -> str:
+def _expanded(item: str, found: re.Match[str], template: str) -> str:
     try:
         return found.expand(template)
     except (re.error, IndexError, TypeError, AttributeError) as error:
-        problem = f"{argument} turns {found.re.pattern!r} into {template!r}, which is no new name for it ({error})"
+        problem = f"transforms turns {found.re.pattern!r} into {template!r}, which is no new name for it ({error})"
         raise InvalidArgumentError(f"item {item!r}: {problem}") from None

@@ -19,7 +19,7 @@ from epochckpt.arrays.broadcast import Sharing
 from epochckpt.arrays.reader import ArraySource, EpochReader, ReaderReads, Reads, read_together
 from epochckpt.arrays.renames import Sources
 from epochckpt.arrays.shardings import Shardings
-from epochckpt.arrays.targets import LeafRequest, Matcher, RestoredForm, as_saved, describe_leaf
+from epochckpt.arrays.targets import LeafRequest, Matcher, RestoredAs, RestoredLeaf, as_saved, describe_leaf
 from epochckpt.errors import InvalidArgumentError, MismatchError, UnknownNameError
 from epochckpt.format import ArrayItem, Leaf
 from epochckpt.format import tree as tree_lib
@@ -91,7 +91,13 @@ def _restoring(
     next step, which builds the leaves of these buffers. There are several steps where memory is bounded. The generator
     returns the tree.
     """
-    assembly = Assembly(reader, name, request.sharing, request.memory_limit_bytes, request.pack_bytes)
+    assembly = Assembly(
+        reader=reader,
+        name=name,
+        sharing=request.sharing,
+        memory_limit_bytes=request.memory_limit_bytes,
+        pack_bytes=request.pack_bytes,
+    )
     item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)
     if request.target is None and request.restore_args is None:
@@ -114,7 +120,13 @@ def _match(
     names = [tree_lib.leaf_name(path) for path, _ in pairs]
     given = {} if request.target is None else _restore_args(name, request.restore_args, names, treedef)
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
-    matcher = Matcher(item, shardings, request.resize, request.partial, request.needs_values)
+    matcher = Matcher(
+        item=item,
+        shardings=shardings,
+        resize=request.resize,
+        partial=request.partial,
+        needs_values=request.needs_values,
+    )
     requests = matcher.match(names, [target for _, target in pairs], given, sources)
     if matcher.rows:
         renames = mismatches.suggested(matcher.rows, [leaf.name for leaf in item.leaves], names)
@@ -122,17 +134,19 @@ def _match(
     _progress.note("missing", len(matcher.absent))
     if matcher.absent and sources is None:
         _log_absent(f"checkpoint {epoch}, item {name}", matcher.absent, item.public_names)
-    for leaf, shape in ((item.leaves[r.leaf], r.shape) for r in requests if r.shape is not None):
-        message = "checkpoint %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
-        logging.warning(message, epoch, name, leaf.name, describe_leaf(leaf), list(shape))
+    for each in requests:
+        if isinstance(each, RestoredLeaf) and each.new_shape is not None:
+            leaf = item.leaves[each.leaf]
+            message = "checkpoint %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
+            logging.warning(message, epoch, name, leaf.name, describe_leaf(leaf), list(each.new_shape))
     return requests, treedef
 
 
 def _laid_out(leaf: Any, target: Any) -> Any:
     """An array in the device-local layout of its target, if that names one."""
-    form = getattr(target, "format", None)
-    named = isinstance(leaf, jax.Array) and getattr(form, "layout", None) is not None
-    return jax.device_put(leaf, form) if named else leaf
+    layout = getattr(target, "format", None)
+    named = isinstance(leaf, jax.Array) and getattr(layout, "layout", None) is not None
+    return jax.device_put(leaf, layout) if named else leaf
 
 
 def _log_absent(where: str, absent: Sequence[str], known: Sequence[str]) -> None:
@@ -183,11 +197,10 @@ def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -
 def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[Any]:
     """The leaves with these numbers, as NumPy arrays and Python values; typed keys as their data."""
     assembly = Assembly(reader, name)
-
-    requests = [LeafRequest(number, _form_on_host(assembly.item.leaves[number])) for number in numbers]
+    requests = [RestoredLeaf(number, _as_on_host(assembly.item.leaves[number])) for number in numbers]
     return _read_alone(reader, assembly.run(requests))
 
 
-def _form_on_host(leaf: Leaf) -> RestoredForm:
+def _as_on_host(leaf: Leaf) -> RestoredAs:
     is_value = leaf.dtype is None or leaf.kind in ("longstr", "longbytes")
-    return RestoredForm.PYTHON if is_value else RestoredForm.NUMPY
+    return RestoredAs.PYTHON if is_value else RestoredAs.NUMPY

@@ -22,11 +22,11 @@ from epochckpt import args as own
 from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
 from epochckpt.arrays.broadcast import Sharing
-from epochckpt.arrays.item_names import arguments_by_item, unknown_item
+from epochckpt.arrays.item_names import ONE_FILE, arguments_by_item, file_name, unknown_item
+from epochckpt.arrays.node_values import values_by_hosted_node
 from epochckpt.arrays.reader import EpochReader
 from epochckpt.arrays.renames import Sources, by_rename, by_transforms
 from epochckpt.arrays.restore import TreeRequest, restore_tree, restore_trees
-from epochckpt.arrays.save_items import ONE_FILE, file_name
 from epochckpt.arrays.tree_metadata import plain_target
 from epochckpt.errors import (
     FormatError,
@@ -38,6 +38,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import DataFile, Nodes, paths
 from epochckpt.orbax import Handlers, handlers, options
+from epochckpt.orbax.handlers import HandlerKind
 
 
 class Missing:
@@ -63,27 +64,6 @@ class RestoreContext:
         now = set(self.nodes.names)
         left = iter([number for number, name in enumerate(names) if name not in now])
         return [old[name] if name in old else next(left) for name in self.nodes.names]
-
-
-def values_by_hosted_node(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) -> dict[int, Any]:
-    """Values by node number, in that order: the value of the only node of this process, or a dict by node name."""
-    if not by_node:
-        if len(nodes.hosted) > 1:
-            count = len(nodes.hosted)
-            hosted = ", ".join(nodes.hosted_names)
-            raise InvalidArgumentError(f"item {name!r}: this process hosts {count} nodes ({hosted}); pass {advice}")
-        return {nodes.hosted[0]: values}
-    if not isinstance(values, Mapping):
-        problem = f"by_node=True expects a dict of pytrees by node name, got a {type(values).__name__}"
-        raise InvalidArgumentError(f"item {name!r}: {problem}")
-    hosted = set(nodes.hosted_names)
-    unknown = [node for node in values if node not in hosted]
-    if unknown:
-        raise InvalidArgumentError(
-            f"item {name!r}: by_node=True names {', '.join(map(repr, unknown))}; this process hosts "
-            f"{', '.join(nodes.hosted_names)}"
-        )
-    return {number: values[nodes.names[number]] for number in nodes.hosted if nodes.names[number] in values}
 
 
 def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, context: RestoreContext) -> Any:
@@ -147,7 +127,8 @@ def _states_of(
         )
     limit = context.memory_limit_bytes
     requests = [
-        TreeRequest(plain_target(targets.get(number)), sources=renamed, memory_limit_bytes=limit) for number in having
+        TreeRequest(target=plain_target(targets.get(number)), sources=renamed, memory_limit_bytes=limit)
+        for number in having
     ]
     readers = [reader.of_node(sources[number], name) for number in having]
     with advice_for(_OF_NODES):
@@ -219,9 +200,9 @@ def restore_item(reader: EpochReader, name: str, args: Any, context: RestoreCont
     if kind in ONE_FILE:
         file, data = _only_file(reader, name, file_name(handler, kind))
         try:
-            return json.loads(data) if kind == "json" else text_format.Parse(data.decode(), args.item())
+            return json.loads(data) if kind is HandlerKind.JSON else text_format.Parse(data.decode(), args.item())
         except (ValueError, RecursionError, text_format.ParseError) as error:
-            if kind == "json":
+            if kind is HandlerKind.JSON:
                 raise FormatError(f"{reader.folder}/{name}/{file}", f"is not JSON: {error}") from None
             raise InvalidArgumentError(f"item {name!r} is no {args.item.__name__}: {error}") from None
     return _with_files(reader, name, functools.partial(handler.restore, args=args))
@@ -233,7 +214,7 @@ def files_metadata(reader: EpochReader, name: str, recorded: str, known_handlers
         handler, _ = known_handlers.of(name, recorded)
     except InvalidArgumentError:
         return None
-    if handlers.kind_of(handler) != "other" or not hasattr(handler, "metadata"):
+    if handlers.kind_of(handler) is not HandlerKind.OTHER or not hasattr(handler, "metadata"):
         return None
     try:
         return _with_files(reader, name, handler.metadata)
@@ -269,14 +250,19 @@ def _tree_request(name: str, args: Any, recorded: str, known_handlers: Handlers)
         if args.item is None:
             raise InvalidArgumentError(f"item {name!r}: RenamedRestore needs a target; without one, rename the result")
         sources = _sources(name, args.rename)
-        return TreeRequest(plain_target(args.item), partial=args.partial, needs_values=args.partial, sources=sources)
+        return TreeRequest(
+            target=plain_target(args.item),
+            partial=args.partial,
+            needs_values=args.partial,
+            sources=sources,
+        )
     kind = handlers.kind_of(known_handlers.find(name, args, saving=False))
-    saved = next((k for c, k in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded)), "arrays")
-    if kind != saved:
+    kinds = (kind for c, kind in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded))
+    if kind is not next(kinds, HandlerKind.ARRAYS):
         raise contradiction(name, recorded, args)
-    if kind == "jax_key":
-        return TreeRequest(None, args.restore_args)
-    if kind == "numpy_key":
+    if kind is HandlerKind.JAX_KEY:
+        return TreeRequest(restore_args=args.restore_args)
+    if kind is HandlerKind.NUMPY_KEY:
         return TreeRequest()
     if not isinstance(args, ocp.args.StandardRestore | ocp.args.PyTreeRestore | ocp.args.ArrayRestore):
         raise InvalidArgumentError(
@@ -285,11 +271,14 @@ def _tree_request(name: str, args: Any, recorded: str, known_handlers: Handlers)
         )
     target = plain_target(args.item)
     if isinstance(args, ocp.args.ArrayRestore):
-        return TreeRequest(target, args.restore_args)
+        return TreeRequest(target=target, restore_args=args.restore_args)
     if isinstance(args, ocp.args.StandardRestore):
-        fallback = args.fallback_sharding
-        layouts = args.support_layout
-        return TreeRequest(target, fallback_sharding=fallback, layouts=layouts, resize=not args.strict)
+        return TreeRequest(
+            target=target,
+            fallback_sharding=args.fallback_sharding,
+            layouts=args.support_layout,
+            resize=not args.strict,
+        )
     if args.legacy_transform_fn is not None:
         raise UnsupportedError(
             f"item {name!r}: PyTreeRestore(legacy_transform_fn=…) is not supported; "
@@ -297,11 +286,16 @@ def _tree_request(name: str, args: Any, recorded: str, known_handlers: Handlers)
         )
     if args.transforms is None:
         resize = not getattr(args, "strict", True)  # the v1 style has both
-        return TreeRequest(target, args.restore_args, args.partial_restore, resize=resize)
+        return TreeRequest(
+            target=target,
+            restore_args=args.restore_args,
+            partial=args.partial_restore,
+            resize=resize,
+        )
     if target is None:
         raise InvalidArgumentError(f"item {name!r}: PyTreeRestore(transforms=…) needs item=, the target")
     sources = by_transforms(name, args.transforms, args.transforms_default_to_original)
-    return TreeRequest(target, args.restore_args, True, sources=sources)
+    return TreeRequest(target=target, restore_args=args.restore_args, partial=True, sources=sources)
 
 
 def _sources(name: str, rename: Any) -> Sources | None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -13,31 +13,64 @@ from absl import logging
 from google.protobuf import message, text_format
 
 from epochckpt import args as own
-from epochckpt.arrays.item_names import arguments_by_item
-from epochckpt.arrays.leaf_values import keeps_kind
-from epochckpt.errors import (
-    InvalidArgumentError,
-)
+from epochckpt.arrays.casts import keeps_kind
+from epochckpt.arrays.item_names import ONE_FILE, arguments_by_item, file_name
+from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import Handlers, HandlerSave, handlers
-
-ONE_FILE = {"json": paths.JSON_FILE, "proto": "proto.pbtxt"}  # the names that Orbax's handlers use
+from epochckpt.orbax.handlers import HandlerKind
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveItem:
-    """One item to save."""
+class TreeItem:
+    """An item to save: one pytree for all processes."""
 
     name: str
-    kind: str  # as in `ItemRecord`
+    tree: Any
     handler: str = ""  # type name of the Orbax handler, as Orbax records it
-    tree: Any = None  # the pytree, for `arrays` and `node`
-    by_node: bool = False  # the tree is a dict of pytrees by node name
     custom_metadata: Any = None  # JSON that belongs to the item
-    file: tuple[str, bytes] | None = None  # name and content of its one file, which the primary alone writes
-    run: Callable[[], HandlerSave] | None = None  # starts the save of a handler that is not ours, on every node
+
+    kind: ClassVar[str] = "arrays"  # as in `ItemRecord`
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeItem:
+    """An item to save: a pytree of each node's own."""
+
+    name: str
+    tree: Any
+    by_node: bool = False  # the tree is a dict of pytrees by node name
+
+    kind: ClassVar[str] = "node"
+    handler: ClassVar[str] = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class FileItem:
+    """An item to save: one small file, which the primary alone writes."""
+
+    name: str
+    handler: str
+    file: str  # the file's name
+    content: bytes
+
+    kind: ClassVar[str] = "files"
+
+
+@dataclasses.dataclass(frozen=True)
+class HandlerItem:
+    """An item to save: the files of a handler that is not ours, which is run on every node."""
+
+    name: str
+    handler: str
+    start: Callable[[], HandlerSave]  # starts the save of the handler
+
+    kind: ClassVar[str] = "files"
+
+
+SaveItem = TreeItem | NodeItem | FileItem | HandlerItem
 
 
 def to_save(args: Any, known_handlers: Handlers) -> list[SaveItem]:
@@ -49,28 +82,28 @@ def to_save(args: Any, known_handlers: Handlers) -> list[SaveItem]:
 
 def _save_item(name: str, args: Any, known_handlers: Handlers) -> SaveItem:
     if isinstance(args, own.NodeSave):
-        return SaveItem(name, "node", tree=args.item, by_node=args.by_node)
+        return NodeItem(name=name, tree=args.item, by_node=args.by_node)
     handler = known_handlers.find(name, args, saving=True)
     kind = handlers.kind_of(handler)
     handler_name = handlers.type_name(handler)
-    if kind == "other":
-        return SaveItem(name, "files", handler_name, run=functools.partial(HandlerSave, handler, name, args))
+    if kind is HandlerKind.OTHER:
+        return HandlerItem(name=name, handler=handler_name, start=functools.partial(HandlerSave, handler, name, args))
     if kind in ONE_FILE:
-        data = _json(name, args.item) if kind == "json" else _proto(name, args.item)
+        data = _json(name, args.item) if kind is HandlerKind.JSON else _proto(name, args.item)
         file = file_name(handler, kind)
         if not paths.is_file_path(file) or len(data) > MAX_RECORD_BYTES:
             problem = f"{file!r} ({len(data)} bytes) is no file name, or holds more than {MAX_RECORD_BYTES} bytes"
             raise InvalidArgumentError(f"item {name!r}: {problem}; pass an array item, or a handler of your own")
-        return SaveItem(name, "files", handler_name, file=(file, data))
-    if kind == "jax_key" and not isinstance(args.item, jax.Array):
+        return FileItem(name=name, handler=handler_name, file=file, content=data)
+    if kind is HandlerKind.JAX_KEY and not isinstance(args.item, jax.Array):
         raise InvalidArgumentError(f"item {name!r}: expected a jax random key, got a {type(args.item).__name__}")
-    if kind == "numpy_key" and not isinstance(args.item, tuple | dict):
+    if kind is HandlerKind.NUMPY_KEY and not isinstance(args.item, tuple | dict):
         raise InvalidArgumentError(f"item {name!r}: expected numpy.random.get_state(), got {type(args.item).__name__}")
     if getattr(args, "ocdbt_target_data_file_size", None) is not None:
         logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size has no effect: it is about Orbax's files", 1)
     tree = cast(name, args.item, getattr(args, "save_args", None))
     attached = checksums.pack_json(getattr(args, "custom_metadata", None), f"item {name!r}: custom_metadata")
-    return SaveItem(name, "arrays", handler_name, tree, custom_metadata=attached)
+    return TreeItem(name=name, tree=tree, handler=handler_name, custom_metadata=attached)
 
 
 def cast(item: str, tree: Any, save_args: Any) -> Any:
@@ -125,11 +158,6 @@ def _fits(before: Any, after: Any) -> bool:
         shards = zip(before.addressable_shards, after.addressable_shards, strict=True)
         return all(_fits(np.asarray(a.data), np.asarray(b.data)) for a, b in shards)
     return bool(np.array_equal(before, after.astype(before.dtype)) and np.array_equal(before < 0, after < 0))
-
-
-def file_name(handler: Any, kind: str) -> str:
-    """The name of the one file of an item of this kind, as its handler calls it."""
-    return ONE_FILE[kind] if isinstance(handler, type) else getattr(handler, "_filename", ONE_FILE[kind])
 
 
 def _json(name: str, value: Any) -> bytes:

@@ -1,8 +1,10 @@
 """From the plan of a save to a snapshot: the copies that training can no longer change.
 
-`SavePlan.snapshot` takes a `Snapshot`, on the training thread. After that training may change, or donate, everything:
+`SavePlan.place_copies` says how much host memory the snapshot will need. Then `SavePlan.snapshot` takes the `Snapshot`,
+on the training thread: it makes the records of the items, starts the handlers that are not ours, and has `take` make
+the buffers of each tree. After that training may change, or donate, everything:
 
-- small cells that lie in host memory: copied together, with a few calls for all of them.
+- small cells that lie in host memory: copied to one piece of memory, the *slab*, with a few calls for all of them.
 - other jax arrays on CPU: zero-copy views of the owned shards (a view keeps a donated buffer alive). They leave a
   sample of their bytes, because jax may alias NumPy memory that the caller can still change.
 - jax arrays on accelerators: copies on the device, or in host memory, which may still be on their way: `transfers`.
@@ -13,10 +15,9 @@
 import collections
 import dataclasses
 import functools
-import json
 import mmap
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +27,11 @@ from jax.sharding import SingleDeviceSharding
 from epochckpt import _collector
 from epochckpt._threads import Deadline
 from epochckpt.arrays import plan as plan_lib
-from epochckpt.arrays.plan import CellSource, ItemPlan
-from epochckpt.arrays.save_items import SaveItem
-from epochckpt.arrays.transfers import Arriving, Copies, StagedCell, Staging
+from epochckpt.arrays.plan import CellSource, HostSource, ItemPlan, PlanDigest, ShardSource
+from epochckpt.arrays.save_items import FileItem, HandlerItem, SaveItem, TreeItem
+from epochckpt.arrays.transfers import AcceleratorCell, Arriving, Copies, TransferSettings
 from epochckpt.errors import InvalidArgumentError, SaveError, say
-from epochckpt.format import ItemRecord, checksums
+from epochckpt.format import ItemRecord
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import HandlerSave
 from epochckpt.storage import mmap as memory_map
@@ -38,27 +39,33 @@ from epochckpt.storage import mmap as memory_map
 _SAMPLES = 16  # each is a miss of the processor's cache, and the training thread waits for it
 
 
-class SavedTree(NamedTuple):
-    """One pytree of a save, with the number of the node that writes it."""
+class PlannedTree(NamedTuple):
+    """One pytree of a save, before its snapshot."""
 
     plan: ItemPlan
-    node: int
-    data: list[Any]  # its leaves in flattening order; in a snapshot one Buffer per run of its plan
+    node: int  # the number of the node that writes it
+    leaves: Sequence[Any]  # in flattening order
 
 
 @dataclasses.dataclass
 class Snapshot:
     """What a save holds once the training thread goes on."""
 
-    trees: list[SavedTree] = dataclasses.field(default_factory=list)  # emptied as soon as they are written
-    replicas: list[SavedTree] = dataclasses.field(default_factory=list)  # of cells that other nodes own; emptied, too
+    trees: "list[TreeSnapshot]" = dataclasses.field(default_factory=list)  # emptied as soon as they are written
+    # Of cells that other nodes own; emptied, too.
+    replicas: "list[TreeSnapshot]" = dataclasses.field(default_factory=list)
     items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)  # as the epoch will record them
     own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)  # as each node records its own
     # Files of known content that this process writes, by item and path in the item's folder.
     files: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
     running: Sequence[HandlerSave] = ()  # handlers that still write, or may; removed once their files are written
-    digest: Callable[[], str] = str  # of the plan, see `SavePlan`
-    copied_bytes: int = 0  # host memory that it holds
+    plan_digest: PlanDigest | None = None
+    host_copy_bytes: int = 0  # host memory that its copies take, at most
+
+    @property
+    def digest(self) -> str:
+        """The digest of the plan, which must be the same on all processes; of nothing it is an empty text."""
+        return "" if self.plan_digest is None else self.plan_digest.text
 
     @property
     def runs_handlers(self) -> bool:
@@ -76,10 +83,14 @@ class Snapshot:
             found.update({(save.item, name): path for name, path in new.items()})
         return {**found, **self.files}
 
-    def drop(self) -> None:
-        """Lets go of the copies, and removes what handlers have written."""
+    def drop_arrays(self) -> None:
+        """Lets go of the copies of arrays."""
         self.trees = []
         self.replicas = []
+
+    def drop(self) -> None:
+        """Lets go of the copies, and removes what handlers have written."""
+        self.drop_arrays()
         self.files = {}
         for save in self.running:
             save.discard()
@@ -91,34 +102,37 @@ class SavePlan:
     """This process's part in one save. Nothing has been copied or run yet."""
 
     items: Sequence[SaveItem]
-    trees: Sequence[SavedTree]  # every pytree of the items that this process writes
-    digest: Callable[[], str]  # gives the digest that all processes compare; computed with the first call
+    trees: Sequence[PlannedTree]  # every pytree of the items that this process writes
+    digest: PlanDigest
     primary: bool  # whether this process writes what only one process writes
-    staging: Staging
+    transfer_settings: TransferSettings
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of host memory that the snapshot is going to hold, at most."""
-        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._replicas]) + self._staged.copied_bytes
+    def place_copies(self) -> int:
+        """Decides where cells on accelerators are copied to; returns the host memory of all copies, in bytes.
+
+        The snapshot holds at most so many bytes of copies.
+        """
+        return self._host_copy_bytes
 
     @functools.cached_property
-    def _staged(self) -> Copies:
-        """The copies of cells on accelerators, in the order of `take`. Decides where they are copied to."""
-        return Copies(
-            self.staging,
-            [
-                StagedCell(_shard(tree.plan, tree.data, t), t.cut, (number, t.leaf, t.shard) if t.whole else None)
-                for number, tree in enumerate([*self.trees, *self._replicas])
-                for t in tree.plan.staged
-            ],
-        )
+    def _host_copy_bytes(self) -> int:
+        on_host = sum(tree.plan.host_copy_bytes + _strided_bytes(tree) for tree in [*self.trees, *self._replicas])
+        return on_host + self._copies.host_bytes
+
+    @functools.cached_property
+    def _copies(self) -> Copies:
+        """The copies of cells on accelerators, in the order of `take`. To make them decides where each cell goes."""
+        cells = list[AcceleratorCell]()
+        for number, tree in enumerate([*self.trees, *self._replicas]):
+            for source in tree.plan.accelerator_sources:
+                shard = (number, source.leaf, source.shard) if source.moves_whole else None
+                cells.append(AcceleratorCell(data=_shard(tree.plan, tree.leaves, source), cut=source.cut, shard=shard))
+        return Copies(self.transfer_settings, cells)
 
     @property
-    def _replicas(self) -> list[SavedTree]:
+    def _replicas(self) -> list[PlannedTree]:
         """The replicas that this process writes: cells that other nodes own."""
-        return [
-            SavedTree(tree.plan.replicas, tree.node, tree.data) for tree in self.trees if tree.plan.replicas is not None
-        ]
+        return [tree._replace(plan=tree.plan.replicas) for tree in self.trees if tree.plan.replicas is not None]
 
     @property
     def nbytes(self) -> int:
@@ -128,46 +142,58 @@ class SavePlan:
     @property
     def runs_handlers(self) -> bool:
         """Whether handlers that are not ours take part."""
-        return any(item.run is not None for item in self.items)
+        return any(isinstance(item, HandlerItem) for item in self.items)
 
     def snapshot(self) -> Snapshot:
         """Takes the snapshot. Handlers that are not ours run their blocking part here."""
         # The records of the items. A node's own tree is recorded by that node, not by the epoch.
-        items = {item.name: ItemRecord(item.kind, item.handler) for item in self.items}
+        items = {item.name: ItemRecord(kind=item.kind, handler=item.handler) for item in self.items}
         wanted = {item.name: item for item in self.items}
         own: dict[int, dict[str, ItemRecord]] = {}
         for plan, node, leaves in self.trees:
             item = wanted[plan.item.name]
-            values = {i: tree_lib.value_to_json(leaves[i]) for i in plan.values}
-            tree = ItemRecord("arrays", "", plan.item, values, item.custom_metadata)
-            if item.kind == "node":
-                own.setdefault(node, {})[item.name] = tree
+            values = {i: tree_lib.value_to_json(leaves[i]) for i in plan.value_leaves}
+            record = ItemRecord(kind=TreeItem.kind, arrays=plan.item, values=values)
+            if isinstance(item, TreeItem):
+                record = dataclasses.replace(record, handler=item.handler, custom_metadata=item.custom_metadata)
+                items[item.name] = record
             else:
-                items[item.name] = dataclasses.replace(tree, handler=item.handler)
+                own.setdefault(node, {})[item.name] = record
         # Handlers start one by one. If one of them, or a copy, fails, the started ones are ended.
         running: list[HandlerSave] = []
         try:
-            for run in (item.run for item in self.items if item.run is not None):
-                running.append(run())
+            for item in self.items:
+                if isinstance(item, HandlerItem):
+                    running.append(item.start())
             with _collector.paused():
-                arriving = iter(self._staged.start())
-                replicas = self._replicas
-                slab = memory_map.anonymous(sum(tree.plan.small_bytes for tree in [*self.trees, *replicas]))
-                trees, replicas = (
-                    [SavedTree(plan, node, take(plan, leaves, arriving, slab)) for plan, node, leaves in each]
-                    for each in (self.trees, replicas)
-                )
+                arriving = iter(self._copies.start())
+                planned = [*self.trees, *self._replicas]
+                slab = memory_map.anonymous(sum(tree.plan.slab_bytes for tree in planned))
+                taken = [
+                    TreeSnapshot(plan=plan, node=node, buffers=take(plan, leaves, arriving, slab))
+                    for plan, node, leaves in planned
+                ]
         except BaseException:
             for save in running:
                 save.discard()
             raise
-        files = {(item.name, item.file[0]): item.file[1] for item in self.items if item.file and self.primary}
-        return Snapshot(trees, replicas, items, own, files, running, self.digest, self.copied_bytes)
+        files = {(item.name, item.file): item.content for item in self.items if isinstance(item, FileItem)}
+        count = len(self.trees)
+        return Snapshot(
+            trees=taken[:count],
+            replicas=taken[count:],
+            items=items,
+            own=own,
+            files=files if self.primary else {},
+            running=running,
+            plan_digest=self.digest,
+            host_copy_bytes=self._host_copy_bytes,
+        )
 
 
 @dataclasses.dataclass(slots=True)
 class Buffer:
-    """The bytes of one cell, or of a run of small ones."""
+    """The bytes of a cell range: of one cell, or of small ones that lie one after another."""
 
     array: np.ndarray  # C-contiguous; of one cell of the stored dtype
     sample: bytes | None = None  # some of its bytes at the time of the snapshot, if the memory is not ours
@@ -218,6 +244,14 @@ class AssembledBuffer(Buffer):
         return b"".join(self.assembled.read(at, at + 1).tobytes() for at in places)
 
 
+class TreeSnapshot(NamedTuple):
+    """One pytree of a snapshot."""
+
+    plan: ItemPlan
+    node: int  # the number of the node that writes it
+    buffers: Sequence[Buffer | Arriving]  # one for each of the plan's `cell_ranges`
+
+
 def _sample(array: np.ndarray) -> bytes:
     flat = array.reshape(-1)
     return flat[:: max(1, flat.size // _SAMPLES)].tobytes() + flat[-1:].tobytes()
@@ -229,28 +263,29 @@ def take(
     """Copies, or views, the cells that this node writes; one buffer per cell range of the plan.
 
     Small ones are copied to `slab`, from where it stands. Those on accelerators are `arriving`, in the order of
-    `ItemPlan.staged`.
+    `ItemPlan.accelerator_sources`.
     """
     start = slab.tell()
+    entries = plan.slab_entries
     try:
-        _fill(slab, [leaves[i] if i >= 0 else _content(plan, leaves, t) for i, t in plan.copied])
+        _fill(slab, [leaves[i] if as_it_is else _content(plan, leaves, source) for i, as_it_is, source in entries])
     except (BufferError, ValueError):  # deleted, or laid out in another way
         slab.seek(start)
-        _fill(slab, [_content(plan, leaves, t) for _, t in plan.copied])
-    assert slab.tell() == start + plan.small_bytes, "the plan has the size of each leaf"
-    copies = np.frombuffer(slab, np.uint8)
+        _fill(slab, [_content(plan, leaves, source) for _, _, source in entries])
+    assert slab.tell() == start + plan.slab_bytes, "the plan has the size of each leaf"
+    slab_bytes = np.frombuffer(slab, np.uint8)
     found = list[Buffer | Arriving]()
     for cells in plan.cell_ranges:
-        t = plan.sources[cells.first]
-        if cells.copied:
-            found.append(Buffer(copies[start : start + cells.nbytes]))
+        source = plan.sources[cells.start]
+        if cells.in_slab:
+            found.append(Buffer(slab_bytes[start : start + cells.nbytes]))
             start += cells.nbytes
-        elif t.staged:
+        elif isinstance(source, HostSource):
+            found.append(_host(leaves[source.leaf], plan.item.leaves[source.leaf].dtype, source.cut))
+        elif source.on_accelerator:
             found.append(next(arriving))
-        elif t.shard < 0:
-            found.append(_host(leaves[t.leaf], plan.item.leaves[t.leaf].dtype, t.cut))
         else:
-            found.append(_view(_shard(plan, leaves, t), t.cut))
+            found.append(_view(_shard(plan, leaves, source), source.cut))
     return found
 
 
@@ -259,12 +294,12 @@ def _fill(slab: mmap.mmap, contents: Iterable[Any]) -> None:
     collections.deque(map(slab.write, contents), maxlen=0)
 
 
-def _content(plan: ItemPlan, leaves: Sequence[Any], t: CellSource) -> np.ndarray:
+def _content(plan: ItemPlan, leaves: Sequence[Any], source: CellSource) -> np.ndarray:
     """The bytes of a cell, from any kind of leaf in host memory."""
-    if t.shard >= 0:
-        view = np.asarray(_shard(plan, leaves, t))
-        return _bytes(view if t.cut is None else view[t.cut])
-    buffer = _host(leaves[t.leaf], plan.item.leaves[t.leaf].dtype, t.cut)
+    if isinstance(source, ShardSource):
+        view = np.asarray(_shard(plan, leaves, source))
+        return _bytes(view if source.cut is None else view[source.cut])
+    buffer = _host(leaves[source.leaf], plan.item.leaves[source.leaf].dtype, source.cut)
     content = _bytes(buffer.array.copy() if isinstance(buffer.array, memory_map.Mapped) else buffer.array)
     buffer.release()
     return content
@@ -274,16 +309,16 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _shard(plan: ItemPlan, leaves: Sequence[Any], t: CellSource) -> jax.Array:
+def _shard(plan: ItemPlan, leaves: Sequence[Any], source: ShardSource) -> jax.Array:
     """One addressable shard; of typed keys, their data."""
-    value = leaves[t.leaf]
-    info = plan.item.leaves[t.leaf]
+    value = leaves[source.leaf]
+    info = plan.item.leaves[source.leaf]
     try:
         if info.kind == "prng":
             value = jax.random.key_data(value)
         if isinstance(value.sharding, SingleDeviceSharding) and not value.is_deleted():
             return value  # the same as its only shard, which costs more to ask for
-        return value.addressable_data(t.shard)
+        return value.addressable_data(source.shard)
     except RuntimeError as error:
         if "deleted" in str(error) or "donated" in str(error):
             raise InvalidArgumentError(f"leaf {info.name!r} was deleted or donated before save(): {error}") from error
@@ -298,6 +333,17 @@ def _view(data: jax.Array, cut: tuple[slice, ...] | None) -> Buffer:
     return Buffer(view, _sample(view))
 
 
+def _strided_bytes(tree: PlannedTree) -> int:
+    """Bytes of the cells for which `_view` makes a copy: those of arrays that are not laid out in C order."""
+    return sum(nbytes for leaf, nbytes in tree.plan.viewed if not _is_in_c_order(tree.leaves[leaf]))
+
+
+def _is_in_c_order(array: jax.Array) -> bool:
+    form = getattr(array, "format", None)  # typed keys have none
+    layout = None if form is None else form.layout  # None for an array that was deleted
+    return layout is None or list(layout.major_to_minor) == sorted(layout.major_to_minor)
+
+
 def _host(value: Any, dtype: np.dtype[Any] | None, cut: tuple[slice, ...] | None) -> Buffer:
     """The bytes of a leaf that is no jax array, or of a part of it."""
     if isinstance(value, str):
@@ -307,22 +353,10 @@ def _host(value: Any, dtype: np.dtype[Any] | None, cut: tuple[slice, ...] | None
     if cut is not None:
         value = value[cut]
     if isinstance(value, memory_map.Assembled):
-        return (
-            AssembledBuffer(value) if value.nbytes > plan_lib.COPY_BYTES else Buffer(value.read().reshape(value.shape))
-        )
+        is_small = value.nbytes <= plan_lib.SLAB_CELL_BYTES
+        return Buffer(value.read().reshape(value.shape)) if is_small else AssembledBuffer(value)
     if isinstance(value, memory_map.Mapped) and value.dtype == dtype and value.flags.c_contiguous and value.size:
         buffer = Buffer(value, _sample(value))
         buffer.release()
         return buffer
     return Buffer(np.array(value, dtype=dtype, order="C", copy=True))
-
-
-def checked_json(value: Any, where: str) -> Any:
-    """User data as it will come back from JSON; InvalidArgumentError if JSON cannot hold it."""
-    return checksums.unpack_json(checksums.pack_json(value, where))
-
-
-def root_metadata(metadata: Mapping[str, Any]) -> bytes:
-    """Content of the file in which Orbax, too, keeps a manager's own metadata."""
-    data = {"internal_metadata": {}, "custom_metadata": checksums.pack_json(dict(metadata), "metadata")}
-    return json.dumps(data).encode()

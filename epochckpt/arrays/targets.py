@@ -25,31 +25,37 @@ _ARRAYS = jax.ShapeDtypeStruct, jax.Array  # a tuple: `|` would make a union at 
 _TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
 
 
-class RestoredForm(enum.Enum):
+class RestoredAs(enum.Enum):
     """What a leaf is restored as."""
 
     JAX = "jax"
     NUMPY = "numpy"
     SCALAR = "scalar"  # a NumPy scalar
     PYTHON = "python"  # a Python value
-    KEPT = "kept"  # the value that the caller has given
 
 
-class LeafRequest(NamedTuple):
-    """How one leaf is restored."""
+class RestoredLeaf(NamedTuple):
+    """How one leaf of the epoch is restored."""
 
-    leaf: int  # its number in the epoch; -1 for a value that is kept
-    form: RestoredForm
+    leaf: int  # its number in the epoch
+    restored_as: RestoredAs
     dtype: Any = None  # to cast to; None for the stored one
     sharding: Sharding | None = None
-    kind: type | None = None  # Python type to convert to
-    value: Any = None
-    shape: tuple[int, ...] | None = None  # to cut or pad the array to; None for the stored one
+    python_type: type | None = None  # to convert to
+    new_shape: tuple[int, ...] | None = None  # to cut or pad the array to; None for the stored one
 
-    @classmethod
-    def kept(cls, value: Any) -> Self:
-        """No leaf of the epoch: the value that the caller has given."""
-        return cls(leaf=-1, form=RestoredForm.KEPT, value=value)
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of the result; `leaf` is the leaf of this number."""
+        return leaf.shape if self.new_shape is None else self.new_shape
+
+
+class Kept(NamedTuple):
+    """A value that the caller has given and that stays, instead of a leaf of the epoch."""
+
+    value: Any
+
+
+LeafRequest = RestoredLeaf | Kept
 
 
 def as_saved(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
@@ -57,9 +63,9 @@ def as_saved(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
     if leaf.kind in ("jax", "prng"):
         sharding = shardings.of(leaf)
         if leaf.kind == "prng" or (sharding is not None and _canonical(leaf.dtype)):
-            return LeafRequest(number, RestoredForm.JAX, None, sharding)
-        return LeafRequest(number, RestoredForm.NUMPY)
-    return LeafRequest(number, RestoredForm(leaf.kind) if leaf.kind in ("numpy", "scalar") else RestoredForm.PYTHON)
+            return RestoredLeaf(number, RestoredAs.JAX, sharding=sharding)
+        return RestoredLeaf(number, RestoredAs.NUMPY)
+    return RestoredLeaf(number, RestoredAs(leaf.kind) if leaf.kind in ("numpy", "scalar") else RestoredAs.PYTHON)
 
 
 def _canonical(dtype: Any) -> bool:
@@ -83,7 +89,7 @@ class Matcher:
         self.needs_values = needs_values
         self.rows: list[Mismatch] = []  # the differences
         self.absent: list[str] = []  # names of the target's leaves that the epoch lacks, where that is allowed
-        self._fitting: dict[Any, LeafRequest] = {}  # requests of other leaves of the same form, see `_form`
+        self._fitting: dict[Any, RestoredLeaf] = {}  # requests of other leaves, by `_request_key`
         self._alike: dict[int, tuple[Any, int]] = {}  # by the id of a sharding it, and the id of the first equal one
         self._distinct: dict[Sharding, int] = {}
 
@@ -96,14 +102,14 @@ class Matcher:
         leaf; without it names must be the same.
         """
         numbers = self.item.by_name if sources is None else sources
-        requests = []
+        requests: list[LeafRequest] = []
         used: set[int] = set()
         exact = frozenset(names)
         for target, name in zip(targets, names, strict=True):
             number = numbers.get(name)
             # Most arrays of a tree differ in their number only.
-            form = None if number is None else self._form(self.item.leaves[number], target, given.get(name))
-            alike = self._fitting.get(form)
+            key = None if number is None else self._request_key(self.item.leaves[number], target, given.get(name))
+            alike = self._fitting.get(key)
             if number is not None and alike is not None:
                 used.add(number)
                 requests.append(alike._replace(leaf=number))
@@ -114,8 +120,8 @@ class Matcher:
                 used.add(number)
             request = self._request(name, number, target, given)
             requests.append(request)
-            if form is not None and not self.rows:
-                self._fitting[form] = request
+            if key is not None and not self.rows and isinstance(request, RestoredLeaf):
+                self._fitting[key] = request
         if not self.partial:
             for number, leaf in enumerate(self.item.leaves):
                 if number not in used and leaf.kind not in EMPTY_KINDS:
@@ -133,9 +139,9 @@ class Matcher:
         if number is None:
             if has_data:
                 self._lacks(name, target)
-            return LeafRequest.kept(target)
+            return Kept(target)
         if target is ... or target is None or (self.partial and not has_data):
-            return LeafRequest.kept(target)
+            return Kept(target)
         leaf = self.item.leaves[number]
         if leaf.name != name and readable(leaf.name) != readable(name):
             leaf = leaf._replace(name=f"{name} (from {leaf.name})")
@@ -152,7 +158,7 @@ class Matcher:
         if self.needs_values and not _is_value(target):
             self._row(name, "no value", "-", describe(target))
 
-    def _form(self, leaf: Leaf, target: Any, args: Any) -> Any:
+    def _request_key(self, leaf: Leaf, target: Any, args: Any) -> Any:
         """A key of the request of an array, equal for most arrays of a tree; None if the leaf needs its own request."""
         if leaf.kind != "jax" or not isinstance(target, _ARRAYS):
             return None
@@ -169,17 +175,19 @@ class Matcher:
 
     def _id(self, sharding: Any) -> int:
         """A number that equal shardings share."""
-        if (found := self._alike.get(id(sharding))) is None:
-            number = id(sharding)
-            if isinstance(sharding, Sharding):
-                number = self._distinct.setdefault(sharding, number)
-            found = self._alike[id(sharding)] = sharding, number
-        return found[1]
+        known = self._alike.get(id(sharding))
+        if known is not None:
+            return known[1]
+        number = id(sharding)
+        if isinstance(sharding, Sharding):
+            number = self._distinct.setdefault(sharding, number)
+        self._alike[id(sharding)] = sharding, number  # with the sharding, whose id stays unique
+        return number
 
     def _row(self, leaf: str, problem: str, found: str, expected: str) -> LeafRequest:
         """Notes a difference. With any, nothing is restored: the request that is returned is never used."""
         self.rows.append(Mismatch(leaf, problem, found, expected))
-        return LeafRequest.kept(None)
+        return Kept(None)
 
     def _differs(self, problem: str, leaf: Leaf, target: Any) -> LeafRequest:
         return self._row(leaf.name, problem, describe_leaf(leaf), describe(target))
@@ -190,21 +198,21 @@ class Matcher:
         if leaf.kind in EMPTY_KINDS or _is_empty(target):
             if leaf.kind not in EMPTY_KINDS or not _is_empty(target):
                 self._differs("type", leaf, target)
-            return LeafRequest.kept(target)
+            return Kept(target)
         if leaf.kind in tree_lib.VALUE_KINDS and isinstance(target, ocp.metadata.ScalarMetadata):
-            return LeafRequest(number, RestoredForm.PYTHON)
+            return RestoredLeaf(number, RestoredAs.PYTHON)
         if isinstance(target, ocp.metadata.StringMetadata | str | bytes):
             fits = ["bytes"] if isinstance(target, bytes) else ["str"] if isinstance(target, str) else ["str", "bytes"]
             if leaf.kind.removeprefix("long") not in fits:
                 return self._row(leaf.name, "type", describe_leaf(leaf), fits[0])
-            return LeafRequest(number, RestoredForm.PYTHON)
+            return RestoredLeaf(number, RestoredAs.PYTHON)
         if getattr(target, "shape", None) is not None and getattr(target, "dtype", None) is not None:
             return self._array(number, leaf, target, self.resize)
         if not isinstance(target, bool | int | float | complex) or leaf.kind in _TEXT_KINDS:
             return self._differs("type", leaf, target)
         if leaf.kind in ARRAY_KINDS and (leaf.shape != () or leaf.kind == "prng"):
             return self._differs("shape", leaf, target)
-        return LeafRequest(number, RestoredForm.PYTHON, kind=type(target))
+        return RestoredLeaf(number, RestoredAs.PYTHON, python_type=type(target))
 
     def _array(self, number: int, leaf: Leaf, target: Any, resize: bool) -> LeafRequest:
         shape = tuple(target.shape)
@@ -214,14 +222,15 @@ class Matcher:
         describes = described or hasattr(target, "sharding_metadata")  # of Orbax's v1, and ours
         if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
             # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
-            return LeafRequest(number, RestoredForm.JAX, None, of_keys(self._sharding(target, leaf), leaf))
+            sharding = of_keys(self._sharding(target, leaf), leaf)
+            return RestoredLeaf(number, RestoredAs.JAX, sharding=sharding)
         if typed or leaf.kind == "prng":
             logical = logical_shape(leaf)
             if not typed or leaf.kind != "prng" or dtype != abstract_key(leaf).dtype:
                 return self._differs("type", leaf, target)
             if shape != logical:
                 return self._row(leaf.name, "shape", str(list(logical)), str(list(shape)))
-            return LeafRequest(number, RestoredForm.JAX, None, self._sharding(target, leaf))
+            return RestoredLeaf(number, RestoredAs.JAX, sharding=self._sharding(target, leaf))
         if leaf.kind in _TEXT_KINDS:
             return self._differs("type", leaf, target)
         resized = None
@@ -230,17 +239,17 @@ class Matcher:
                 return self._differs("shape", leaf, target)
             resized = shape
         if isinstance(target, np.ndarray | np.generic):
-            form = RestoredForm.NUMPY if isinstance(target, np.ndarray) else RestoredForm.SCALAR
-            return LeafRequest(number, form, np.dtype(dtype), shape=resized)
+            restored_as = RestoredAs.NUMPY if isinstance(target, np.ndarray) else RestoredAs.SCALAR
+            return RestoredLeaf(number, restored_as, dtype=np.dtype(dtype), new_shape=resized)
         sharding = self._sharding(target, leaf, resized)
         if sharding is None:
-            return LeafRequest(number, RestoredForm.NUMPY, np.dtype(dtype), shape=resized)
+            return RestoredLeaf(number, RestoredAs.NUMPY, dtype=np.dtype(dtype), new_shape=resized)
         if not _canonical(dtype):
             expected = f"{dtype}, which jax holds only with jax_enable_x64"
             return self._row(leaf.name, "dtype", describe_leaf(leaf), expected)
         if not divides(sharding, shape):
             return self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
-        return LeafRequest(number, RestoredForm.JAX, np.dtype(dtype), sharding, shape=resized)
+        return RestoredLeaf(number, RestoredAs.JAX, dtype=np.dtype(dtype), sharding=sharding, new_shape=resized)
 
     def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:
         with contextlib.suppress(ValueError):  # Orbax's metadata of a sharding whose devices do not exist here
@@ -268,7 +277,7 @@ class Matcher:
             return self._leaf(number, leaf, kind())
         if kind is np.ndarray or (kind is None and given.dtype is not None):
             dtype = None if given.dtype is None else np.dtype(given.dtype)
-            return LeafRequest(number, RestoredForm.NUMPY, dtype)
+            return RestoredLeaf(number, RestoredAs.NUMPY, dtype=dtype)
         return as_saved(number, leaf, self.shardings)
 
     def _other_shape(self, leaf: Leaf, given: "_GivenArgs") -> LeafRequest | None:

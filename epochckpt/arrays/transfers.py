@@ -36,7 +36,7 @@ _SPARE = 16  # a copy on a device leaves at least this part of its memory free
 ORDERED_PLATFORMS = frozenset({"gpu", "cpu"})  # donation waits for transfers, see above; libtpu's source is not public
 
 
-class StagedCell(NamedTuple):
+class AcceleratorCell(NamedTuple):
     """One cell on an accelerator."""
 
     data: jax.Array  # the cell's shard, on one device
@@ -49,8 +49,13 @@ class StagedCell(NamedTuple):
             return self.data.nbytes
         return math.prod(s.stop - s.start for s in self.cut) * self.data.dtype.itemsize
 
+    @property
+    def moves_whole(self) -> bool:
+        """Whether it moves to host memory with all of its shard; else its part is cut out on the device first."""
+        return self.cut is None or self.shard is not None or not _is_on_device(self.data)
 
-class Staging:
+
+class TransferSettings:
     """How one manager copies what lies on accelerators, where up to `writers` threads ask for it at once.
 
     On platforms that are not `ordered`, donation does not wait for the copies.
@@ -64,8 +69,8 @@ class Staging:
         wanted = _PIECE_BYTES if limit is None else min(limit // (4 * writers), _PIECE_BYTES)
         self.piece_bytes = max(wanted, WRITE_BYTES, options.block_bytes)
         self.window_bytes = 2 * writers * self.piece_bytes
-        self._steps: dict[Any, int] = {}  # by device, what steps have needed besides what stays
-        self._copied: dict[Any, int] = {}  # by device, the largest copy so far
+        self._step_bytes: dict[Any, int] = {}  # by device, what steps have needed besides what stays
+        self._copy_bytes: dict[Any, int] = {}  # by device, the largest copy so far
 
     def has_room(self, device: Any, nbytes: int) -> bool:
         """Whether a copy fits into a device's free memory beside what training needs there."""
@@ -75,91 +80,125 @@ class Staging:
         if not limit or used is None:
             return self.how == "device"  # the allocation will tell
         # At its peak the device held what stays, what a step needs for a moment and, maybe, a copy of ours.
-        peak = stats.get("peak_bytes_in_use", used) - self._copied.get(device, 0)
-        self._steps[device] = max(self._steps.get(device, 0), peak - used)
-        fits = nbytes <= limit - used - max(self._steps[device], limit // _SPARE)
-        if fits:
-            self._copied[device] = max(self._copied.get(device, 0), nbytes)
-        return fits
+        peak = stats.get("peak_bytes_in_use", used) - self._copy_bytes.get(device, 0)
+        self._step_bytes[device] = max(self._step_bytes.get(device, 0), peak - used)
+        return nbytes <= limit - used - max(self._step_bytes[device], limit // _SPARE)
+
+    def note_copy(self, device: Any, nbytes: int) -> None:
+        """Notes that a device has held a copy: its peak may be higher by so many bytes than what training needs."""
+        self._copy_bytes[device] = max(self._copy_bytes.get(device, 0), nbytes)
 
 
 class Copies:
-    """What one save copies from accelerators. Nothing is copied before `start`; `copied_bytes` of host memory are."""
+    """What one save copies from accelerators. Nothing is copied before `start`.
 
-    def __init__(self, staging: Staging, cells: Sequence[StagedCell]):
-        self._staging = staging
+    A cell reaches host memory in one of three ways. It is copied on its device, in pieces, which move later. Or the
+    part of the shard that it is, is cut out on the device, and moves now. Or the shard moves whole, now.
+
+    Attributes:
+        host_bytes: host memory that the copies take, at most.
+    """
+
+    def __init__(self, settings: TransferSettings, cells: Sequence[AcceleratorCell]):
+        self._settings = settings
         self._cells = cells
-        groups: dict[Any, list[int]] = {}
-        if staging.how in ("auto", "device"):
+        by_device: dict[Any, list[int]] = {}
+        if settings.how in ("auto", "device"):
             for i, cell in enumerate(cells):
                 if _is_on_device(cell.data):
-                    groups.setdefault(_device(cell.data), []).append(i)
-        sizes = {device: sum(cells[i].nbytes for i in group) for device, group in groups.items()}
-        self._groups = {device: groups[device] for device, size in sizes.items() if staging.has_room(device, size)}
-        copied = sum(sizes[device] for device in self._groups)
-        on_device = {i for group in self._groups.values() for i in group}
-        moved = {}
-        for i in range(len(cells)):
-            if i not in on_device:
-                whole, key = self._moved(i)
-                moved[key] = cells[i].data.nbytes if whole else cells[i].nbytes
-        self.copied_bytes = min(copied, staging.window_bytes) + sum(moved.values())
+                    by_device.setdefault(_device(cell.data), []).append(i)
+        # The numbers of the cells that are copied on each device which has room for all of its own.
+        self._planned: dict[Any, list[int]] = {}
+        device_bytes = 0
+        for device, numbers in by_device.items():
+            nbytes = self._bytes_of(numbers)
+            if settings.has_room(device, nbytes):
+                self._planned[device] = numbers
+                device_bytes += nbytes
+        planned = {i for numbers in self._planned.values() for i in numbers}
+        moved: dict[Any, int] = {}  # bytes of all that moves when `start` is called; of a shard once
+        for i, cell in enumerate(cells):
+            if i not in planned:
+                moved[self._key(i)] = cell.data.nbytes if cell.moves_whole else cell.nbytes
+        self.host_bytes = min(device_bytes, settings.window_bytes) + sum(moved.values())
 
     def start(self) -> "list[Arriving]":
         """Starts all copies, and waits where that is needed; one result per cell."""
         if not self._cells:
             return []
+        pieces = self._copied_on_devices()
+        window = _TransferWindow(self._settings.window_bytes, [each for i in sorted(pieces) for each in pieces[i]])
+        # The rest goes to host memory now.
+        rest = [i for i in range(len(self._cells)) if i not in pieces]
+        cut_out = self._cut_out_on_devices([i for i in rest if not self._cells[i].moves_whole])
+        shards = self._whole_shards([i for i in rest if self._cells[i].moves_whole])
+        transfers = [*cut_out.values(), *shards.values()]
+        for transfer, moving in zip(transfers, _to_host([each.data for each in transfers]), strict=True):
+            transfer.begin(moving)
+        for transfer in transfers:
+            if self._settings.how == "host" or _device(transfer.data).platform not in self._settings.ordered:
+                transfer.wait()
+        found = list[Arriving]()
+        for i, cell in enumerate(self._cells):
+            if i in pieces:
+                found.append(Arriving(cell.nbytes, pieces[i], window=window))
+            elif i in cut_out:
+                found.append(Arriving(cell.nbytes, [cut_out[i]]))
+            else:
+                found.append(Arriving(cell.nbytes, [shards[self._key(i)]], cut=cell.cut))
+        return found
+
+    def _copied_on_devices(self) -> "dict[int, list[_Transfer]]":
+        """Copies cells on the devices that have room; the pieces of each cell that was copied."""
         pieces: dict[int, list[_Transfer]] = {}
-        for device, group in self._groups.items():
+        for device, numbers in self._planned.items():
             try:
-                pieces |= self._copy(device, group, self._staging.piece_bytes)
+                pieces |= self._copy(device, numbers, self._settings.piece_bytes)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 text = "%s has no memory for a copy of what is saved: it is copied to host memory instead"
                 logging.log_first_n(logging.WARNING, text, 3, device)
-        window = _StagingWindow(self._staging.window_bytes, [each for i in sorted(pieces) for each in pieces[i]])
-        # The rest goes to host memory now: shards, and parts of shards that are cut out on their device.
-        cuts: dict[Any, list[int]] = {}
-        moving: dict[Any, _Transfer] = {}
-        for i, cell in enumerate(self._cells):
-            whole, key = self._moved(i)
-            if i not in pieces and not whole:
-                cuts.setdefault(_device(cell.data), []).append(i)
-            elif i not in pieces:
-                moving.setdefault(key, _Transfer(cell.data))
-        cut = {i: each for device, group in cuts.items() for i, (each,) in self._copy(device, group, math.inf).items()}
-        moving |= cut
-        for transfer, data in zip(moving.values(), _to_host([each.data for each in moving.values()]), strict=True):
-            transfer.data = data
-            transfer.started = True
-        for transfer in moving.values():
-            if self._staging.how == "host" or _device(transfer.data).platform not in self._staging.ordered:
-                transfer.wait()
-        return [
-            Arriving(cell.nbytes, pieces[i], window=window)
-            if i in pieces
-            else Arriving(cell.nbytes, [moving[self._moved(i)[1]]], None if i in cut else cell.cut)
-            for i, cell in enumerate(self._cells)
-        ]
+            else:
+                self._settings.note_copy(device, self._bytes_of(numbers))
+        return pieces
 
-    def _moved(self, i: int) -> tuple[bool, Any]:
-        """Whether the shard of a cell moves to host memory whole, and a key that cells which move together share."""
+    def _cut_out_on_devices(self, numbers: Sequence[int]) -> "dict[int, _Transfer]":
+        """Copies cells that are parts of shards, on their devices; one transfer per cell."""
+        by_device: dict[Any, list[int]] = {}
+        for i in numbers:
+            by_device.setdefault(_device(self._cells[i].data), []).append(i)
+        found: dict[int, _Transfer] = {}
+        for device, group in by_device.items():
+            for i, pieces in self._copy(device, group, math.inf).items():
+                (found[i],) = pieces
+        return found
+
+    def _whole_shards(self, numbers: Sequence[int]) -> "dict[Any, _Transfer]":
+        """The shards of cells, by the keys of these cells; each shard once."""
+        found: dict[Any, _Transfer] = {}
+        for i in numbers:
+            found.setdefault(self._key(i), _Transfer(self._cells[i].data))
+        return found
+
+    def _key(self, i: int) -> Any:
+        """A key that cells share which are parts of one shard and move with it."""
         cell = self._cells[i]
-        if cell.cut is not None and cell.shard is None and _is_on_device(cell.data):
-            return False, i
-        return True, i if cell.shard is None else cell.shard
+        return i if cell.shard is None else cell.shard
 
-    def _copy(self, device: Any, group: Sequence[int], piece_bytes: float) -> "dict[int, list[_Transfer]]":
+    def _bytes_of(self, numbers: Sequence[int]) -> int:
+        return sum(self._cells[i].nbytes for i in numbers)
+
+    def _copy(self, device: Any, numbers: Sequence[int], piece_bytes: float) -> "dict[int, list[_Transfer]]":
         """Copies cells on their device, in pieces."""
-        parts = tuple(_parts(self._cells[i], piece_bytes) for i in group)
+        parts = tuple(_parts(self._cells[i], piece_bytes) for i in numbers)
         with jax.set_mesh(Mesh(np.array([device]), ("_",))):  # training may have set one of more devices
-            copies = _copied([self._cells[i].data for i in group], parts)
-        return {i: [_Transfer(piece) for piece in each] for i, each in zip(group, copies, strict=True)}
+            copies = _copy_parts([self._cells[i].data for i in numbers], parts)
+        return {i: [_Transfer(piece) for piece in each] for i, each in zip(numbers, copies, strict=True)}
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _copied(arrays: Sequence[jax.Array], parts: Any) -> list[list[jax.Array]]:
+def _copy_parts(arrays: Sequence[jax.Array], parts: Any) -> list[list[jax.Array]]:
     """Copies of the given parts of arrays, each a pair of first indices and ends, or None for all of the array."""
     return [
         [jnp.copy(x if part is None else jax.lax.slice(x, *part)) for part in each]
@@ -167,7 +206,7 @@ def _copied(arrays: Sequence[jax.Array], parts: Any) -> list[list[jax.Array]]:
     ]
 
 
-def _parts(cell: StagedCell, piece_bytes: float) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]:
+def _parts(cell: AcceleratorCell, piece_bytes: float) -> tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]:
     """Cuts a cell into contiguous pieces of at most so many bytes, as long as that is more than an element."""
     if cell.nbytes <= piece_bytes and cell.cut is None:
         return (None,)
@@ -178,7 +217,7 @@ def _parts(cell: StagedCell, piece_bytes: float) -> tuple[tuple[tuple[int, ...],
         axis -= 1
         row *= box[axis][1] - box[axis][0]
     inner = box[axis:]
-    # Axes before the last that is too long are cut at every index, that one into runs.
+    # Axes before the last that is too long are cut at every index, that one into ranges.
     steps = [*[1] * (axis - 1), int(max(piece_bytes // row, 1))] if axis else []
     found = []
     starts = [range(start, stop, step) for (start, stop), step in zip(box, steps, strict=False)]
@@ -189,14 +228,34 @@ def _parts(cell: StagedCell, piece_bytes: float) -> tuple[tuple[tuple[int, ...],
 
 
 class _Transfer:
-    """An array that moves to host memory, or waits to."""
+    """An array that moves to host memory, or waits to.
 
-    __slots__ = ("data", "left", "nbytes", "started")
+    Attributes:
+        data: the array, where it is now; None once all of it has been written.
+        nbytes: its bytes.
+        begun: whether it moves, or has moved.
+    """
+
+    __slots__ = ("_unwritten", "begun", "data", "nbytes")
 
     def __init__(self, data: jax.Array):
-        self.data: Any = data  # where it is; None once it has been written
-        self.nbytes = self.left = data.nbytes  # `left`: not written yet
-        self.started = False
+        self.data: Any = data
+        self.nbytes = data.nbytes
+        self.begun = False
+        self._unwritten = data.nbytes
+
+    def begin(self, moving: jax.Array) -> None:
+        """It moves: `moving` is the array in host memory, or on its way there."""
+        self.data = moving
+        self.begun = True
+
+    def wrote(self, nbytes: int) -> bool:
+        """Notes that some bytes have been written; returns True with the last ones, when its memory is free."""
+        self._unwritten -= nbytes
+        if self._unwritten:
+            return False
+        self.data = None
+        return True
 
     def wait(self) -> np.ndarray:
         """All of it in host memory, C-contiguous."""
@@ -205,7 +264,7 @@ class _Transfer:
         return self.data
 
 
-class _StagingWindow:
+class _TransferWindow:
     """Moves pieces from devices to host memory, in order, so many bytes ahead; used by background threads only."""
 
     def __init__(self, nbytes: int, pieces: Iterable[_Transfer]):
@@ -217,22 +276,20 @@ class _StagingWindow:
         """The bytes of a piece, also if there is no room: its caller cannot go on without it."""
         with self._lock:
             self._start(piece)
-            while self._queue and (self._queue[0].started or self._queue[0].nbytes <= self._free):
+            while self._queue and (self._queue[0].begun or self._queue[0].nbytes <= self._free):
                 self._start(self._queue.popleft())
         return piece.wait()
 
     def _start(self, piece: _Transfer) -> None:
-        if not piece.started:
+        if not piece.begun:
             self._free -= piece.nbytes
-            (piece.data,) = _to_host([piece.data])
-            piece.started = True
+            (moving,) = _to_host([piece.data])
+            piece.begin(moving)
 
     def wrote(self, piece: _Transfer, nbytes: int) -> None:
         """Some bytes of a piece have been written. With the last ones its memory is free."""
         with self._lock:
-            piece.left -= nbytes
-            if not piece.left:
-                piece.data = None
+            if piece.wrote(nbytes):
                 self._free += piece.nbytes
 
 
@@ -246,7 +303,7 @@ class Arriving:
         nbytes: int,
         pieces: Sequence[_Transfer],
         cut: tuple[slice, ...] | None = None,
-        window: _StagingWindow | None = None,
+        window: _TransferWindow | None = None,
     ):
         self._pieces = pieces
         self._cut = cut

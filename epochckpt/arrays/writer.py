@@ -25,6 +25,7 @@ from epochckpt._threads import Pool
 from epochckpt.arrays import transfers
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
+from epochckpt.arrays.transfers import Arriving
 from epochckpt.errors import BufferChangedError
 from epochckpt.format import DataFile, checksums, paths
 from epochckpt.storage import ALIGNMENT, Store, Writer, mmap, writing
@@ -40,7 +41,7 @@ def write_arrays(
     folder: str,
     epoch: int,
     plan: ItemPlan,
-    buffers: Sequence[Buffer],
+    buffers: Sequence[Buffer | Arriving],
     block_bytes: int,
     pool: Pool,
     kind: type[FileT] = DataFile,
@@ -48,7 +49,18 @@ def write_arrays(
     """Writes an item's data files into the node's folder, from one buffer per cell range of the plan."""
     with _collector.paused():  # their headers
         parts = plan.files(block_bytes)
-    files = [_FileWriter(folder, epoch, plan, number, buffers, block_bytes, kind) for number, _ in enumerate(parts)]
+    files = [
+        _FileWriter(
+            folder=folder,
+            epoch=epoch,
+            plan=plan,
+            number=number,
+            buffers=buffers,
+            block_bytes=block_bytes,
+            kind=kind,
+        )
+        for number, _ in enumerate(parts)
+    ]
 
     def check() -> None:
         """A last look at memory that is not ours."""
@@ -115,7 +127,7 @@ def write_file(
 
 
 class _FileWriter(Generic[FileT]):
-    """One data file being written: its header, then the buffers of runs of cells, in blocks that end at `ends`."""
+    """One data file being written: its header, then the buffers of cell ranges, in blocks."""
 
     def __init__(
         self,
@@ -123,22 +135,32 @@ class _FileWriter(Generic[FileT]):
         epoch: int,
         plan: ItemPlan,
         number: int,
-        buffers: Sequence[Buffer],
+        buffers: Sequence[Buffer | Arriving],
         block_bytes: int,
         kind: type[FileT],
     ):
-        self.head, cells, ranges, self.offsets, self.ends = plan.files(block_bytes)[number]
+        file = plan.files(block_bytes)[number]
+        self.head = file.head
+        self.offsets = file.offsets
+        self.block_ends = file.block_ends
         self.epoch = epoch
         self.plan = plan
-        self.ranges = plan.cell_ranges[ranges]
-        self.buffers = buffers[ranges]
-        self.sums = [""] * len(self.ends)
-        self.pieces = _pieces(self.ends.tolist())
+        self.ranges = plan.cell_ranges[file.ranges]
+        self.buffers = buffers[file.ranges]
+        self.sums = [""] * len(self.block_ends)
+        self.pieces = _pieces(self.block_ends.tolist())
         self.largest = max(end - start for start, end in itertools.starmap(self._bounds, self.pieces))
         self._lock = threading.Lock()
         self._filled = 0
         self._rest = b""
-        self.record = kind(plan.item.name, number, int(self.offsets[-1]), len(self.head), cells, block_bytes)
+        self.record = kind(
+            item=plan.item.name,
+            part=number,
+            size=int(self.offsets[-1]),
+            data_start=len(self.head),
+            cells=file.cells,
+            block_bytes=block_bytes,
+        )
         self.path = paths.join(folder, self.record.path)
 
     def written(self) -> FileT:
@@ -149,7 +171,7 @@ class _FileWriter(Generic[FileT]):
     def write_all(self, store: Store) -> None:
         """Opens the file, writes its blocks in order, and makes it durable."""
         with writing(store, self.path, self.record.size) as writer:
-            for block in range(len(self.ends)):
+            for block in range(len(self.block_ends)):
                 start, end = self._bounds(block, block + 1)
                 parts = list(self._parts(start, end))
                 data = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -184,7 +206,7 @@ class _FileWriter(Generic[FileT]):
 
     def _bounds(self, first: int, last: int) -> tuple[int, int]:
         """Where some blocks begin and end in the file."""
-        return (int(self.ends[first - 1]) if first else 0), int(self.ends[last - 1])
+        return (int(self.block_ends[first - 1]) if first else 0), int(self.block_ends[last - 1])
 
     def _ranges(self, start: int, end: int) -> tuple[int, int]:
         """The first of the cell ranges with bytes between two offsets in the file, and the last one + 1."""
@@ -207,7 +229,7 @@ class _FileWriter(Generic[FileT]):
         if small:
             yield b"".join(small)
 
-    def _cuts(self, start: int, end: int) -> Iterator[tuple[Buffer, int, int]]:
+    def _cuts(self, start: int, end: int) -> Iterator[tuple[Buffer | Arriving, int, int]]:
         """The buffers that have bytes between two offsets in the file, and which."""
         first, last = self._ranges(start, end)
         for buffer, base in zip(self.buffers[first:last], self.offsets[first:last].tolist(), strict=True):

@@ -15,7 +15,7 @@ from epochckpt import _threads
 from epochckpt._threads import Deadline
 from epochckpt.arrays import Planner, item_names, save_items
 from epochckpt.arrays.restore_items import RestoreContext
-from epochckpt.arrays.snapshot import checked_json
+from epochckpt.arrays.user_json import checked_json
 from epochckpt.directory import node_directory_of
 from epochckpt.directory.epoch_directory import ReplaceCondition, Staging, Writer
 from epochckpt.errors import (

@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from epochckpt import _text
-from epochckpt.arrays.snapshot import checked_json
+from epochckpt.arrays.user_json import checked_json
 from epochckpt.convert.import_sources import Source, source_of
 from epochckpt.convert.selection import Patterns, Rename, Selection
 from epochckpt.convert.torch_dcp import Unread

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from epochckpt.arrays import EpochReader
-from epochckpt.arrays.snapshot import root_metadata
+from epochckpt.arrays.user_json import root_metadata
 from epochckpt.convert.leaf_files import FormOptions, LeafFile, LeftOut, check_expressible
 from epochckpt.convert.selected_arrays import SelectedArrays
 from epochckpt.format import DataFile, EpochRecord, NodeEntry, paths, safetensors
@@ -42,11 +42,11 @@ class CopiedFiles:
     def write(self, target: Store, base: str, links: Sequence[str]) -> None:
         for item in (name for name, entry in self.record.items.items() if entry.kind == "files"):
             for node, file in self._reader.item_files(item):
-                self._reader.node_file(node, file).copy(target, paths.join(base, file.path))
+                self._reader.node_file(node, file).copy_to(target, paths.join(base, file.path))
         numbers = {entry.folder: i for i, entry in enumerate(self.record.nodes)}
         for path in links:
             for file in self._reader.files(path.split("/")[0], numbers[path.split("/")[-1]]):
-                file.copy(target, paths.join(base, path, file.name))
+                file.copy_to(target, paths.join(base, path, file.name))
 
 
 class NewFiles:

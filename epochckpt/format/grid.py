@@ -159,7 +159,7 @@ class Leaf(NamedTuple):
     sharding: int = -1  # row in the sharding table; -1 for none
     impl: str | None = None  # PRNG implementation of typed keys
 
-    form = property(operator.itemgetter(slice(2, None)))  # a function of Python would take twice as long
+    after_name = property(operator.itemgetter(slice(2, None)))  # a function of Python would take twice as long
     """All fields after the name, in their order: few leaves of a tree differ in these."""
 
     @property
@@ -242,7 +242,7 @@ class ArrayItem:
     def _forms(self) -> tuple[list[int], list[int]]:
         """Of every leaf a number, which leaves share that differ in path and name only; and the first leaf of each."""
         numbers = collections.defaultdict[Any, int](itertools.count().__next__)
-        of = [numbers[leaf.form] for leaf in self.leaves]
+        of = [numbers[leaf.after_name] for leaf in self.leaves]
         return of, np.unique(of, return_index=True)[1].tolist()
 
     def each(self, of: Callable[[Leaf], Any], dtype: type = np.int64) -> np.ndarray:

@@ -139,7 +139,7 @@ def _parse_form(fields: Fields, number: int, row: list[Any], grids: list[Grid]) 
     if not isinstance(kind, str):
         raise _no_leaf(fields, number)
     if len(row) == 2 and (kind in tree_lib.VALUE_KINDS or kind in tree_lib.EMPTY_KINDS):
-        return Leaf((), "", kind).form
+        return Leaf((), "", kind).after_name
     if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not is_list(row[3]):
         raise _no_leaf(fields, number)
     dtype = tree_lib.parse_dtype(fields.path, row[2])

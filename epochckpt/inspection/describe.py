@@ -161,7 +161,7 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
 
     def look(number: int) -> None:
         try:
-            if number not in reader.local_nodes and reader.copy() is None:
+            if number not in reader.local_nodes and reader.mirror_reader() is None:
                 return  # on the disk of another host, as the row of the node says
             if reader.has(number, name):
                 own = reader.of_node(number, name)

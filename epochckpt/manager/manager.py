@@ -15,7 +15,7 @@ from epochckpt import _patience, _threads, errors
 from epochckpt._threads import Deadline
 from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.arrays import EpochReader, item_names, restore_items
-from epochckpt.arrays.snapshot import checked_json, root_metadata
+from epochckpt.arrays.user_json import checked_json, root_metadata
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, RemovalError
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import status

@@ -82,7 +82,7 @@ class OrbaxReader(CheckpointReader):
                 file = small_files.json_file(self.store, self._at(name))
                 return ocp.JsonCheckpointHandler(file).restore(path, args=args or ocp.args.JsonRestore())
         handler, args = self._handler(name, recorded, args)
-        if handlers.kind_of(handler) == "other":  # its errors are passed on as they are
+        if handlers.kind_of(handler) is handlers.HandlerKind.OTHER:  # its errors are passed on as they are
             with self._local(name) as path:
                 return handler.restore(path, args=args)
         with self._readable(name), self._local(name) as path:

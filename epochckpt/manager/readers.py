@@ -180,10 +180,10 @@ class Readers:
             pool=self._pool,
             verify=self._verify,
             local_nodes=local_nodes,
-            copy=functools.partial(self._copy, record),
+            open_mirror=functools.partial(self._mirror_reader, record),
         )
 
-    def _copy(self, record: EpochRecord) -> EpochReader | None:
+    def _mirror_reader(self, record: EpochRecord) -> EpochReader | None:
         """A reader of the mirror's copy of the save that `record` is of; None if there is none."""
         there = self._mirror.copy_of(record.epoch, self.epoch_directory)
         if there is None:

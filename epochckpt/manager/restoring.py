@@ -18,6 +18,7 @@ from epochckpt._threads import Deadline, Future
 from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.agreement.collective import hear_secs
 from epochckpt.agreement.restore_vote import Look, newest_readable, vote
+from epochckpt.arrays import restore_items
 from epochckpt.directory import EpochDirectory
 from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.manager.access import Access
@@ -131,7 +132,7 @@ class ArgumentsRequest(RestoreRequest[Any]):
         value = reader.restore(self._args)
         self._saves.arguments.several = self._several
         if self._access.may_write:
-            self._saves.planner.plan_ahead(self._args, value)
+            self._saves.planner.plan_ahead(restore_items.with_targets(self._args, value))
         return value
 
 

@@ -15,7 +15,8 @@ from absl import logging
 from epochckpt import _patience, _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays import Planner, item_names, save_items
-from epochckpt.arrays.snapshot import Snapshot, checked_json
+from epochckpt.arrays.snapshot import Snapshot
+from epochckpt.arrays.user_json import checked_json
 from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.errors import (
     EpochExistsError,
@@ -253,13 +254,13 @@ class Saves:
             ready = time.monotonic()
             kept_metrics = self._metrics_of(step, call.metrics)
             kept_metadata = checked_json(dict(call.custom_metadata or {}), "custom_metadata")
-            behind = self.queue.make_room(step, plan.copied_bytes, plan.runs_handlers)
+            behind = self.queue.make_room(step, plan.place_copies(), plan.runs_handlers)
             room = time.monotonic()
             # Handlers begin to write with the snapshot, and nothing after it may be refused.
             snapshot = Snapshot() if behind is not None else plan.snapshot()
             if (copying_secs := time.monotonic() - room) > _patience.now().long_save_secs:
                 text = "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: "
-                size = _units.nbytes(snapshot.copied_bytes)
+                size = _units.nbytes(snapshot.host_copy_bytes)
                 secs = _units.secs(copying_secs)
                 logging.log_first_n(logging.WARNING, text + "%s", 3, step, size, secs)
             # Hand it to the background. The time starts now: the snapshot has waited for the device.

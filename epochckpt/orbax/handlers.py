@@ -11,6 +11,7 @@ arguments, as in `save(step, items, save_kwargs)`, is an instance of the handler
 
 import asyncio
 import contextlib
+import enum
 import functools
 import os
 import pathlib
@@ -28,18 +29,31 @@ from epochckpt._threads import Deadline
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import paths
 
-OURS: Mapping[type, str] = {
-    ocp.handlers.StandardCheckpointHandler: "arrays",
-    ocp.handlers.PyTreeCheckpointHandler: "arrays",
-    ocp.handlers.ArrayCheckpointHandler: "arrays",
-    ocp.handlers.JaxRandomKeyCheckpointHandler: "jax_key",
-    ocp.handlers.NumpyRandomKeyCheckpointHandler: "numpy_key",
-    ocp.handlers.JsonCheckpointHandler: "json",
-    ocp.handlers.ProtoCheckpointHandler: "proto",
+
+class HandlerKind(enum.Enum):
+    """What our engine does for a handler."""
+
+    ARRAYS = "arrays"  # it saves and restores a pytree
+    JAX_KEY = "jax_key"  # a random key of jax, as a tree of one leaf
+    NUMPY_KEY = "numpy_key"  # the state of NumPy's random numbers, as a tree
+    JSON = "json"  # one file
+    PROTO = "proto"  # one file
+    OTHER = "other"  # nothing: the handler is run
+
+
+OURS: Mapping[type, HandlerKind] = {
+    ocp.handlers.StandardCheckpointHandler: HandlerKind.ARRAYS,
+    ocp.handlers.PyTreeCheckpointHandler: HandlerKind.ARRAYS,
+    ocp.handlers.ArrayCheckpointHandler: HandlerKind.ARRAYS,
+    ocp.handlers.JaxRandomKeyCheckpointHandler: HandlerKind.JAX_KEY,
+    ocp.handlers.NumpyRandomKeyCheckpointHandler: HandlerKind.NUMPY_KEY,
+    ocp.handlers.JsonCheckpointHandler: HandlerKind.JSON,
+    ocp.handlers.ProtoCheckpointHandler: HandlerKind.PROTO,
 }
 """What our engine does for an unmodified handler of Orbax's."""
 
-_ENGINE = (*(c for c, kind in OURS.items() if kind not in ("json", "proto")), ocp.handlers.CompositeCheckpointHandler)
+_OF_ONE_FILE = HandlerKind.JSON, HandlerKind.PROTO
+_ENGINE = (*(c for c, kind in OURS.items() if kind not in _OF_ONE_FILE), ocp.handlers.CompositeCheckpointHandler)
 MAX_FILES = 4096  # that a handler may write on one node for one item
 
 
@@ -159,7 +173,7 @@ class Handlers:
                 )
 
         known = {name or "any": h for (name, _), h in self._entries().items()} | self.given
-        chosen = sorted(name for name, h in known.items() if kind_of(h) == "arrays")
+        chosen = sorted(name for name, h in known.items() if kind_of(h) is HandlerKind.ARRAYS)
         if chosen:
             text = "items %s: Orbax's array handlers choose epochckpt's engine; their own options change nothing here"
             logging.info(text, ", ".join(chosen))
@@ -304,9 +318,9 @@ def _handler_of(checkpointer: Any) -> Any:
     return getattr(handler, "_handler", handler) if is_wrapper else handler
 
 
-def kind_of(handler: Any) -> str:
-    """What our engine does for a handler (an instance, or a class in `OURS`); `other` if it is to be run."""
-    return OURS.get(_of_orbax(handler if isinstance(handler, type) else type(handler)), "other")
+def kind_of(handler: Any) -> HandlerKind:
+    """What our engine does for a handler (an instance, or a class in `OURS`)."""
+    return OURS.get(_of_orbax(handler if isinstance(handler, type) else type(handler)), HandlerKind.OTHER)
 
 
 def type_name(handler: Any) -> str:

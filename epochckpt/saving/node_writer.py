@@ -10,6 +10,7 @@ from epochckpt._threads import Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
+from epochckpt.arrays.transfers import Arriving
 from epochckpt.directory.epoch_directory import Staging
 from epochckpt.format import DataFile, NodeEntry, NodeRecord, Nodes, checksums, paths
 from epochckpt.format.records import ReplicaFile, tree_digest
@@ -38,8 +39,7 @@ def write_nodes(*, staging: Staging, nodes: Nodes, save: Save, options: StorageO
         if nodes.process == 0:
             for tree in trees:
                 _monitoring.numbers(tree.plan.figures)
-        save.snapshot.trees = []  # their memory need not wait for handlers
-        save.snapshot.replicas = []
+        save.snapshot.drop_arrays()  # their memory need not wait for handlers
         writers[0].write_files()
         return ProcessReport(save.plan, tuple(each.seal() for each in writers))
     except FileNotFoundError as missing:
@@ -94,14 +94,14 @@ class _NodeWriter:
             self._note_values(plan, buffers)
         self._secs += time.monotonic() - began
 
-    def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
+    def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> None:
         """Keeps the inlined values, for the commit record, and digests of per-process values, for comparison."""
         item = plan.item
         sizes = plan.owned.nbytes.tolist()
         for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
             end = 0
             for source, size in zip(
-                plan.sources[cells.first : cells.last], sizes[cells.first : cells.last], strict=True
+                plan.sources[cells.start : cells.stop], sizes[cells.start : cells.stop], strict=True
             ):
                 start = end
                 end = end + size

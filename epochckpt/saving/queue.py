@@ -147,7 +147,7 @@ class SaveQueue:
         """
         saving = self.saving()
         unwritten = [save for save in saving if not save.written.done()]
-        held = sum(save.snapshot.copied_bytes for save in unwritten)
+        held = sum(save.snapshot.host_copy_bytes for save in unwritten)
         oldest = unwritten[0] if unwritten else None
         if oldest is not None and len(unwritten) > 1:
             return oldest, oldest.written, "one save is written at a time, and one more may wait"

@@ -231,7 +231,7 @@ class Save:
     @property
     def plan(self) -> str:
         """The digest of this process's plan for the save; it must be the same on all processes."""
-        return self.snapshot.digest()
+        return self.snapshot.digest
 
     # -- the commit record, on the primary -----------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class EpochCopy:
         save_id: str = "",
         progress: Callable[[int], None] | None = None,
     ):
-        self._reader = reader.verifying_copy(_threads.Pool(_THREADS))
+        self._reader = reader.verifying(_threads.Pool(_THREADS))
         self._progress = progress
         self.epoch_directory = epoch_directory
         self._epoch = reader.record.epoch
@@ -217,9 +217,9 @@ class EpochCopy:
             part = reader.of_node(number, item) if own else reader
             folder = staging.data_folder(entry.name, item)
             for file in part.files(item, 0 if own else number):
-                file.copy(target, paths.join(folder, file.name), self._progress)
+                file.copy_to(target, paths.join(folder, file.name), self._progress)
         for file in of_handlers:
-            reader.node_file(number, file).copy(target, paths.join(base, file.path), self._progress)
+            reader.node_file(number, file).copy_to(target, paths.join(base, file.path), self._progress)
         # The record of the node is last.
         data = self._node_record(number)
         view = None if self._record.orbax_unsupported is None else []

@@ -18,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import epochckpt as ec
+from epochckpt import _progress
 from epochckpt.arrays import EpochReader, Request
 from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.format import grid
+from epochckpt.orbax import events
 from epochckpt.storage import Store, opening_through
 from epochckpt.testing import FaultyStore
 
@@ -149,3 +151,29 @@ def test_small_leaves_that_are_read_together_are_what_was_saved(data: st.DataObj
         for name in kept:
             assert (found[name].dtype, found[name].sharding) == (state[name].dtype, places[name])
             np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(state[name]))
+
+
+def test_reads_at_the_same_time_count_their_own_bytes(source: EpochReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reader reads for two restores, the second while the first goes on: each reports what it has read itself."""
+    reported: list[tuple[int, int]] = []
+    monkeypatch.setattr(events, "read", lambda root, secs, nbytes, raw, verify_secs: reported.append((nbytes, raw)))
+    began: list[str] = []
+
+    def read(name: str) -> None:
+        leaf = source.record.items["default"].arrays.by_name[name]  # type: ignore[union-attr]
+        out = np.empty_like(TREE[name])
+        source.read([Request("default", leaf, grid.whole(out.shape), out)])
+        np.testing.assert_array_equal(out, TREE[name])
+
+    def follow(done: Any, total: int) -> None:
+        """The first read has begun: the second one begins, and ends."""
+        began.append("a read")
+        if len(began) == 1:
+            read("rows")
+
+    monkeypatch.setattr(_progress, "follow", follow)
+    read("long")
+    (of_rows, raw_of_rows), (of_long, raw_of_long) = reported
+    assert (of_rows, of_long) == (TREE["rows"].nbytes, TREE["long"].nbytes)
+    assert of_rows <= raw_of_rows < of_rows + 2 * BLOCK
+    assert of_long <= raw_of_long < of_long + 2 * BLOCK

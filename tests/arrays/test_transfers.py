@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import epochckpt as ec
 from epochckpt.arrays import snapshot, transfers
-from epochckpt.arrays.save_items import SaveItem
+from epochckpt.arrays.save_items import TreeItem
 from epochckpt.errors import InvalidArgumentError, SaveError
 from epochckpt.storage import Store
 from epochckpt.testing import Faults
@@ -92,8 +92,8 @@ def opened(path: pathlib.Path, mode: str, **options: Any) -> ec.CheckpointManage
     return ec.CheckpointManager(path, storage=ec.StorageOptions(snapshot=mode, **options))  # type: ignore[arg-type]
 
 
-def staging(mode: str, **options: Any) -> transfers.Staging:
-    return transfers.Staging(ec.StorageOptions(snapshot=mode, **options), writers=2)  # type: ignore[arg-type]
+def settings(mode: str, **options: Any) -> transfers.TransferSettings:
+    return transfers.TransferSettings(ec.StorageOptions(snapshot=mode, **options), writers=2)  # type: ignore[arg-type]
 
 
 def save(manager: ec.CheckpointManager, epoch: int, tree: Any) -> None:
@@ -145,7 +145,7 @@ def test_without_the_copies_donation_harms_what_is_saved(
 ) -> None:
     """The test above can fail: here saves hold what they are to save itself."""
     if what == "copied":
-        monkeypatch.setattr(transfers, "_copied", lambda arrays, parts: [[x] for x in arrays])
+        monkeypatch.setattr(transfers, "_copy_parts", lambda arrays, parts: [[x] for x in arrays])
     state = state_of("sharded")
     if what != "offloaded":
         state |= {"offloaded": jax.device_put(np.arange(8, dtype=np.float32), placed("sharded"))}
@@ -170,14 +170,14 @@ def test_cells_are_the_parts_of_arrays_that_they_stand_for(mode: str) -> None:
     values = [np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape) for shape, dtype in SHAPES]
     arrays = [jax.device_put(value, device) for value in values]
     offloaded = jax.device_put(values[2], SingleDeviceSharding(device, memory_kind="pinned_host"))
-    cells = [transfers.StagedCell(x, None) for x in [*arrays, offloaded]]
+    cells = [transfers.AcceleratorCell(x, None) for x in [*arrays, offloaded]]
     expected = [*values, values[2]]
     part, rows = (slice(1, 2), slice(3, 40)), [(slice(i, i + 1), slice(0, 50)) for i in range(3)]
-    cells += [transfers.StagedCell(arrays[2], part), transfers.StagedCell(offloaded, part)]
+    cells += [transfers.AcceleratorCell(arrays[2], part), transfers.AcceleratorCell(offloaded, part)]
     expected += [values[2][part]] * 2
-    cells += [transfers.StagedCell(x, cut, "all") for x in [arrays[2]] for cut in rows]
+    cells += [transfers.AcceleratorCell(x, cut, "all") for x in [arrays[2]] for cut in rows]
     expected += [values[2][cut] for cut in rows]
-    copies = transfers.Copies(staging(mode, host_memory_limit_bytes=1, block_bytes=4096), cells)
+    copies = transfers.Copies(settings(mode, host_memory_limit_bytes=1, block_bytes=4096), cells)
     with jax.set_mesh(mesh()):
         found = copies.start()
     for each, value in zip(found, expected, strict=True):
@@ -208,7 +208,7 @@ def test_pieces_are_contiguous_small_and_all_there_is(shape: tuple[int, ...], dt
     value = np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
     if value.nbytes > 1000 * piece_bytes:
         value = value[..., :100]
-    parts = transfers._parts(transfers.StagedCell(jnp.asarray(value), None), piece_bytes)
+    parts = transfers._parts(transfers.AcceleratorCell(jnp.asarray(value), None), piece_bytes)
     cut = [value if part is None else value[tuple(map(slice, *part))] for part in parts]
     assert b"".join(each.tobytes() for each in cut) == value.tobytes()
     assert max(each.nbytes for each in cut) <= max(piece_bytes, value.itemsize)
@@ -229,12 +229,13 @@ def test_a_copy_leaves_training_the_memory_that_it_needs() -> None:
     """A margin, what a step has needed at the peak, and not what the copies themselves did; or what is not known."""
     stats: dict[str, int] = {}
     a, b = Device(stats), Device(stats)
-    auto, device = staging("auto"), staging("device")
+    auto, device = settings("auto"), settings("device")
     assert (auto.has_room(a, 1), device.has_room(a, 1)) == (False, True)
     stats |= {"bytes_limit": 1600, "bytes_in_use": 500}
     assert [auto.has_room(a, n) for n in (1000, 1001)] == [True, False]  # a sixteenth stays free
     stats |= {"peak_bytes_in_use": 800}  # a step took 300 more
     assert [auto.has_room(b, n) for n in (800, 801)] == [True, False]
+    auto.note_copy(b, 800)
     stats |= {"peak_bytes_in_use": 1600}  # the same step, beside that copy of 800
     assert [auto.has_room(b, n) for n in (800, 801)] == [True, False]
     stats |= {"peak_bytes_in_use": 1500, "bytes_in_use": 500}  # less again: what steps once needed counts
@@ -272,6 +273,26 @@ def test_a_device_without_room_is_copied_to_host_memory(
         assert set(moves.devices) == set(jax.devices())
     with opened(tmp_path, "auto") as manager:
         assert_same(manager.restore(0), {"a": value})
+
+
+@pytest.mark.parametrize("why", ["refused", "full"])
+def test_a_copy_that_was_not_made_is_no_part_of_the_peak(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """A save that is refused before its copies begin, or finds the device full: the peak is all that of training."""
+    array = jax.device_put(np.arange(100_003, dtype=np.float32), placed("one device"))  # of a size that only it has
+    stats = {"bytes_limit": 1_600_000, "bytes_in_use": 500_000}
+    monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda device: stats)
+
+    def full(array: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(jnp, "copy", full)
+    how = settings("auto")
+    (device,) = array.devices()
+    copies = transfers.Copies(how, [transfers.AcceleratorCell(array, None)])
+    if why == "full":
+        copies.start()
+    stats |= {"peak_bytes_in_use": 1_500_000}  # a step needs 1,000,000 bytes for a moment
+    assert [how.has_room(device, n) for n in (100_000, 100_001)] == [True, False]
 
 
 def test_a_device_that_turns_out_to_be_full_is_copied_to_host_memory(
@@ -380,8 +401,8 @@ def test_where_donation_may_not_wait_save_does() -> None:
     """On backends of which nothing is known the copies are in this process's memory before training goes on."""
     array = jnp.arange(1000.0)
     for ordered, there in ((frozenset(), True), (frozenset({jax.default_backend()}), False)):
-        how = transfers.Staging(ec.StorageOptions(snapshot="pinned_host"), writers=2, ordered=ordered)
-        (found,) = transfers.Copies(how, [transfers.StagedCell(array, None)]).start()
+        how = transfers.TransferSettings(ec.StorageOptions(snapshot="pinned_host"), writers=2, ordered=ordered)
+        (found,) = transfers.Copies(how, [transfers.AcceleratorCell(array, None)]).start()
         assert isinstance(found._pieces[0].data, np.ndarray) == there
 
 
@@ -393,13 +414,13 @@ def test_cpu_arrays_are_viewed_in_every_mode(tmp_path: pathlib.Path, monkeypatch
     for mode in MODES:
         with opened(tmp_path / mode, mode) as manager:
             (tree,) = manager.components.saves.planner.plan(items_of({"a": large})).snapshot().trees
-        (buffer,) = tree.data
+        (buffer,) = tree.buffers
         assert isinstance(buffer, snapshot.Buffer)
         assert buffer.array.ctypes.data == large.unsafe_buffer_pointer()
 
 
 def items_of(tree: Any) -> Any:
-    return [SaveItem("default", "arrays", tree=tree)]
+    return [TreeItem("default", tree=tree)]
 
 
 def test_another_word_is_refused() -> None:

@@ -22,7 +22,7 @@ import safetensors.numpy
 from flax import nnx
 
 import epochckpt as ec
-from epochckpt.arrays.save_items import SaveItem
+from epochckpt.arrays.save_items import TreeItem
 from epochckpt.convert import import_sources
 from epochckpt.errors import (
     BufferChangedError,
@@ -698,8 +698,8 @@ def test_maps_of_an_import_are_not_copied_and_those_of_a_caller_are(tmp_path: pa
         planner = manager.components.saves.planner
         copied = set()
         for name, x in tree.items():
-            (taken,) = planner.plan([SaveItem("default", "arrays", tree={"x": x})]).snapshot().trees
-            copied |= {name for buffer in taken.data if buffer.sample is None}
+            (taken,) = planner.plan([TreeItem("default", tree={"x": x})]).snapshot().trees
+            copied |= {name for buffer in taken.buffers if buffer.sample is None}
         assert copied == {"strided", "none", "swapped", *theirs}
         manager.save(3, args=ocp.args.StandardSave(tree))
         theirs["c"][:] = 0

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt.arrays.plan import CellSource, ItemPlan, forms_of, leaf_keys, plan_item
+from epochckpt.arrays.plan import CellSource, HostSource, ItemPlan, forms_of, leaf_keys, plan_item
 from epochckpt.arrays.sharding_grids import boxes_of_devices, device_cells
 from epochckpt.errors import FormatError
 from epochckpt.format import (
@@ -171,7 +171,8 @@ def plan_on(
 def check_source(plan: ItemPlan, take: CellSource, cell: int, spec: Spec, mesh: Mesh, node: int) -> None:
     """The cell is taken from the place that it is written for."""
     info, sharding = plan.item.leaves[take.leaf], spec[3]
-    if sharding is None or not math.prod(info.shape):
+    assert isinstance(take, HostSource) == (sharding is None)
+    if sharding is None or isinstance(take, HostSource) or not math.prod(info.shape):
         return
     shards = [d for d in mesh.devices.flat if d.process_index == node]
     index = sharding.devices_indices_map(info.shape)[shards[take.shard]]
@@ -324,6 +325,23 @@ def test_pieces_of_one_holder_each_leave_no_holder_with_more() -> None:
     sharding = NamedSharding(fake_mesh((2, 1), ("x", "y"), 1), PartitionSpec())
     plan = plan_on(0, 2, [(f"a{i}", (3, 128), np.uint8, sharding) for i in range(4)], 2**40, part_bytes=128)
     assert len(plan.owned.leaves) == 6
+
+
+@pytest.mark.parametrize(
+    ("part_bytes", "owners"),
+    [(None, [[0], [1], [2], [3], [0]]), (2**19, [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]])],
+    ids=["one cell", "two cells"],
+)
+def test_the_next_leaf_begins_after_the_owners_of_the_one_before(
+    part_bytes: int | None, owners: list[list[int]]
+) -> None:
+    """Four nodes hold all of some arrays: of one cell each, or of two."""
+    sharding = NamedSharding(fake_mesh((4, 1), ("x", "y"), 1), PartitionSpec())
+    item = plan_on(
+        0, 4, [(f"a{i}", (2, 2**19), np.uint8, sharding) for i in range(5)], 2**40, part_bytes=part_bytes
+    ).item
+    found = [[item.owner(leaf, cell) for cell in range(math.prod(item.counts(leaf)))] for leaf in range(5)]
+    assert found == owners
 
 
 def test_a_cell_belongs_only_to_a_node_that_holds_it() -> None:
