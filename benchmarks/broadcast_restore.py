@@ -76,7 +76,7 @@ def body(directory: str, megabytes: int, store: float, rounds: int) -> dict[str,
     with contextlib.ExitStack() as stack:
         managers = {}
         for way, share in WAYS.items():
-            options = ec.StorageOptions(broadcast_restore=share, page_cache="through")
+            options = ec.StorageOptions(broadcast_restore=share)
             managers[way] = stack.enter_context(ec.CheckpointManager(directory, storage=options))
         managers["shared"].save(0, args=ocp.args.StandardSave(state))
         managers["shared"].wait_until_finished()

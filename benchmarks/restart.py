@@ -9,7 +9,7 @@ take turns.
 - "at once", "after a kill" (some seconds after the save) and "cold" begin before the manager is made and end when every
   array is ready. They do not count the start of the interpreter and the imports. Each contestant leaves the page cache
   as it does by itself;
-- "epochckpt through" has `StorageOptions(page_cache="through")`: it writes through the page cache;
+- "epochckpt past" has `StorageOptions(page_cache=False)`: it writes past the page cache;
 - "orbax", with compression, is its default; "uncompressed" leaves that out; "plain files" also writes a file for each
   array (`use_ocdbt=False`); "zarr3" is uncompressed, with `use_zarr3=True`;
 - the limit is a file of as many bytes that was written through the page cache, and that a new process reads by two
@@ -46,12 +46,12 @@ LIMIT = "device limit"
 
 
 def contestants() -> dict[str, Callable[[pathlib.Path], Any]]:
-    """Those of all benchmarks, and ours through the page cache; their modules are imported."""
+    """Those of all benchmarks, and ours past the page cache; their modules are imported."""
     policies = ocp.CheckpointManagerOptions(max_to_keep=None)
-    through = ec.StorageOptions(page_cache="through")
+    past = ec.StorageOptions(page_cache=False)
     make = ec.CheckpointManager
     first, *others = common.managers().items()
-    other = ("epochckpt through", lambda folder: make(folder, options=policies, storage=through))
+    other = ("epochckpt past", lambda folder: make(folder, options=policies, storage=past))
     return dict([first, other, *others])
 
 

@@ -279,7 +279,7 @@ class Settings:
     broadcast_restore: bool | None = _storage("broadcast_restore")
     block_bytes: int = _storage("block_bytes")
     replica_split_bytes: int = _storage("replica_split_bytes")
-    page_cache: Literal["read_back", "through", "never"] = _storage("page_cache")
+    page_cache: bool = _storage("page_cache")
     orbax_view: bool = _storage("orbax_view")
     verify: bool = _storage("verify")
     mirror: str | None = _storage("mirror", kind=_PATH)

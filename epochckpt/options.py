@@ -252,11 +252,10 @@ class StorageOptions:
             result. It reads as many leaves at a time as that allows, and lets their memory go when they are on their
             devices. A single leaf may need more: what the devices of this process hold of it. None: all leaves at once,
             which is faster. On a CPU the memory that is read into is the result, unless it is cast.
-        page_cache: how the newest epoch gets into the page cache of the host, so that a process that is started again
-            there restores it from memory. "read_back": large files are written past the cache, and read back when the
-            epoch is committed and no save is under way. That is done on local file systems, for epochs of at most a
-            quarter of the machine's memory, and the epoch before gives way. "through": they are written through the
-            cache, which costs a save more processor time. "never": they are written past it. See docs/speed.md.
+        page_cache: whether a save to a local file system leaves the newest epoch in the page cache of its host, in
+            place of the epoch before: a process that is started again there restores it from memory. False: large files
+            are written past the page cache, which takes less processor time and leaves the cache to training. On
+            network file systems that is always so. See docs/speed.md.
         broadcast_restore: whether the processes of a job share reads. If several processes need the same bytes, such as
             replicated arrays, each of them reads and verifies a part, and a collective spreads the parts. So every byte
             is read once. All processes must then restore with the same targets. None: if
@@ -341,12 +340,12 @@ class StorageOptions:
             "once.",
         ),
     )
-    page_cache: Literal["read_back", "through", "never"] = field(
-        default="read_back",
+    page_cache: bool = field(
+        default=True,
         metadata=option(
-            choice("read_back", "through", "never"),
-            "How the newest epoch gets into the host's page cache, from which a restart restores it: read_back after "
-            "the commit, through it in the save, or never. Local disks only.",
+            boolean(),
+            "A save to a local disk leaves the newest epoch in the page cache of its host, from which a restart "
+            "restores it.",
         ),
     )
     broadcast_restore: bool | None = field(

@@ -1,13 +1,14 @@
 """Writes one node's files for one attempt: data files in large parallel pieces of the snapshot.
 
 The files are durable when these functions return. `node.json` comes after them (see `saving`). For a file system a
-piece is copied to aligned memory, hashed there, and written from there to the disk (see `storage.posix`). So the hashed
-bytes are the written bytes, and the kernel need not copy them to the page cache, which would cost more. To a bucket a
+piece is copied to aligned memory, hashed there, and written from there (see `storage.posix`). So the hashed bytes are
+the written bytes, also where training changes the memory that they come from. To a bucket a
 block is sent from the snapshot without a copy; if its memory is not ours, it is hashed again after it was sent. The
 attempt fails if that memory has changed.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import io
@@ -45,8 +46,13 @@ def write_arrays(
     block_bytes: int,
     pool: Pool,
     kind: type[FileT] = DataFile,
+    *,
+    cached_folder: str | None = None,
 ) -> list[FileT]:
-    """Writes an item's data files into the node's folder, from one buffer per cell range of the plan."""
+    """Writes an item's data files into the node's folder, from one buffer per cell range of the plan.
+
+    Files of the same names in `cached_folder` leave the page cache, piece by piece, as these are written.
+    """
     with _collector.paused():  # their headers
         parts = plan.files(block_bytes)
     files = [
@@ -73,6 +79,7 @@ def write_arrays(
         check()
         return [file.written() for file in files]
     memory = _Memory(files)
+    give_way = None if cached_folder is None else functools.partial(_give_way, store, cached_folder)
     for first in range(0, len(files), _OPEN_FILES):
         opened: list[Writer] = []
         batch = files[first : first + _OPEN_FILES]
@@ -81,7 +88,7 @@ def write_arrays(
             pieces: list[Callable[[], None]] = []
             for file in batch:
                 opened.append(store.open_writer(file.path, file.record.size))
-                pieces += [functools.partial(file.write_next, opened[-1], memory)] * len(file.pieces)
+                pieces += [functools.partial(file.write_next, opened[-1], memory, give_way)] * len(file.pieces)
             pool.run(pieces)
             if batch[-1] is files[-1]:
                 check()
@@ -183,8 +190,13 @@ class _FileWriter(Generic[FileT]):
                     raise BufferChangedError(self.epoch, self.plan.name(self.ranges[first]))
                 self._release(start, end)
 
-    def write_next(self, writer: Writer, memory: "_Memory") -> None:
-        """Writes the next piece. Its bytes past the last whole page are left to the piece after it."""
+    def write_next(
+        self, writer: Writer, memory: "_Memory", give_way: Callable[[str, int, int], None] | None = None
+    ) -> None:
+        """Writes the next piece. Its bytes past the last whole page are left to the piece after it.
+
+        `give_way` makes room for it in the page cache: it is called with the name of the file, offset and bytes.
+        """
         buffer = memory.take()
         with self._lock:  # pieces are filled in order; they are hashed and written at the same time
             first, last = self.pieces[self._filled]
@@ -201,6 +213,8 @@ class _FileWriter(Generic[FileT]):
         for block in range(first, last):
             start, end = self._bounds(block, block + 1)
             self.sums[block] = checksums.WRITTEN.of(buffer[start - begin : end - begin].data)
+        if give_way is not None:
+            give_way(self.record.path, begin, stop - begin)
         writer.write(begin, buffer[: stop - begin].data)
         memory.give(buffer)
 
@@ -238,6 +252,12 @@ class _FileWriter(Generic[FileT]):
     def _release(self, start: int, end: int) -> None:
         for buffer, a, b in self._cuts(start, end):
             buffer.release(a, b)
+
+
+def _give_way(store: Store, folder: str, name: str, start: int, nbytes: int) -> None:
+    """Drops a piece of an older file from the page cache."""
+    with contextlib.suppress(OSError):  # it was deleted meanwhile, or has fewer files
+        store.uncache(paths.join(folder, name), start, nbytes)
 
 
 class _Memory:

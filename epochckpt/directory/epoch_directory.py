@@ -432,22 +432,6 @@ class EpochDirectory(abc.ABC):
         """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
         del epoch, node
 
-    def cache(
-        self,
-        epoch: int,
-        node: str,
-        *,
-        instead_of: int | None,
-        limit_bytes: int | None,
-        is_wanted: Callable[[], bool],
-    ) -> None:
-        """Reads the data files of a node of a committed epoch into the page cache, where this host has one for them.
-
-        They take the place of the epoch `instead_of`. Files that are larger than the limit in all are left alone.
-        `is_wanted` is asked before each piece.
-        """
-        del epoch, node, instead_of, limit_bytes, is_wanted
-
     def read_save_id(self, epoch: int) -> str | None:
         """Save id of the committed epoch on storage; None if there is no such epoch, or its record is damaged.
 

@@ -103,27 +103,6 @@ class PosixDirectory(EpochDirectory):
                 if entry.name.endswith(paths.DATA_SUFFIX):
                     self.store.uncache(paths.join(folder, entry.name))
 
-    def cache(
-        self,
-        epoch: int,
-        node: str,
-        *,
-        instead_of: int | None,
-        limit_bytes: int | None,
-        is_wanted: Callable[[], bool],
-    ) -> None:
-        name = paths.folder_name(node)
-        folder = paths.join(self.folder(epoch), name)
-        before = "" if instead_of is None else paths.join(self.folder(instead_of), name)
-        with suppress(OSError):  # deleted meanwhile
-            names = [entry.name for entry in self.store.list(folder) if entry.name.endswith(paths.DATA_SUFFIX)]
-            nbytes = sum(self.store.size(paths.join(folder, each)) for each in names)
-            if limit_bytes is not None and nbytes > limit_bytes:
-                return
-            for each in names:
-                old = paths.join(before, each) if before else None
-                self.store.cache(paths.join(folder, each), instead_of=old, is_wanted=is_wanted)
-
     def deleted(self) -> dict[int, Line]:
         found = super().deleted()
         rollback = self.rollback()

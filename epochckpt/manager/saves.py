@@ -380,7 +380,6 @@ class Saves:
 
     def release(self) -> None:
         """Lets go of the directory, on the primary, and on every process that has a disk of its own; bounded."""
-        self.queue.close()
         if not self._directory.job_directory.acts:
             return
         wait_secs = self._storage.open_timeout_secs

@@ -49,7 +49,7 @@ class Place:
             address or self.directory,
             folder_mode=files.path_permission_mode if files else None,
             settings=self.storage.store,
-            direct_io=self.storage.page_cache != "through",
+            direct_io=not self.storage.page_cache,
         )
         return directory_of(store, self.names)
 

@@ -24,10 +24,21 @@ from epochckpt.saving.save import Save
 _INLINED_BYTES, _INLINED_BY_OTHERS = 2**20, 16 * 2**20
 
 
-def write_nodes(*, staging: Staging, nodes: Nodes, save: Save, options: StorageOptions, pool: Pool) -> ProcessReport:
-    """Writes and seals the folders of this process's nodes, durably."""
+def write_nodes(
+    *,
+    staging: Staging,
+    nodes: Nodes,
+    save: Save,
+    options: StorageOptions,
+    pool: Pool,
+    cached_folder: str | None = None,
+) -> ProcessReport:
+    """Writes and seals the folders of this process's nodes, durably.
+
+    The epoch in `cached_folder` gives way in the page cache, as far as it has the same files.
+    """
     try:
-        writers = [_NodeWriter(staging, nodes, number, save, options) for number in nodes.hosted]
+        writers = [_NodeWriter(staging, nodes, number, save, options, cached_folder) for number in nodes.hosted]
         began = time.monotonic()
         trees = save.snapshot.trees
         replicas = save.snapshot.replicas
@@ -50,7 +61,15 @@ class _NodeWriter:
     """Writes the folder of one node: its arrays, then the files of handlers, and `node.json` last."""
 
     @_monitoring.timed(*events.MADE_FOLDERS)
-    def __init__(self, staging: Staging, nodes: Nodes, number: int, save: Save, options: StorageOptions):
+    def __init__(
+        self,
+        staging: Staging,
+        nodes: Nodes,
+        number: int,
+        save: Save,
+        options: StorageOptions,
+        cached_folder: str | None,
+    ):
         self._staging = staging
         self._store = staging.store
         self._options = options
@@ -58,6 +77,9 @@ class _NodeWriter:
         self._number = number
         self._name, self._process = nodes.rows[number]
         self._processes = nodes.processes
+        self._cached: str | None = None
+        if cached_folder is not None and self._store.leaves_files_cached:
+            self._cached = paths.join(cached_folder, paths.folder_name(self._name))
         self._folder = staging.make_node_folder(self._name)
         self._files: list[DataFile] = []
         self._replicas: list[ReplicaFile] = []
@@ -81,7 +103,9 @@ class _NodeWriter:
         for plan, node, buffers in self._save.snapshot.trees:
             if node == self._number:
                 folder = self._staging.data_folder(self._name, plan.item.name)
-                self._files += writer.write_arrays(self._store, folder, epoch, plan, buffers, size, pool)
+                self._files += writer.write_arrays(
+                    self._store, folder, epoch, plan, buffers, size, pool, cached_folder=self._cached
+                )
                 if plan.replicas is not None:
                     self._note_values(plan, buffers)
         for plan, _, buffers in self._save.snapshot.replicas:  # of the only node that this process hosts

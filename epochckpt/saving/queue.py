@@ -78,11 +78,7 @@ class SaveQueue:
             history=history,
             listener=listener,
         )
-        self._page_cache = PageCache(
-            epoch_directory=self._epoch_directory,
-            mode=options.page_cache,
-            is_idle=lambda: not self.in_flight.all(),
-        )
+        self._page_cache = PageCache(self._epoch_directory)
         context = SaveContext(
             directory=opened.job_directory,
             prefix=f"{opened.prefix}/save",
@@ -215,10 +211,6 @@ class SaveQueue:
         self._commit_lane.submit(lambda: None).wait(self._options.save_timeout_secs)
         self._history.run.spend(run_clock.WAITING, time.monotonic() - began)
 
-    def close(self) -> None:
-        """Ends what is done in the background and concerns no save."""
-        self._page_cache.close()
-
     def remove(self, remove: Callable[[], None]) -> _threads.Future[None]:
         """Removes a hidden epoch in the background, after the saves in flight; a RemovalError is kept in `failures`."""
         return self._commit_lane.submit(lambda: _threads.logged("delete", remove, self.in_flight.failures.append))
@@ -270,14 +262,18 @@ class SaveQueue:
         save.check_not_cancelled()
         save.written_before = self._store.written.nbytes
         save.advance(Phase.WRITING)
-        self._page_cache.writing(self._nodes.hosted_names)
-        return write_nodes(
-            staging=self._side.staging(save),
-            nodes=self._nodes,
-            save=save,
-            options=self._options,
-            pool=self._pool,
-        )
+        before = self._page_cache.newest()
+        try:
+            return write_nodes(
+                staging=self._side.staging(save),
+                nodes=self._nodes,
+                save=save,
+                options=self._options,
+                pool=self._pool,
+                cached_folder=None if before is None else self._epoch_directory.folder(before),
+            )
+        finally:
+            self._page_cache.drop(self._nodes.hosted_names)
 
     # -- in the commit lane --------------------------------------------------------------------------------------
 
@@ -290,6 +286,7 @@ class SaveQueue:
             self._history.commit(commit)
             self._side.follow_commit(save, commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(save, commit))
+            self._page_cache.committed(save.epoch)
             outcome = commit
         except BaseException as caught:
             failure = errors.kept(errors.as_save_error(save.epoch, caught))
@@ -300,7 +297,5 @@ class SaveQueue:
         self.in_flight.finish(save, outcome)
         for remove in save.removals:
             _threads.logged("a deleted epoch could not be removed", remove)
-        if failure is None:
-            self._page_cache.committed(save.epoch, self._nodes.hosted_names)
         if failure is None and self._coordinator.primary:
             _monitoring.secs(time.monotonic() - began, events.REMOVED_OLD)

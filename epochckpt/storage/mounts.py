@@ -39,11 +39,6 @@ class FileSystem:
         return self.kind in _LOCAL
 
     @property
-    def caches_files(self) -> bool:
-        """Whether files may lie in this host's page cache or not, and nothing but this host changes them."""
-        return self.is_local and self.kind != "tmpfs"
-
-    @property
     def reserves_quickly(self) -> bool:
         """Whether fallocate(2) only marks room for a file, and does not fill it."""
         return self.kind in _RESERVING

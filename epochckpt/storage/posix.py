@@ -1,8 +1,8 @@
-"""Epochs in a POSIX directory: positional reads and writes, past the page cache where it pays, atomic renames.
+"""Epochs in a POSIX directory: positional reads and writes, through the page cache or past it, atomic renames.
 
 Every system call releases the interpreter lock, and the cost is per call, so callers pass pieces of megabytes. Large
-pieces that are aligned in memory and in the file go from there to the disk (`O_DIRECT`): the page cache would cost more
-processor time than anything else in a save, and training needs that. Of other large pieces the write-back begins early.
+pieces go through the page cache of a local file system, if they are to stay there, and their write-back begins at once.
+Else those that are aligned in memory and in the file go from there to storage (`O_DIRECT`).
 Errors are the operating system's, with its errno and the full path. If one thread closes a
 descriptor during a call of another thread, it stays open until that call ends: the system may reuse a closed number.
 """
@@ -20,7 +20,7 @@ import pwd
 import stat
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -32,7 +32,6 @@ WRITE_BACK_BYTES = 1 << 20  # a write of at least this size goes to the disk at 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 ALIGNMENT = max(4096, mmap.PAGESIZE)  # of direct I/O, in memory and in the file
 CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
-_CACHED_BYTES = 8 << 20  # read into the page cache at a time
 _REMOVE_ROUNDS = 16
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
@@ -188,31 +187,14 @@ class PosixStore(Store):
             raise
         return PosixReader(fd, name, status.st_size, call_bytes=self._call_bytes)
 
-    def uncache(self, path: str) -> None:
+    def uncache(self, path: str, start: int = 0, nbytes: int = 0) -> None:
         with self.open_reader(path) as reader, reader.handle.use() as fd:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def cache(self, path: str, *, instead_of: str | None, is_wanted: Callable[[], bool]) -> None:
-        """Reads ahead, and waits for the end of each piece: at most one is asked of the disk at a time."""
-        if not self._file_system.caches_files or not hasattr(os, "posix_fadvise"):
-            return
-        with ExitStack() as opened:
-            reader = opened.enter_context(self.open_reader(path))
-            fd = opened.enter_context(reader.handle.use())
-            old: int | None = None
-            if instead_of is not None:
-                with suppress(OSError):  # deleted meanwhile
-                    before = opened.enter_context(self.open_reader(instead_of))
-                    old = opened.enter_context(before.handle.use())
-            for start in range(0, reader.size, _CACHED_BYTES):
-                if not is_wanted():
-                    return
-                length = min(_CACHED_BYTES, reader.size - start)
-                if old is not None:
-                    os.posix_fadvise(old, start, length, os.POSIX_FADV_DONTNEED)
-                os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
-                os.pread(fd, 1, start + length - 1)
+    @property
+    def leaves_files_cached(self) -> bool:
+        return not self._direct_io and self._file_system.is_local
 
     def create(self, path: str, data: bytes) -> None:
         """One open(2) with `O_EXCL`, one write, one fsync(2)."""
@@ -238,7 +220,8 @@ class PosixStore(Store):
             os.close(fd)
             os.unlink(name)
             raise
-        return PosixWriter(fd, name, size, direct=self._direct_io, call_bytes=self._call_bytes, tally=self.written)
+        direct = not self.leaves_files_cached
+        return PosixWriter(fd, name, size, direct=direct, call_bytes=self._call_bytes, tally=self.written)
 
     @functools.cached_property
     def _file_system(self) -> FileSystem:

@@ -257,17 +257,18 @@ class Store(ABC):
         file that is missing, or has another length, is an error of the first read (EOFError for the length).
         """
 
-    def uncache(self, path: str) -> None:
-        """Drops a durable file from the page cache, if the store has one; changes nothing else."""
-        check_path(path, root_allowed=False)
+    def uncache(self, path: str, start: int = 0, nbytes: int = 0) -> None:
+        """Drops a durable file from the page cache, if the store has one; changes nothing else.
 
-    def cache(self, path: str, *, instead_of: str | None, is_wanted: Callable[[], bool]) -> None:
-        """Reads a durable file into the page cache, if this host has one for it, as long as that `is_wanted`.
-
-        Its pieces take the place of those of the file `instead_of`, which leaves the cache, also if it is missing.
+        It drops so many bytes from `start` on, as far as they are whole pages; for 0 bytes all that follow.
         """
         check_path(path, root_allowed=False)
-        del instead_of, is_wanted
+        del start, nbytes
+
+    @property
+    def leaves_files_cached(self) -> bool:
+        """Whether large files that are written here are in the page cache of this host afterwards."""
+        return False
 
     @abstractmethod
     def create(self, path: str, data: bytes) -> None:

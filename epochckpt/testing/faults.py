@@ -380,11 +380,12 @@ class FaultyStore(Store):
         reader = self.make(Store.open_reader, lambda: self.inner.open_reader(path, size), (path,))
         return _FaultyReader(self, path, reader)
 
-    def uncache(self, path: str) -> None:
-        return self.make(Store.uncache, lambda: self.inner.uncache(path), (path,))
+    def uncache(self, path: str, start: int = 0, nbytes: int = 0) -> None:
+        return self.make(Store.uncache, lambda: self.inner.uncache(path, start, nbytes), (path,))
 
-    def cache(self, path: str, *, instead_of: str | None, is_wanted: Callable[[], bool]) -> None:
-        self.inner.cache(path, instead_of=instead_of, is_wanted=is_wanted)  # in the background, so it is no step
+    @property
+    def leaves_files_cached(self) -> bool:
+        return self.inner.leaves_files_cached
 
     def create(self, path: str, data: bytes) -> None:
         return self.make(Store.create, lambda: self.inner.create(path, data), (path,), content=data)

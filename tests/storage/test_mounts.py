@@ -103,23 +103,21 @@ def test_whoever_saves_into_such_a_folder_is_told_to_use_the_url(
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_wanted", "comes"), [("nfs4", True, False), ("xfs", False, False), ("xfs", True, True)]
+    ("kind", "direct_io", "stays"), [("nfs4", False, False), ("xfs", False, True), ("xfs", True, False)]
 )
-def test_files_of_local_file_systems_are_read_into_the_page_cache(
-    tmp_path: pathlib.Path, kind: str, is_wanted: bool, comes: bool
+def test_large_files_stay_in_the_page_cache_of_local_file_systems(
+    tmp_path: pathlib.Path, kind: str, direct_io: bool, stays: bool
 ) -> None:
-    """In place of another file, as long as that is wanted; what is written past the cache is not there before."""
+    """Unless they are written past it; those of network file systems and of unknown ones always are."""
     if file_system_of(str(tmp_path)).kind == "tmpfs":
         pytest.skip("a tmpfs is its page cache")
-    store = PosixStore(tmp_path, file_system=FileSystem(kind))
+    store = PosixStore(tmp_path, direct_io=direct_io, file_system=FileSystem(kind))
+    assert store.leaves_files_cached is stays
     memory = mmap.mmap(-1, 1 << 20)
     memory[:] = os.urandom(1 << 20)
-    for name in ("old", "new"):
-        with writing(store, name, 1 << 20) as writer:
-            writer.write(0, memoryview(memory))
-    assert store.read("old", limit_bytes=1 << 20) == memory[:]
-    assert resident_pages(tmp_path / "new") == 0
-    store.cache("new", instead_of="old", is_wanted=lambda: is_wanted)
-    assert [resident_pages(tmp_path / name) > 0 for name in ("old", "new")] == [not comes, comes]
-    store.cache("new", instead_of="gone", is_wanted=lambda: is_wanted)
-    assert store.read("new", limit_bytes=1 << 20) == memory[:]
+    with writing(store, "data", 1 << 20) as writer:
+        writer.write(0, memoryview(memory))
+    assert (resident_pages(tmp_path / "data") > 0) is stays
+    assert store.read("data", limit_bytes=1 << 20) == memory[:]
+    store.uncache("data", 0, 1 << 20)
+    assert resident_pages(tmp_path / "data") == 0
