@@ -137,6 +137,7 @@ class ItemPlan:
     def host_copy_bytes(self) -> int:
         """Bytes of host memory that a snapshot takes for cells in host memory: the slab, and larger leaves of NumPy.
 
+        Leaves of mapped files count, too, though only small ones are copied.
         Two kinds of cells are not in it. Those on accelerators have `transfers.Copies`. Larger cells of jax arrays are
         in `viewed`: how its memory is laid out decides whether one is copied, and the plan does not depend on that.
         """

@@ -77,9 +77,9 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     item = {} if requested.by_node and requested.item is None else requested.item
     advice = "NodeRestore(by_node=True), with targets by node name"
     targets = values_by_hosted_node(name, item, requested.by_node, nodes, advice)
-    sources = _old_nodes(reader, name, requested.reshard is not None, context)
-    if sources is not None:
-        states = _states_of(reader, name, requested, sources, targets, context)
+    old_nodes = _old_nodes(reader, name, requested.reshard is not None, context)
+    if old_nodes is not None:
+        states = _states_of(reader, name, requested, old_nodes, targets, context)
     elif requested.reshard is not None:
         states = _resharded_states(reader, name, requested.reshard, context)
     else:
@@ -113,13 +113,13 @@ def _states_of(
     reader: EpochReader,
     name: str,
     requested: NodeRestore,
-    sources: Mapping[int, int],
+    old_nodes: Mapping[int, int],
     targets: Mapping[int, Any],
     context: RestoreContext,
 ) -> dict[int, Any]:
     """The values of old nodes, by the number of the node that gets each; without those where the old node has none."""
-    reader.load_records(dict.fromkeys(sources.values()))
-    having = [number for number, source in sources.items() if reader.has(source, name)]
+    reader.load_records(dict.fromkeys(old_nodes.values()))
+    having = [number for number, old in old_nodes.items() if reader.has(old, name)]
     renamed = _sources(name, requested.rename)
     if renamed is not None and any(targets.get(number) is None for number in having):
         raise InvalidArgumentError(
@@ -130,7 +130,7 @@ def _states_of(
         TreeRequest(target=plain_target(targets.get(number)), sources=renamed, memory_limit_bytes=limit)
         for number in having
     ]
-    readers = [reader.of_node(sources[number], name) for number in having]
+    readers = [reader.of_node(old_nodes[number], name) for number in having]
     with advice_for(_OF_NODES):
         return dict(zip(having, restore_trees(readers, name, requests), strict=True))
 

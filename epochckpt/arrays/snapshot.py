@@ -268,10 +268,10 @@ def take(
     start = slab.tell()
     entries = plan.slab_entries
     try:
-        _fill(slab, [leaves[i] if as_it_is else _content(plan, leaves, source) for i, as_it_is, source in entries])
+        _fill(slab, (leaves[i] if as_it_is else _content(plan, leaves, source) for i, as_it_is, source in entries))
     except (BufferError, ValueError):  # deleted, or laid out in another way
         slab.seek(start)
-        _fill(slab, [_content(plan, leaves, source) for _, _, source in entries])
+        _fill(slab, (_content(plan, leaves, source) for _, _, source in entries))
     assert slab.tell() == start + plan.slab_bytes, "the plan has the size of each leaf"
     slab_bytes = np.frombuffer(slab, np.uint8)
     found = list[Buffer | Arriving]()
@@ -290,7 +290,7 @@ def take(
 
 
 def _fill(slab: mmap.mmap, contents: Iterable[Any]) -> None:
-    """Writes buffers one after another, without a line of Python for each."""
+    """Writes buffers one after another. None is kept: a copy that was made of a leaf goes before that of the next."""
     collections.deque(map(slab.write, contents), maxlen=0)
 
 

@@ -1,6 +1,7 @@
 """The host memory that a save states before it copies: no snapshot holds more, and the limit sees all of it."""
 
 import pathlib
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,21 @@ def test_a_snapshot_holds_what_its_plan_has_stated(tmp_path: pathlib.Path, name:
         assert stated == held_bytes(snapshot)
         assert snapshot.host_copy_bytes == stated
         assert manager.save(0, args=ocp.args.StandardSave(tree))
+
+
+def test_small_numpy_leaves_are_copied_one_after_another(tmp_path: pathlib.Path) -> None:
+    """Beside the memory that they are copied to, which is mapped and not traced, there is never more than one copy."""
+    tree = {f"{i:04}": np.full(SMALL_BYTES // 4, i, np.float32) for i in range(50)}
+    with ec.CheckpointManager(tmp_path) as manager:
+        plan_of(manager, tree).snapshot()  # what only the first save of a tree makes
+        plan = plan_of(manager, tree)
+        tracemalloc.start()
+        try:
+            plan.snapshot()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert SMALL_BYTES <= peak < 5 * SMALL_BYTES
 
 
 def test_the_limit_counts_small_arrays(tmp_path: pathlib.Path) -> None:
