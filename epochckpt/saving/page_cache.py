@@ -29,7 +29,7 @@ class PageCache:
         self._resident.append(epoch)
 
     def drop(self, nodes: Sequence[str]) -> None:
-        """Drops what it still holds of these nodes; a save has been written, or has failed."""
+        """Drops what it still holds of these nodes: a newer save has been written."""
         while self._resident:
             epoch = self._resident.popleft()
             for node in nodes:

@@ -263,17 +263,16 @@ class SaveQueue:
         save.written_before = self._store.written.nbytes
         save.advance(Phase.WRITING)
         before = self._page_cache.newest()
-        try:
-            return write_nodes(
-                staging=self._side.staging(save),
-                nodes=self._nodes,
-                save=save,
-                options=self._options,
-                pool=self._pool,
-                cached_folder=None if before is None else self._epoch_directory.folder(before),
-            )
-        finally:
-            self._page_cache.drop(self._nodes.hosted_names)
+        report = write_nodes(
+            staging=self._side.staging(save),
+            nodes=self._nodes,
+            save=save,
+            options=self._options,
+            pool=self._pool,
+            cached_folder=None if before is None else self._epoch_directory.folder(before),
+        )
+        self._page_cache.drop(self._nodes.hosted_names)
+        return report
 
     # -- in the commit lane --------------------------------------------------------------------------------------
 

@@ -97,8 +97,7 @@ _renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
 class PosixStore(Store):
     """A directory of a POSIX file system, which is made absolute now and need not exist yet; see `open_store`.
 
-    `call_bytes` is the most that one system call reads or writes. If `file_system` is None, the system tells which one
-    has the directory.
+    `call_bytes` is the most that one system call reads or writes. Without a `file_system`, the system is asked for it.
     """
 
     atomic_folder_rename = True

@@ -23,7 +23,7 @@ class ClaimedDirectory:
         ledger: what the directory knows of its mirror.
         coordinator: how the processes of the job reach each other.
         prefix: of the keys of this manager.
-        epochs: those that are committed there.
+        epochs: the committed ones.
     """
 
     local: EpochDirectory
