@@ -61,7 +61,7 @@ def url() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [10, 1_000, 10_000])
+@pytest.mark.parametrize("count", [10, 1_000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_a_save_costs_the_same_whatever_the_number_of_epochs(cloud: Bucket, count: int) -> None:
     """Also one that begins a page. Opening reads the pages, and lists nothing."""
     url = cloud.new_url()
