@@ -8,7 +8,6 @@ attempt fails if that memory has changed.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import io
@@ -24,6 +23,7 @@ import numpy as np
 from epochckpt import _collector
 from epochckpt._threads import Pool
 from epochckpt.arrays import transfers
+from epochckpt.arrays.older_files import OlderFiles
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
 from epochckpt.arrays.transfers import Arriving
@@ -47,11 +47,11 @@ def write_arrays(
     pool: Pool,
     kind: type[FileT] = DataFile,
     *,
-    cached_folder: str | None = None,
+    older: OlderFiles | None = None,
 ) -> list[FileT]:
     """Writes an item's data files into the node's folder, from one buffer per cell range of the plan.
 
-    Files of the same names in `cached_folder` leave the page cache, piece by piece, as these are written.
+    The files of the same names among the `older` ones leave the page cache, piece by piece, as these are written.
     """
     with _collector.paused():  # their headers
         parts = plan.files(block_bytes)
@@ -79,7 +79,6 @@ def write_arrays(
         check()
         return [file.written() for file in files]
     memory = _Memory(files)
-    give_way = None if cached_folder is None else functools.partial(_give_way, store, cached_folder)
     for first in range(0, len(files), _OPEN_FILES):
         opened: list[Writer] = []
         batch = files[first : first + _OPEN_FILES]
@@ -88,7 +87,7 @@ def write_arrays(
             pieces: list[Callable[[], None]] = []
             for file in batch:
                 opened.append(store.open_writer(file.path, file.record.size))
-                pieces += [functools.partial(file.write_next, opened[-1], memory, give_way)] * len(file.pieces)
+                pieces += [functools.partial(file.write_next, opened[-1], memory, older)] * len(file.pieces)
             pool.run(pieces)
             if batch[-1] is files[-1]:
                 check()
@@ -190,12 +189,10 @@ class _FileWriter(Generic[FileT]):
                     raise BufferChangedError(self.epoch, self.plan.name(self.ranges[first]))
                 self._release(start, end)
 
-    def write_next(
-        self, writer: Writer, memory: "_Memory", give_way: Callable[[str, int, int], None] | None = None
-    ) -> None:
+    def write_next(self, writer: Writer, memory: "_Memory", older: OlderFiles | None = None) -> None:
         """Writes the next piece. Its bytes past the last whole page are left to the piece after it.
 
-        `give_way` makes room for it in the page cache: it is called with the name of the file, offset and bytes.
+        The same piece of the `older` file leaves the page cache before.
         """
         buffer = memory.take()
         with self._lock:  # pieces are filled in order; they are hashed and written at the same time
@@ -207,14 +204,15 @@ class _FileWriter(Generic[FileT]):
             for part in filter(None, (self._rest, *self._parts(start, end))):
                 np.copyto(buffer[at : at + len(part)], np.frombuffer(part, np.uint8))
                 at += len(part)
+            assert at == end - begin, f"{self.path}: {at} bytes for a piece of {end - begin}"
             self._release(start, end)
             stop = end if self._filled == len(self.pieces) else end // ALIGNMENT * ALIGNMENT
             self._rest = bytes(buffer[stop - begin : end - begin])
         for block in range(first, last):
             start, end = self._bounds(block, block + 1)
             self.sums[block] = checksums.WRITTEN.of(buffer[start - begin : end - begin].data)
-        if give_way is not None:
-            give_way(self.record.path, begin, stop - begin)
+        if older is not None:
+            older.evict(self.record.path, begin, stop - begin)
         writer.write(begin, buffer[: stop - begin].data)
         memory.give(buffer)
 
@@ -252,12 +250,6 @@ class _FileWriter(Generic[FileT]):
     def _release(self, start: int, end: int) -> None:
         for buffer, a, b in self._cuts(start, end):
             buffer.release(a, b)
-
-
-def _give_way(store: Store, folder: str, name: str, start: int, nbytes: int) -> None:
-    """Drops a piece of an older file from the page cache."""
-    with contextlib.suppress(OSError):  # it was deleted meanwhile, or has fewer files
-        store.uncache(paths.join(folder, name), start, nbytes)
 
 
 class _Memory:

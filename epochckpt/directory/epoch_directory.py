@@ -428,10 +428,6 @@ class EpochDirectory(abc.ABC):
     def lineage(self) -> Lineage | None:
         """Whose mirror this directory is, as storage has it now; None if no directory has claimed it as one."""
 
-    def uncache(self, epoch: int, node: str) -> None:
-        """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
-        del epoch, node
-
     def read_save_id(self, epoch: int) -> str | None:
         """Save id of the committed epoch on storage; None if there is no such epoch, or its record is damaged.
 

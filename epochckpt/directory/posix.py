@@ -95,14 +95,6 @@ class PosixDirectory(EpochDirectory):
         epochs = [self.names.parse(where) for where in found if not self.store.exists(where)]
         return sorted(epoch for epoch in epochs if epoch is not None)
 
-    def uncache(self, epoch: int, node: str) -> None:
-        """See EpochDirectory. The next epoch is written to these pages, which are faster than pages not touched yet."""
-        folder = paths.join(self.folder(epoch), paths.folder_name(node))
-        with suppress(OSError):  # deleted meanwhile, as a rule
-            for entry in self.store.list(folder):
-                if entry.name.endswith(paths.DATA_SUFFIX):
-                    self.store.uncache(paths.join(folder, entry.name))
-
     def deleted(self) -> dict[int, Line]:
         found = super().deleted()
         rollback = self.rollback()

@@ -93,7 +93,8 @@ class SaveIntervalEstimator:
             least = -(-interval // 2)
             if steps < least:
                 return None
-            self._decided = decided, interval = self._begun, max(choose(self.costs()), least)
+            interval = max(choose(self.costs()), least)
+            self._decided = (self._begun, interval)
         return interval
 
 

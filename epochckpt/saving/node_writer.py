@@ -17,11 +17,13 @@ from epochckpt.format.records import ReplicaFile, tree_digest
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
 from epochckpt.orbax.view import bases
+from epochckpt.saving.page_cache import PageCache
 from epochckpt.saving.reports import LocalReport, NodeReport, ProcessReport
 from epochckpt.saving.save import Save
 
-# Bytes of small contents that travel in the commit record: of the primary, and of all other processes together.
-_INLINED_BYTES, _INLINED_BY_OTHERS = 2**20, 16 * 2**20
+# Bytes of small contents that travel in the commit record.
+_INLINED_BYTES = 2**20  # of the primary
+_INLINED_BY_OTHERS = 16 * 2**20  # of all other processes together
 
 
 def write_nodes(
@@ -31,14 +33,21 @@ def write_nodes(
     save: Save,
     options: StorageOptions,
     pool: Pool,
-    cached_folder: str | None = None,
+    page_cache: PageCache | None = None,
 ) -> ProcessReport:
-    """Writes and seals the folders of this process's nodes, durably.
-
-    The epoch in `cached_folder` gives way in the page cache, as far as it has the same files.
-    """
+    """Writes and seals the folders of this process's nodes, durably; what the `page_cache` holds gives way to them."""
     try:
-        writers = [_NodeWriter(staging, nodes, number, save, options, cached_folder) for number in nodes.hosted]
+        writers = [
+            _NodeWriter(
+                staging=staging,
+                nodes=nodes,
+                number=number,
+                save=save,
+                options=options,
+                page_cache=page_cache,
+            )
+            for number in nodes.hosted
+        ]
         began = time.monotonic()
         trees = save.snapshot.trees
         replicas = save.snapshot.replicas
@@ -68,7 +77,7 @@ class _NodeWriter:
         number: int,
         save: Save,
         options: StorageOptions,
-        cached_folder: str | None,
+        page_cache: PageCache | None,
     ):
         self._staging = staging
         self._store = staging.store
@@ -77,9 +86,7 @@ class _NodeWriter:
         self._number = number
         self._name, self._process = nodes.rows[number]
         self._processes = nodes.processes
-        self._cached: str | None = None
-        if cached_folder is not None and self._store.leaves_files_cached:
-            self._cached = paths.join(cached_folder, paths.folder_name(self._name))
+        self._older = None if page_cache is None else page_cache.older(self._name)
         self._folder = staging.make_node_folder(self._name)
         self._files: list[DataFile] = []
         self._replicas: list[ReplicaFile] = []
@@ -104,7 +111,7 @@ class _NodeWriter:
             if node == self._number:
                 folder = self._staging.data_folder(self._name, plan.item.name)
                 self._files += writer.write_arrays(
-                    self._store, folder, epoch, plan, buffers, size, pool, cached_folder=self._cached
+                    self._store, folder, epoch, plan, buffers, size, pool, older=self._older
                 )
                 if plan.replicas is not None:
                     self._note_values(plan, buffers)
@@ -113,7 +120,7 @@ class _NodeWriter:
                 self._folders.append(paths.REPLICA_FOLDER)
                 self._store.make_folder(paths.join(self._folder, paths.REPLICA_FOLDER))
             self._replicas += writer.write_arrays(
-                self._store, self._folder, epoch, plan, buffers, size, pool, ReplicaFile
+                self._store, self._folder, epoch, plan, buffers, size, pool, ReplicaFile, older=self._older
             )
             self._note_values(plan, buffers)
         self._secs += time.monotonic() - began
@@ -179,6 +186,14 @@ class _NodeWriter:
             view = bases(save.snapshot.items, files)
         self._staging.seal(self._name, self._folders, data, view)
         secs = self._secs + time.monotonic() - began
-        entry = NodeEntry(self._name, self._process, len(data), checksums.digest(data), files, secs)
+        entry = NodeEntry(
+            name=self._name,
+            process=self._process,
+            record_size=len(data),
+            record_digest=checksums.digest(data),
+            files=files,
+            secs=secs,
+        )
         digests = {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()}
-        return NodeReport(entry, digests, LocalReport(self._inlined, self._alike) if self._local else None)
+        local = LocalReport(self._inlined, self._alike) if self._local else None
+        return NodeReport(entry=entry, own=digests, local=local)

@@ -1,36 +1,43 @@
-"""Which epochs the page cache of this host may hold: the newest one, so that a restart here restores it from memory.
-
-A save is written through the page cache, and the epoch before it gives way piece by piece, as the save is written. So
-the memory of a piece is used again at once. A virtual machine would else give it to its host, and needs a second to get
-600 MB back.
-"""
+"""Which epoch the page cache of this host may hold: the newest one, so that a restart here restores it from memory."""
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 
-from epochckpt.directory import EpochDirectory
+from epochckpt.arrays.older_files import OlderFiles
+from epochckpt.format import paths
+from epochckpt.orbax import StepNames
+from epochckpt.storage import Store
 
 
 class PageCache:
-    """The epochs of one manager whose bytes the page cache of this host may hold; used by the lanes of its queue."""
+    """The newest epoch of a directory, which the page cache of this host may hold, and what leaves the cache for it.
 
-    def __init__(self, epoch_directory: EpochDirectory):
-        self._epoch_directory = epoch_directory
-        self._resident = collections.deque[int]()  # oldest first
+    The lanes of one queue call it. While a save is written, the epoch before is evicted piece by piece; when the save
+    is committed, what is left of that one is. If the save fails first, the epoch before stays.
+    """
 
-    def newest(self) -> int | None:
-        """The epoch that is to give way to the next save; None if there is none."""
-        return self._resident[-1] if self._resident else None
+    def __init__(self, store: Store, names: StepNames, newest: int | None):
+        """`newest` is the newest epoch at the start; this host may have restored it from the cache, or into it."""
+        self._store = store
+        self._names = names
+        self._newest = newest
 
-    def committed(self, epoch: int) -> None:
-        """An epoch of this manager was written through the page cache, and is committed."""
-        self._resident.append(epoch)
+    def older(self, node: str) -> OlderFiles | None:
+        """What a node's new files replace in the cache; None if there is nothing, or these files are not cached."""
+        return None if self._newest is None else self._files(self._newest, node)
 
-    def drop(self, nodes: Sequence[str]) -> None:
-        """Drops what it still holds of these nodes: a newer save has been written."""
-        while self._resident:
-            epoch = self._resident.popleft()
-            for node in nodes:
-                self._epoch_directory.uncache(epoch, node)
+    def committed(self, epoch: int, nodes: Sequence[str]) -> None:
+        """A save of an epoch is committed, of which this process has written these nodes."""
+        before = self._newest
+        self._newest = epoch
+        if before is None or before == epoch:
+            return
+        for node in nodes:
+            if (files := self._files(before, node)) is not None:
+                files.evict_all()
+
+    def _files(self, epoch: int, node: str) -> OlderFiles | None:
+        if not self._store.leaves_files_cached:
+            return None
+        return OlderFiles(self._store, paths.join(self._names.build(epoch), paths.folder_name(node)))

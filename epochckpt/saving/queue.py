@@ -78,7 +78,8 @@ class SaveQueue:
             history=history,
             listener=listener,
         )
-        self._page_cache = PageCache(self._epoch_directory)
+        newest = max(opened.survey.epochs, default=None)
+        self._page_cache = PageCache(self._store, self._epoch_directory.names, newest)
         context = SaveContext(
             directory=opened.job_directory,
             prefix=f"{opened.prefix}/save",
@@ -262,17 +263,14 @@ class SaveQueue:
         save.check_not_cancelled()
         save.written_before = self._store.written.nbytes
         save.advance(Phase.WRITING)
-        before = self._page_cache.newest()
-        report = write_nodes(
+        return write_nodes(
             staging=self._side.staging(save),
             nodes=self._nodes,
             save=save,
             options=self._options,
             pool=self._pool,
-            cached_folder=None if before is None else self._epoch_directory.folder(before),
+            page_cache=self._page_cache,
         )
-        self._page_cache.drop(self._nodes.hosted_names)
-        return report
 
     # -- in the commit lane --------------------------------------------------------------------------------------
 
@@ -285,7 +283,6 @@ class SaveQueue:
             self._history.commit(commit)
             self._side.follow_commit(save, commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(save, commit))
-            self._page_cache.committed(save.epoch)
             outcome = commit
         except BaseException as caught:
             failure = errors.kept(errors.as_save_error(save.epoch, caught))
@@ -296,5 +293,8 @@ class SaveQueue:
         self.in_flight.finish(save, outcome)
         for remove in save.removals:
             _threads.logged("a deleted epoch could not be removed", remove)
+        if failure is None:
+            nodes = self._nodes.hosted_names
+            _threads.logged("the page cache", lambda: self._page_cache.committed(save.epoch, nodes))
         if failure is None and self._coordinator.primary:
             _monitoring.secs(time.monotonic() - began, events.REMOVED_OLD)

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from epochckpt.format import RunEntry
 
-BLOCKED, RESTORING, WAITING = "blocked", "restoring", "waiting"
+BLOCKED = "blocked"
+RESTORING = "restoring"
+WAITING = "waiting"
 _KEPT = 100  # runs, the newest ones
 
 
@@ -56,9 +58,31 @@ class RunClock:
         if killed is not None and killed[1] and killed[0] not in [run.incarnation for run in earlier]:
             # It has committed nothing. Whether the run before it was killed, it has told nobody.
             name, claimed_ns = killed
-            earlier.append(RunEntry(name, claimed_ns, claimed_ns, claimed_ns, 0, 0, 0.0, 0.0, 0.0, killed=True))
+            entry = RunEntry(
+                incarnation=name,
+                began_ns=claimed_ns,
+                saved_ns=claimed_ns,
+                committed_ns=claimed_ns,
+                saves=0,
+                epoch=0,
+                blocked_secs=0.0,
+                restoring_secs=0.0,
+                waiting_secs=0.0,
+                killed=True,
+            )
+            earlier.append(entry)
         elif earlier and earlier[-1].killed is None:
             earlier[-1] = dataclasses.replace(earlier[-1], killed=killed is not None)
-        blocked, restoring, waiting = (round(spent.get(on, 0.0), 6) for on in (BLOCKED, RESTORING, WAITING))
-        run = RunEntry(incarnation, self._began_ns, *times, self._saves + 1, epoch, blocked, restoring, waiting)
+        saved_ns, committed_ns = times
+        run = RunEntry(
+            incarnation=incarnation,
+            began_ns=self._began_ns,
+            saved_ns=saved_ns,
+            committed_ns=committed_ns,
+            saves=self._saves + 1,
+            epoch=epoch,
+            blocked_secs=round(spent.get(BLOCKED, 0.0), 6),
+            restoring_secs=round(spent.get(RESTORING, 0.0), 6),
+            waiting_secs=round(spent.get(WAITING, 0.0), 6),
+        )
         return (*earlier[1 - _KEPT :], run)

@@ -127,7 +127,14 @@ def survey(
         attached_metrics.of_epochs(epoch_directory, readable, partial(_save_id, epoch_directory)) if needed else {}
     )
     costs = auto_interval.recent(epochs, epoch_directory.read_summary) if auto_interval.is_asked(options) else ()
-    return Survey(epochs, damaged, foreign, metrics, runs=runs, costs=tuple(costs))
+    return Survey(
+        epochs=epochs,
+        damaged=damaged,
+        foreign=foreign,
+        attached=metrics,
+        runs=runs,
+        costs=tuple(costs),
+    )
 
 
 def _save_id(epoch_directory: EpochDirectory, epoch: int) -> str | None:

@@ -96,21 +96,21 @@ def open_store(
     *,
     folder_mode: int | None = None,
     settings: Mapping[str, Any] | None = None,
-    direct_io: bool = True,
+    cached_bytes: int = 0,
 ) -> Store:
     """Opens the store for a directory; reads and writes nothing.
 
     The directory is the URL of an object store (see `schemes`), or a POSIX path, made absolute now,
     with `~` expanded, also as `file:///path`. `folder_mode` are the permission bits of new POSIX folders; None leaves
-    them to the umask; `direct_io`: large files are written past the page cache. `settings` are those of a bucket
-    (`StorageOptions.store`); the query of a URL comes before them.
+    them to the umask. Files of at most `cached_bytes` stay in the page cache of a local disk. `settings` are those of a
+    bucket (`StorageOptions.store`); the query of a URL comes before them.
     InvalidArgumentError: no such scheme, wrong settings, or see `path_text`.
     """
     name = path_text(directory, "the directory")
     if _URL.match(name):
         store: Store = ObjectStore(name, settings)
     else:
-        store = PosixStore(expanded(name), folder_mode=folder_mode, direct_io=direct_io)
+        store = PosixStore(expanded(name), folder_mode=folder_mode, cached_bytes=cached_bytes)
     for wrap in _outer:
         store = wrap(store)
     return store

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 _OCTAL = re.compile(rb"\\([0-7]{3})")  # how the kernel writes blanks and backslashes in names
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-_RESERVING = frozenset({"ext4", "overlay", "xfs"})
+_RESERVING = frozenset({"ext4", "xfs"})
 _MOUNTED_BUCKETS = {
     "gcsfuse": "gs://",
     "s3fs": "s3://",

@@ -97,7 +97,9 @@ _renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
 class PosixStore(Store):
     """A directory of a POSIX file system, which is made absolute now and need not exist yet; see `open_store`.
 
-    `call_bytes` is the most that one system call reads or writes. Without a `file_system`, the system is asked for it.
+    On a local file system, files of at most `cached_bytes` are written through the page cache; others go past it, where
+    that can be. `call_bytes` is the most that one system call reads or writes. Without a `file_system`, the system is
+    asked for it.
     """
 
     atomic_folder_rename = True
@@ -113,14 +115,14 @@ class PosixStore(Store):
         directory: str | os.PathLike[str],
         *,
         folder_mode: int | None = None,
-        direct_io: bool = True,
+        cached_bytes: int = 0,
         call_bytes: int = CALL_BYTES,
         file_system: FileSystem | None = None,
     ):
         self.root = os.path.abspath(directory)
         self._given_file_system = file_system
         self._folder_mode = folder_mode
-        self._direct_io = direct_io
+        self._cached_bytes = cached_bytes
         self._call_bytes = call_bytes
         self._prefix = os.path.join(self.root, "")
 
@@ -186,14 +188,16 @@ class PosixStore(Store):
             raise
         return PosixReader(fd, name, status.st_size, call_bytes=self._call_bytes)
 
-    def uncache(self, path: str, start: int = 0, nbytes: int = 0) -> None:
+    def uncache(self, path: str, start: int = 0, nbytes: int | None = None) -> None:
+        if nbytes == 0:  # which would mean the rest of the file for the system
+            return
         with self.open_reader(path) as reader, reader.handle.use() as fd:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, start, nbytes or 0, os.POSIX_FADV_DONTNEED)
 
     @property
     def leaves_files_cached(self) -> bool:
-        return not self._direct_io and self._file_system.is_local
+        return self._cached_bytes > 0 and self._file_system.is_local
 
     def create(self, path: str, data: bytes) -> None:
         """One open(2) with `O_EXCL`, one write, one fsync(2)."""
@@ -217,9 +221,10 @@ class PosixStore(Store):
                 _reserve(fd, size, name)
         except BaseException:
             os.close(fd)
-            os.unlink(name)
+            with suppress(OSError):  # the error that counts is the one being raised
+                os.unlink(name)
             raise
-        direct = not self.leaves_files_cached
+        direct = not self.leaves_files_cached or size > self._cached_bytes
         return PosixWriter(fd, name, size, direct=direct, call_bytes=self._call_bytes, tally=self.written)
 
     @functools.cached_property

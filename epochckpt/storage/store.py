@@ -257,10 +257,10 @@ class Store(ABC):
         file that is missing, or has another length, is an error of the first read (EOFError for the length).
         """
 
-    def uncache(self, path: str, start: int = 0, nbytes: int = 0) -> None:
+    def uncache(self, path: str, start: int = 0, nbytes: int | None = None) -> None:
         """Drops a durable file from the page cache, if the store has one; changes nothing else.
 
-        It drops so many bytes from `start` on, as far as they are whole pages; for 0 bytes all that follow.
+        It drops so many bytes from `start` on, as far as they are whole pages; None: all that follow.
         """
         check_path(path, root_allowed=False)
         del start, nbytes

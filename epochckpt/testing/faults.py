@@ -380,7 +380,7 @@ class FaultyStore(Store):
         reader = self.make(Store.open_reader, lambda: self.inner.open_reader(path, size), (path,))
         return _FaultyReader(self, path, reader)
 
-    def uncache(self, path: str, start: int = 0, nbytes: int = 0) -> None:
+    def uncache(self, path: str, start: int = 0, nbytes: int | None = None) -> None:
         return self.make(Store.uncache, lambda: self.inner.uncache(path, start, nbytes), (path,))
 
     @property
