@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from epochckpt import _units
@@ -116,7 +116,30 @@ class _Intermixed(argparse.ArgumentParser):
             self._inside = False
 
 
-def parser(version: str) -> argparse.ArgumentParser:
+class _Version(argparse.Action):
+    """`--version`, which reads what is installed only when it is asked: that takes as long as all else at the start."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        from importlib import metadata
+
+        try:
+            version = metadata.version("epochckpt")
+        except metadata.PackageNotFoundError:  # run from its sources
+            version = "unknown"
+        print(f"epochckpt {version}")
+        parser.exit()
+
+
+def parser() -> argparse.ArgumentParser:
     """The parser of the command line. In its result, `run` is the function that runs the command."""
     top = argparse.ArgumentParser(
         "epochckpt",
@@ -125,7 +148,7 @@ def parser(version: str) -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"epochckpt {version}")
+    top.add_argument("--version", action=_Version, help="show the version, and exit")
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Intermixed)
 
     def command(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from epochckpt import __version__, _text, errors
+from epochckpt import _text, errors
 from epochckpt.cli import arguments
 from epochckpt.cli.output import BROKEN_PIPE, FAULT, FOUND, INTERRUPTED, MISSING, UNREACHABLE, USAGE, Output
 from epochckpt.storage import with_settings
@@ -33,7 +33,7 @@ _LINES = 60  # of an error
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line, by default the one of this process; returns one of `arguments.EXIT_CODES`."""
     try:
-        args = arguments.parser(__version__).parse_args(argv)
+        args = arguments.parser().parse_args(argv)
     except SystemExit as end:  # help, or wrong usage, which argparse has printed
         return end.code if isinstance(end.code, int) else USAGE
     # The library's log repeats what the views show. Errors of other libraries still reach stderr.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 _OCTAL = re.compile(rb"\\([0-7]{3})")  # how the kernel writes blanks and backslashes in names
-_LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+_DISKS = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"})
 _RESERVING = frozenset({"ext4", "xfs"})
 _MOUNTED_BUCKETS = {
     "gcsfuse": "gs://",
@@ -34,9 +34,9 @@ class FileSystem:
     source: str = ""
 
     @property
-    def is_local(self) -> bool:
-        """Whether it is known to lie on this host alone, so that a page cache of the host always has what is there."""
-        return self.kind in _LOCAL
+    def is_local_disk(self) -> bool:
+        """Whether it is known to lie on disks of this host alone, so that its page cache always has what is there."""
+        return self.kind in _DISKS
 
     @property
     def reserves_quickly(self) -> bool:

@@ -197,7 +197,7 @@ class PosixStore(Store):
 
     @property
     def leaves_files_cached(self) -> bool:
-        return self._cached_bytes > 0 and self._file_system.is_local
+        return self._cached_bytes > 0 and self._file_system.is_local_disk
 
     def create(self, path: str, data: bytes) -> None:
         """One open(2) with `O_EXCL`, one write, one fsync(2)."""

@@ -61,16 +61,14 @@ def test_without_proc_nothing_is_known(tmp_path: pathlib.Path) -> None:
     """What is unknown is treated as a network file system."""
     found = file_system_of("/", str(tmp_path / "none"))
     assert found == FileSystem("")
-    assert not found.is_local
+    assert not found.is_local_disk
     assert not found.reserves_quickly
 
 
 def test_disks_are_local_and_others_are_not() -> None:
-    """A tmpfs fills what it reserves."""
-    assert [FileSystem(kind).is_local for kind in ("ext4", "xfs", "tmpfs", "nfs4", "lustre", "fuse.gcsfuse")] == [
-        *[True] * 3,
-        *[False] * 3,
-    ]
+    """A tmpfs is its own page cache, and fills what it reserves."""
+    kinds = ("ext4", "xfs", "tmpfs", "nfs4", "lustre", "fuse.gcsfuse")
+    assert [FileSystem(kind).is_local_disk for kind in kinds] == [True, True, False, False, False, False]
     assert [FileSystem(kind).reserves_quickly for kind in ("ext4", "tmpfs", "nfs")] == [True, False, False]
 
 
