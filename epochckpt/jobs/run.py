@@ -229,7 +229,10 @@ class TrainingRun:
         self._run_group(self.job.init_group)
         self._names.begin(declared)
         if self.backend is not None:
-            self._save(0, self._agree(0, _TrainedEpoch), Running())
+            agreed = self._agree(0, _TrainedEpoch)
+            if agreed.verdict.fenced_off is not None:
+                return self._fenced_off(0, agreed.verdict.fenced_off)
+            self._save(0, agreed, Running())
         self.notice.ask(0)
         made = {node: list(blobs) for node, blobs in self.session.workspaces().items()}
         self._names.explain_left_out(made, from_setup)
@@ -495,10 +498,10 @@ class TrainingRun:
         """Waits for the saves in flight; the last epoch may be tried once more, unless it is known to be lost."""
         match ended:
             case FencedOff():
-                self._saves.settle()  # closing the manager does not raise again why they failed
+                self._saves.conclude()  # closing the manager does not raise again why they failed
                 return ended
             case TooManyFailures(why=why):
-                self._saves.settle()
+                self._saves.conclude()
                 return Unsaved(why)
         last = self._saves.finish(self._progress.last)
         return self._fenced_off(self._progress.last, last.why) if isinstance(last, FencedOff) else last

@@ -70,8 +70,7 @@ class Administration:
 
     def claim(self, take_over: bool) -> None:
         """See `CheckpointManager.claim`."""
-        self._saves.claim.may_take_over = take_over
-        self._change("claim", None, tuple)
+        self._change("claim", None, tuple, take_over=take_over)
 
     def delete(self, epoch: int) -> None:
         """See `CheckpointManager.delete`."""
@@ -147,8 +146,10 @@ class Administration:
         epoch: int | None,
         decide: Callable[[], Collection[int]],
         follow: Callable[[], None] = lambda: None,
+        *,
+        take_over: bool = True,
     ) -> None:
         """Changes the directory, see `DirectoryCalls.change`."""
         self._access.check_write(verb)
         call = f"{verb}({'' if epoch is None else epoch})"
-        self.directory_calls.change(self._calls, call, epoch or 0, decide, follow)
+        self.directory_calls.change(self._calls, call, epoch or 0, decide, follow, take_over=take_over)
