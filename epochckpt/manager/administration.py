@@ -64,7 +64,7 @@ class Administration:
         """On every process: replaces the history by what the primary finds on storage."""
         known = [info.step for info in self._history.committed()]
         survey = self._job_directory.look(self._calls, self._history.damaged)
-        self._saves.foreign = survey.foreign
+        self._saves.take_survey(survey)
         self._mirror.learn(survey.copies)
         self._history.reset(survey, known)
 
@@ -111,7 +111,7 @@ class Administration:
 
         self._change("rollback_to", epoch, decide, follow)
         self._history.forget_failed()
-        self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
+        self._history.forget_damage_after(epoch)
 
     def _listed(self) -> list[int]:
         return [info.step for info in self._history.committed()]

@@ -205,6 +205,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 log=self._step_log,
                 mirror=self._mirror,
             ),
+            notifier=self._notifier,
+            step_log=self._step_log,
+            mirror=self._mirror,
             ledger=ledger,
         )
         calls = CollectiveCalls(coordinator, opened.prefix, saves.last_name)
@@ -288,7 +291,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _tell_nodes(self, nodes: Nodes) -> None:
         """Passes the names of the nodes to the coordinator, the mirror and the metadata handler."""
-        self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
+        self._coordinator.name_nodes(nodes.names if nodes.processes > 1 else ())
         self._mirror.take_nodes(nodes.hosted_names)
         self._notifier.nodes(self.address, nodes.names)
 
@@ -466,7 +469,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             try:
                 self.wait_until_finished()
             except RemovalError as failure:  # of older epochs, not of this save, which is committed
-                saves.queue.in_flight.failures.append(errors.kept(failure))
+                saves.queue.note_failure(errors.kept(failure))
         return True
 
     def allow_overwrite(self, epoch: int) -> None:
@@ -507,7 +510,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         The newest thousand are kept. A save that `save` itself refused is not among them.
         """
-        return self.components.saves.listener.pop_results()
+        return self.components.saves.pop_results()
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -601,7 +604,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             if save.epoch == epoch:
                 return status.EpochStatus(epoch, "saving", save.describe())
         found = self.components.readers.status(epoch)
-        failure = queue.in_flight.failure(epoch)
+        failure = queue.failure(epoch)
         if found.state == "absent" and failure is not None:
             state, detail = failure
             return status.EpochStatus(epoch, state, detail)
@@ -716,7 +719,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             SaveError, RemovalError: as `wait_until_finished`; what has been raised is not raised again.
         """
-        self._access.closed = True
+        self._access.close()
         if self._ended or self._access.forked:
             return
         self.components.restores.drain()
@@ -788,7 +791,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _after_fork(self) -> None:
         """In a forked child: this process can only read; its parent goes on with the saves."""
         saves = self.components.saves
-        self._access.forked = True
+        self._access.after_fork()
         self._coordinator = coordination.Coordinator()
         self.components.directory.job_directory.coordinator = self._coordinator
         calls = CollectiveCalls(self._coordinator, "", saves.last_name)

@@ -130,7 +130,7 @@ class ArgumentsRequest(RestoreRequest[Any]):
 
     def result_of(self, reader: CheckpointReader) -> Any:
         value = reader.restore(self._args)
-        self._saves.arguments.several = self._several
+        self._saves.arguments.learn(self._several)
         if self._access.may_write:
             self._saves.planner.plan_ahead(restore_items.with_targets(self._args, value))
         return value

@@ -101,7 +101,7 @@ class Engine:
         self._history = components.history
         self._saves = components.saves
         self._restores = components.restores
-        self._saves.listener.heard = self._hear
+        self._saves.call_at_end(self._hear)
         self._restores.newest_call = "load()"
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Engine:
         step = epoch_number(step)
         self._make_way(step, overwrite)
         args = self._save_args({name: bridge.save_args(name, value, context) for name, value in items_by_name.items()})
-        self._saves.arguments.several = None  # each epoch has its own items
+        self._saves.arguments.learn(None)  # each epoch has its own items
         try:
             call = self._saves.call(step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
             if not (force or self.manager.should_save(step)):
@@ -129,7 +129,7 @@ class Engine:
             save = self._saves.begin(call)
         finally:
             self._saves.refuse_overwrite(step)
-            self._saves.arguments.several = None
+            self._saves.arguments.learn(None)
         if save is None:
             return None
         end = self._ends.setdefault(save.name, Future())
@@ -187,7 +187,7 @@ class Engine:
 
     def told(self, failure: SaveError | RemovalError) -> None:
         """The caller knows of a failure: `wait_until_finished` and `close` do not raise it once more."""
-        self._saves.queue.in_flight.forget_error(failure)
+        self._saves.queue.forget_failure(failure)
 
     def cancel(self) -> None:
         """No save that is in flight is committed any more, unless it is just being committed; all processes call it."""
@@ -223,7 +223,7 @@ class Engine:
             queue.drain_removals()
             if not end.done():
                 raise RemovalError(self.manager.root, step, f"it took more than {self._saves.timeout_secs:g} s")
-            for failure in list(queue.in_flight.failures):
+            for failure in queue.untold_failures():
                 if isinstance(failure, RemovalError) and failure.epoch == step:
                     raise failure
             return True
