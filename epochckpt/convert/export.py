@@ -247,8 +247,7 @@ class _Export:
                 target.written.follow(request.progress)
             left_out = self._write_files(reader, arrays, target)
             nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
-            if reader.native is not None:
-                reader.native.check_present("it was being exported")
+            reader.check_present("it was being exported")
         return Exported(
             epoch=epoch,
             path=self._place,
@@ -271,11 +270,10 @@ class _Export:
 
     def _copied(self, reader: CheckpointReader) -> CopiedFiles:
         """The files of all items, or of the one that is asked for."""
-        assert reader.native is not None, "steps of stock Orbax have no records of ours"
         record = reader.record
         if self._request.item is not None:
             record = dataclasses.replace(record, items={self._request.item: record.items[self._request.item]})
-        return CopiedFiles(reader.native, record)
+        return CopiedFiles(reader.copyable(), record)
 
 
 def _log(exported: Exported, request: ExportRequest, store: Store, secs: float) -> None:

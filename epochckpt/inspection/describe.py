@@ -22,6 +22,7 @@ from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, Leaf,
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection.leaf_reader import PerNodeReader, open_reader
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
+from epochckpt.manager.reader import NativeReader
 from epochckpt.orbax import OrbaxRecord, step_files, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store, listing
@@ -60,9 +61,8 @@ def describe(epoch_directory: EpochDirectory, row: EpochRow, mirror: str | None 
     if isinstance(reader, PerNodeReader):
         return EpochDetail(row, tuple(_per_node_items(reader)))
     record = reader.record
-    native = reader.native
-    if native is not None:
-        items = [_item(native, name, item) for name, item in sorted(record.items.items())]
+    if isinstance(reader, NativeReader):
+        items = [_item(reader.native, name, item) for name, item in sorted(record.items.items())]
         return EpochDetail(row, tuple(items), record.orbax_unsupported)
     assert isinstance(record, OrbaxRecord), "all other epochs have a native reader"
     return EpochDetail(row, tuple(_orbax_items(epoch_directory, reader.folder, record)))

@@ -676,7 +676,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def source(self, epoch: int) -> tuple[EpochReader | None, StepNames]:
         """What a copy of an epoch needs: its reader, unless stock Orbax wrote it, and the names of steps."""
-        return self.components.readers.open(epoch_number(epoch)).native, self.components.directory.epoch_directory.names
+        reader = self.components.readers.open(epoch_number(epoch))
+        copied = None if reader.record.stock else reader.copyable()
+        return copied, self.components.directory.epoch_directory.names
 
     # -- deleting and going back ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from epochckpt.arrays.restore import read_leaves, read_values
 from epochckpt.arrays.restore_items import MISSING, RestoreContext
 from epochckpt.directory import EpochDirectory, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
-from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
 from epochckpt.orbax import linked_view, object_view, steps
@@ -37,8 +37,6 @@ class CheckpointReader(abc.ABC):
     Methods raise DamagedError if bytes differ from the saved ones or cannot be read, and EpochDeletedError if the epoch
     was deleted meanwhile. They raise InvalidArgumentError for an item, leaf, node or file that the epoch lacks.
     """
-
-    native: EpochReader | None = None  # reads blocks and files of an epoch of ours
 
     def __init__(self, epoch_directory: EpochDirectory, folder: str, record: EpochRecord, context: RestoreContext):
         self.epoch_directory = epoch_directory
@@ -73,6 +71,19 @@ class CheckpointReader(abc.ABC):
     @abc.abstractmethod
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         """Reads every byte; `progress` is called with the bytes of each piece, from any thread."""
+
+    @property
+    @abc.abstractmethod
+    def save_id(self) -> str | None:
+        """The id of the save that has written it, the same on all hosts; None: it may have none, as of stock Orbax."""
+
+    @abc.abstractmethod
+    def copyable(self) -> EpochReader:
+        """Reads its blocks and files, for a copy. UnsupportedError: steps of stock Orbax are not copied."""
+
+    @abc.abstractmethod
+    def check_present(self, detail: str) -> None:
+        """Raises EpochDeletedError if the epoch is not there any more, as the save that was opened; see `detail`."""
 
     # -- common to both ------------------------------------------------------------------------------------------
 
@@ -134,9 +145,9 @@ class CheckpointReader(abc.ABC):
         number = arrays.by_either_name[leaf]
         return source, number, arrays.leaves[number]
 
-    def native_of(self, item: str, node: str = "") -> EpochReader | None:
-        """The reader of an item's blocks, of one node where each node has its own; None for a step of stock Orbax."""
-        return None
+    def checksummed_files(self, item: str, node: str = "") -> dict[str, DataFile]:
+        """The files of an item by name, of one node where each node has its own; none where there are no checksums."""
+        return {}
 
     def metrics(self) -> Any:
         """All metrics of the epoch, as storage has them now."""
@@ -232,9 +243,11 @@ class CheckpointReader(abc.ABC):
 
 
 class NativeReader(CheckpointReader):
-    """Reads an epoch of ours. With `verify` every block is verified before its bytes are used."""
+    """Reads an epoch of ours. With `verify` every block is verified before its bytes are used.
 
-    native: EpochReader
+    Attributes:
+        native: reads its blocks and files.
+    """
 
     def __init__(
         self,
@@ -245,7 +258,7 @@ class NativeReader(CheckpointReader):
         native: EpochReader,
     ):
         super().__init__(epoch_directory, folder, record, context)
-        self.native = native  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
+        self.native = native
         self._sources: dict[tuple[str, str], EpochReader] = {}  # by item and node, see `of`
 
     def restore_item(self, name: str, args: Any) -> Any:
@@ -276,8 +289,8 @@ class NativeReader(CheckpointReader):
             raise InvalidArgumentError(f"checkpoint {self.record.epoch}: node {node!r} has no item {item!r} of its own")
         return self.native.of_node(number, item)
 
-    def native_of(self, item: str, node: str = "") -> EpochReader:
-        return self.of(item, node)
+    def checksummed_files(self, item: str, node: str = "") -> dict[str, DataFile]:
+        return {file.name: file for _, file in self.of(item, node).item_files(item)}
 
     def file(self, item: str, name: str, node: str = "") -> bytes:
         return self.of(item, node).read_file(item, name)
@@ -296,6 +309,16 @@ class NativeReader(CheckpointReader):
             self.native.check_present("it was being verified")
         note = NO_VIEW if found is None else ""
         return Verification.of(self.record.epoch, self.record.nbytes, errors, note, (found or {}).values())
+
+    @property
+    def save_id(self) -> str:
+        return self.record.origin
+
+    def copyable(self) -> EpochReader:
+        return self.native
+
+    def check_present(self, detail: str) -> None:
+        self.native.check_present(detail)
 
     def _storage(self, item: str, arrays: ArrayItem, number: int) -> ocp.metadata.StorageMetadata:
         cell = arrays.cell_shape(number)

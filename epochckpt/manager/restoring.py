@@ -168,8 +168,7 @@ class EpochRestore(Generic[T]):
             return request.readers.read(epoch, self._use, sharing)
 
     def _use(self, reader: CheckpointReader) -> T:
-        # A step of stock Orbax may have no id that is the same on all hosts.
-        self._save_id = None if reader.native is None else reader.record.origin
+        self._save_id = reader.save_id
         return self._request.result_of(reader)
 
 
