@@ -24,6 +24,7 @@ from epochckpt.convert.selected_arrays import SelectedArrays, say_cast
 from epochckpt.convert.selection import Patterns, Rename, Selection
 from epochckpt.directory import EpochDirectory, directory_of
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
+from epochckpt.format import ItemKind
 from epochckpt.manager import CheckpointReader, Readers
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
@@ -288,10 +289,10 @@ def _log(exported: Exported, request: ExportRequest, store: Store, secs: float) 
     logging.info(text, exported.epoch, store.root, request.format, place, size, secs)
 
 
-def _array_item(reader: CheckpointReader, kinds: Mapping[str, str], item: str | None) -> tuple[ArraySource, str]:
+def _array_item(reader: CheckpointReader, kinds: Mapping[str, ItemKind], item: str | None) -> tuple[ArraySource, str]:
     """The item of arrays that is meant."""
     epoch = reader.record.epoch
-    arrays = [name for name, kind in kinds.items() if kind == "arrays"]
+    arrays = [name for name, kind in kinds.items() if kind is ItemKind.ARRAYS]
     if item is None and not arrays:
         raise UnsupportedError(f"checkpoint {epoch} has no item of arrays, and only those become tensors")
     chosen = item or item_names.chosen_arrays(epoch, arrays, None)

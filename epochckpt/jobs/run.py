@@ -36,6 +36,7 @@ from epochckpt.jobs.run_state import (
 )
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier
+from epochckpt.manager.notifier import Action
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +207,7 @@ class TrainingRun:
         stop_states.load_states(self.job.stop_conditions, restored.notes.stop_states)
         for workspace in self.session.workspaces().values():
             workspace.enter_epoch(restored.epoch, range(0))
-        self.handler.report("checkpoint_load", dict(zip(self.session.nodes, met.decision, strict=False)))
+        self.handler.report(Action.LOAD, dict(zip(self.session.nodes, met.decision, strict=False)))
         partial = " (partial)" if restored.notes.partial else ""
         logging.info("resumed from %s%s", self._named(restored.epoch), partial)
         return restored

@@ -655,7 +655,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
         (`NodeSave`). Items of stock Orbax are `arrays` or `files`.
         """
-        return self.components.readers.open(epoch_number(epoch)).item_kinds()
+        kinds = self.components.readers.open(epoch_number(epoch)).item_kinds()
+        return {name: kind.value for name, kind in kinds.items()}
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""

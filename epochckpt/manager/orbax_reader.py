@@ -23,7 +23,7 @@ from epochckpt.arrays.reader import ArraySource
 from epochckpt.arrays.restore import restore_tree
 from epochckpt.arrays.shardings import divides, logical_shape, of_keys
 from epochckpt.directory import EpochDirectory
-from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
+from epochckpt.format import ArrayItem, Box, ItemKind, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.orbax import OrbaxRecord, handlers, small_files, step_files, steps
@@ -47,9 +47,9 @@ class OrbaxReader(CheckpointReader):
         super().__init__(epoch_directory, folder, record, context)
         self.item = functools.cache(self._item)
 
-    def item_kinds(self) -> dict[str, str]:
+    def item_kinds(self) -> dict[str, ItemKind]:
         self._check()
-        return {name: "arrays" if self._kind(name) == "arrays" else "files" for name in self.record.names}
+        return {n: ItemKind.ARRAYS if self._kind(n) == "arrays" else ItemKind.FILES for n in self.record.names}
 
     def item_handlers(self) -> dict[str, str]:
         return dict(self.record.handlers)
@@ -176,8 +176,8 @@ class OrbaxReader(CheckpointReader):
     def _shardings(self, item: str, arrays: ArrayItem, fallback: Sharding | None = None) -> Shardings:
         return _SavedShardings(arrays, self.item(item), fallback)
 
-    def _item_metadata(self, name: str, kind: str) -> Any:
-        if kind == "arrays":
+    def _item_metadata(self, name: str, kind: ItemKind) -> Any:
+        if kind is ItemKind.ARRAYS:
             with self.still_there():
                 self.item(name).check(types=False)
         return super()._item_metadata(name, kind)

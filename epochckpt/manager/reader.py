@@ -18,7 +18,7 @@ from epochckpt.arrays.restore import read_leaves, read_values
 from epochckpt.arrays.restore_items import MISSING, RestoreContext
 from epochckpt.directory import EpochDirectory, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, Leaf, grid, paths
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemKind, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
 from epochckpt.orbax import linked_view, object_view, steps
@@ -87,8 +87,8 @@ class CheckpointReader(abc.ABC):
 
     # -- common to both ------------------------------------------------------------------------------------------
 
-    def item_kinds(self) -> dict[str, str]:
-        """What each item is, by name: `arrays`, `files` or `node`."""
+    def item_kinds(self) -> dict[str, ItemKind]:
+        """What each item is, by name."""
         return {name: item.kind for name, item in self.record.items.items()}
 
     def item_handlers(self) -> dict[str, str]:
@@ -105,7 +105,7 @@ class CheckpointReader(abc.ABC):
 
     def restore_leaves(self, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
         """Single leaves; see `CheckpointManager.restore_leaves`."""
-        arrays = [name for name, kind in self.item_kinds().items() if kind == "arrays"]
+        arrays = [name for name, kind in self.item_kinds().items() if kind is ItemKind.ARRAYS]
         item = item_names.chosen_arrays(self.record.epoch, arrays, item)
         return read_leaves(self.arrays(item), item, patterns)
 
@@ -177,9 +177,9 @@ class CheckpointReader(abc.ABC):
         """Whether the epoch was saved with metrics."""
         return self.record.metrics is not None or steps.METRICS in self.item_handlers()
 
-    def _item_metadata(self, name: str, kind: str) -> Any:
-        if kind != "arrays":
-            return self._files_metadata(name) if kind == "files" else None
+    def _item_metadata(self, name: str, kind: ItemKind) -> Any:
+        if kind is not ItemKind.ARRAYS:
+            return self._files_metadata(name) if kind is ItemKind.FILES else None
         item = self.arrays(name).record.items[name]
         directory = self.path / name
         assert item.arrays is not None, "its kind says so"
@@ -267,7 +267,7 @@ class NativeReader(CheckpointReader):
     def arrays(self, item: str, node: str = "") -> EpochReader:
         source = self.of(item, node)
         record = source.record.items.get(item)
-        if record is not None and record.kind == "node":
+        if record is not None and record.kind is ItemKind.NODE:
             raise InvalidArgumentError(f"checkpoint {self.record.epoch}: item {item!r} differs per node: name the node")
         if record is None or record.arrays is None:
             of = f" of node {node!r}" if node else ""
@@ -282,7 +282,7 @@ class NativeReader(CheckpointReader):
     def _source(self, item: str, node: str) -> EpochReader:
         """See `of`."""
         known = self.record.items.get(item)
-        if not node or (self.record.per_node and known is not None and known.kind != "node"):
+        if not node or (self.record.per_node and known is not None and known.kind is not ItemKind.NODE):
             return self.native  # of an epoch that one node saved by itself, every item is that node's
         number = next((i for i, entry in enumerate(self.record.nodes) if entry.name == node), -1)
         if number < 0 or not self.native.has(number, item):

@@ -15,6 +15,7 @@ from epochckpt.agreement.collective import Timeouts, collective
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import item_names
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
+from epochckpt.format import ItemKind
 from epochckpt.manager import CheckpointManager, CheckpointReader, Readers, Response, RestoreRequest
 from epochckpt.manager.components import Components
 from epochckpt.manager.numbers import epoch_number
@@ -260,7 +261,7 @@ class _ItemsByName(RestoreRequest[dict[str, Any]]):
         return {name: restored[item] for name, item in stored.items() if item in restored}
 
 
-def shown_names(reader: CheckpointReader, kinds: Mapping[str, str]) -> dict[str, str]:
+def shown_names(reader: CheckpointReader, kinds: Mapping[str, ItemKind]) -> dict[str, str]:
     """The stored name of each item by the name that v1 gives it."""
     if len(kinds) == 1 and reader.record.default_item:
         return {STATE: next(iter(kinds))}
@@ -271,7 +272,7 @@ def tree_name(reader: CheckpointReader) -> str:
     """The item that stands for an epoch if none is named: the unnamed one, else the first tree by name."""
     kinds = reader.item_kinds()
     name = item_names.stored_name(STATE, kinds)
-    trees = sorted(item for item, kind in kinds.items() if kind == "arrays")
+    trees = sorted(item for item, kind in kinds.items() if kind is ItemKind.ARRAYS)
     if name not in kinds and not trees:
         raise UnknownNameError(f"checkpoint {reader.record.epoch} has no tree; it has: {', '.join(kinds) or 'nothing'}")
     return name if name in kinds else trees[0]

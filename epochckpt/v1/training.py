@@ -21,7 +21,7 @@ from orbax.checkpoint import v1
 from epochckpt import _threads
 from epochckpt.arrays import TreeMetadata
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, UnsupportedError
-from epochckpt.format import paths
+from epochckpt.format import ItemKind, paths
 from epochckpt.manager import CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
@@ -368,7 +368,7 @@ class Checkpointer:
             recorded = reader.item_handlers()
             described = {}
             for name, item in shown_names(reader, kinds).items():
-                if kinds[item] != "files":
+                if kinds[item] is not ItemKind.FILES:
                     described[name] = _tree_of(items[item])
                     continue
                 args = bridge.metadata_args(name, recorded.get(item, ""), context)
