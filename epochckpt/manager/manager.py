@@ -29,7 +29,8 @@ from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.outcomes import Listener
 from epochckpt.manager.reader import shown_path
 from epochckpt.manager.readers import Readers, shared_reads
-from epochckpt.manager.restoring import Response, Restores
+from epochckpt.manager.response import Response
+from epochckpt.manager.restoring import Restores
 from epochckpt.manager.saves import Decisions, Saves, SaveSettings
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log

@@ -19,6 +19,7 @@ from epochckpt.format import ItemKind
 from epochckpt.manager import CheckpointManager, CheckpointReader, Readers, Response, RestoreRequest
 from epochckpt.manager.components import Components
 from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.response import FutureResponse
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import object_view
 from epochckpt.saving import EpochInfo, Save
@@ -46,11 +47,10 @@ class SaveResponse(Response[bool]):
     """The response of one save: `result` raises the SaveError that happened to that save, whatever became of others."""
 
     def __init__(self, engine: "Engine", outcome: "Future[_Outcome]"):
-        super().__init__(self._ended, engine.told)
         self._engine = engine
         self._outcome = outcome
 
-    def _ended(self, timeout: float | None) -> bool:
+    def _wait(self, timeout: float | None) -> bool:
         deadline = Deadline(math.inf if timeout is None else timeout)
         save, failure = self._outcome.result(timeout)
         if self._engine.is_pending(save) and not save.done.wait(None if timeout is None else deadline.left()):
@@ -59,6 +59,20 @@ class SaveResponse(Response[bool]):
         if failure is not None:
             raise failure
         return True
+
+    def _told(self, failure: SaveError | RemovalError) -> None:
+        self._engine.told(failure)
+
+
+class DeletionResponse(FutureResponse[bool]):
+    """The response of a deletion: whether there was an epoch to delete; `result` raises what kept its files there."""
+
+    def __init__(self, engine: "Engine", removed: Future[bool]):
+        super().__init__(removed)
+        self._engine = engine
+
+    def _told(self, failure: SaveError | RemovalError) -> None:
+        self._engine.told(failure)
 
 
 class Engine:

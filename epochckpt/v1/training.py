@@ -27,7 +27,7 @@ from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.v1 import bridge
 from epochckpt.v1 import context as contexts
-from epochckpt.v1.engine import STATE, Engine, SaveResponse, shown_names, tree_name
+from epochckpt.v1.engine import STATE, DeletionResponse, Engine, SaveResponse, shown_names, tree_name
 
 save_decision_policies = v1.training.save_decision_policies
 preservation_policies = v1.training.preservation_policies
@@ -411,8 +411,10 @@ class Checkpointer:
         except EpochNotFoundError:
             if not missing_ok:
                 raise
-            return Response(lambda timeout: False)
-        return Response(self._deleting.result, self._engine.told)
+            nothing = _threads.Future[bool]()
+            nothing.set(False)
+            return DeletionResponse(self._engine, nothing)
+        return DeletionResponse(self._engine, self._deleting)
 
     def _wait_for_deletion(self) -> None:
         deleting = self._deleting
