@@ -81,10 +81,11 @@ class Administration:
             self._saves.queue.remove(retention.unlist(self._job_directory.writer, here, self._options.todelete_subdir))
 
         def decide() -> list[int]:
-            remote = self._is_remote(epoch)
-            if not remote:
+            if self._is_remote(epoch):
+                self._withdraw(None, [epoch], lambda: None)  # nothing is unlisted here
+            else:
                 self._epoch_directory.require(epoch)
-            self._withdraw(None, [epoch], (lambda: None) if remote else (lambda: unlist(epoch)))
+                self._withdraw(None, [epoch], lambda: unlist(epoch))
             return [epoch]
 
         def follow() -> None:

@@ -11,8 +11,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_manager
 
-from epochckpt import _patience, _threads, errors
-from epochckpt._threads import Deadline
+from epochckpt import _threads, errors
 from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.arrays import EpochReader, item_names, restore_items
 from epochckpt.arrays.user_json import checked_json, root_metadata
@@ -23,6 +22,7 @@ from epochckpt.manager.access import Access
 from epochckpt.manager.administration import Administration
 from epochckpt.manager.arguments import Arguments
 from epochckpt.manager.components import Components
+from epochckpt.manager.end_at_exit import EndAtExit
 from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.numbers import epoch_number
@@ -766,31 +766,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
         queue = self.components.saves.queue
-        epochs = [save.epoch for save in queue.pending()]
+        pending = [save.epoch for save in queue.pending()]
         timeout_secs = queue.longest_secs + self._mirror.longest_close_secs(self._storage.save_timeout_secs)
-        deadline = Deadline(timeout_secs)
-        closing = _threads.start(self.close)
-
-        def left_to_do() -> str:
-            unsaved = ", ".join(str(epoch) for epoch in epochs if epoch not in self.all_steps())
-            return f"the save of checkpoint {unsaved}" if unsaved else "its clean-up"
-
-        def wait() -> None:
-            if not closing.wait(min(_patience.now().long_exit_secs, deadline.left())):
-                text = "%s: before it exits, the program waits up to %.0f s for %s"
-                logging.warning(text, self.root, deadline.left(), left_to_do())
-            if closing.wait(deadline.left()):
-                _threads.logged(f"{self.root}: at exit", closing.result)
-                return
-            logging.error(
-                "%s: the file system has not answered for %g s; the program exits without the end of %s. What was "
-                "committed before is untouched, and the next run removes what is left",
-                self.root,
-                timeout_secs,
-                left_to_do(),
-            )
-
-        return wait
+        end = EndAtExit(
+            root=self.root,
+            timeout_secs=timeout_secs,
+            closing=_threads.start(self.close),
+            pending=pending,
+            committed=self.all_steps,
+        )
+        return end.wait
 
     def _after_fork(self) -> None:
         """In a forked child: this process can only read; its parent goes on with the saves."""

@@ -165,8 +165,8 @@ class Saves:
         step = epoch_number(step)
         if not self.is_wanted(step, ignore_later=ignore_later):
             return False
-        if blocked := self.blocked(step):
-            logging.error("%s", blocked)
+        if self.is_blocked(step):
+            logging.error("%s", self.how_to_unblock(step))
             return False
         return True
 
@@ -191,10 +191,12 @@ class Saves:
             pace=self._history.pace,
         )
 
-    def blocked(self, step: int) -> str:
-        """Why an epoch cannot be saved whose place a foreign folder has, and what to do; empty if there is none."""
-        if step not in self.foreign or step in self._overwrites:
-            return ""
+    def is_blocked(self, step: int) -> bool:
+        """Whether an epoch cannot be saved, because a foreign folder has its place."""
+        return step in self.foreign and step not in self._overwrites
+
+    def how_to_unblock(self, step: int) -> str:
+        """Why an epoch is blocked, and what to do."""
         return f"checkpoint {step} cannot be saved: {self.foreign[step]}; then call reload(), or take another number"
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class Saves:
                 "looked, reload() or claim() tells"
             )
         if step in self.foreign and overwrite is None:
-            raise EpochExistsError(self.blocked(step))
+            raise EpochExistsError(self.how_to_unblock(step))
         snapshot: Snapshot | None = None
         try:
             # Plan the save, wait until older ones leave room for it, then copy what can still change.

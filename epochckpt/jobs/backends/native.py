@@ -44,6 +44,7 @@ from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Reshard, Workspace
 from epochckpt.manager import CheckpointManager, HandlerNotifier, SaveResult
 from epochckpt.manager.notifier import Action, ManagersCalls, Verb
+from epochckpt.manager.saves import Saves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,13 +268,13 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
             EpochExistsError: the epoch is wanted, and a foreign folder lies in its place.
         """
         # With a foreign folder in the epoch's place the manager says that nothing is wanted, so its options are asked.
-        saves = self._manager.components.saves
-        foreign = saves.blocked(epoch)
-        wanted = saves.is_wanted if foreign else self._manager.should_save
+        saves: Saves = self._manager.components.saves
+        is_blocked = saves.is_blocked(epoch)
+        wanted = saves.is_wanted if is_blocked else self._manager.should_save
         if not (force or wanted(epoch, ignore_later=True)):
             return False
-        if foreign:
-            raise EpochExistsError(foreign)
+        if is_blocked:
+            raise EpochExistsError(saves.how_to_unblock(epoch))
 
         notes = notes.with_blobs(prepared.names, prepared.types)
         begun = False
