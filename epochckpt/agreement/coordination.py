@@ -43,6 +43,10 @@ class Coordinator:
     def __init__(self, id: int = 0):
         self.ids: tuple[int, ...] = (id,)  # JAX process index of every process that takes part, by number
 
+    def name_nodes(self, names: Sequence[str]) -> None:
+        """Names the node of each process."""
+        self.nodes = names
+
     def put(self, key: str, value: Any, again: bool = False) -> None:
         """Publishes a value under a new key; with `again` it may have a value, which this one replaces."""
 

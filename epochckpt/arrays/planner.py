@@ -80,7 +80,7 @@ class Planner:
         digest = PlanDigest(
             nodes=self._nodes.rows,
             items={tree.plan.item.name: tree.plan for tree in trees if tree.plan.item.name in shared},
-            others=sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared),
+            others=sorted((item.name, item.kind.value, item.handler) for item in items if item.name not in shared),
         )
         return SavePlan(
             items=items,

@@ -39,6 +39,7 @@ from epochckpt.format import (
     Box,
     DataFile,
     EpochRecord,
+    ItemKind,
     NodeCells,
     NodeRecord,
     checksums,
@@ -423,12 +424,12 @@ class EpochReader:
                 for name, item in self.record.items.items():
                     written = [file for file in record.files if file.item == name]
                     with noting(damage):
-                        if item.kind == "node":
+                        if item.kind is ItemKind.NODE:
                             if written or name in record.items:  # else this node has no tree of the item
                                 damage += self.of_node(node, name).verify_all(progress)
                             continue
                         files: Iterable[NodeFile] = (HandlerFile(self, node, file) for file in written)
-                        if item.kind == "arrays":
+                        if item.kind is ItemKind.ARRAYS:
                             files = [*self.files(name, node), *self.replica_files(name, node)]
                         for file in files:
                             with noting(damage):

@@ -36,7 +36,7 @@ from epochckpt.errors import (
     UnsupportedError,
     advice_for,
 )
-from epochckpt.format import DataFile, Nodes, paths
+from epochckpt.format import DataFile, ItemKind, Nodes, paths
 from epochckpt.orbax import Handlers, handlers, options
 from epochckpt.orbax.handlers import HandlerKind
 
@@ -180,11 +180,11 @@ def restore_item(reader: EpochReader, name: str, args: Any, context: RestoreCont
     record = reader.record.items.get(name)
     if record is None:
         raise unknown_item(reader.record.epoch, name, reader.record.items)
-    if record.kind == "node" or isinstance(args, own.NodeRestore):
-        if record.kind != "node" or not (args is None or isinstance(args, own.NodeRestore)):
+    if record.kind is ItemKind.NODE or isinstance(args, own.NodeRestore):
+        if record.kind is not ItemKind.NODE or not (args is None or isinstance(args, own.NodeRestore)):
             raise contradiction(name, record.handler or "NodeSave", args)
         return _restore_node(reader, name, args, context)
-    if record.kind == "arrays":
+    if record.kind is ItemKind.ARRAYS:
         value = restore_tree(reader, name, tree_request(name, args, record.handler, context))
         is_state = record.handler == handlers.type_name(ocp.handlers.NumpyRandomKeyCheckpointHandler)
         return tuple(value) if is_state and isinstance(value, list) else value

@@ -16,7 +16,7 @@ from epochckpt import args as own
 from epochckpt.arrays.casts import keeps_kind
 from epochckpt.arrays.item_names import ONE_FILE, arguments_by_item, file_name
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.format import checksums, paths
+from epochckpt.format import ItemKind, checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import Handlers, HandlerSave, handlers
@@ -32,7 +32,7 @@ class TreeItem:
     handler: str = ""  # type name of the Orbax handler, as Orbax records it
     custom_metadata: Any = None  # JSON that belongs to the item
 
-    kind: ClassVar[str] = "arrays"  # as in `ItemRecord`
+    kind: ClassVar[ItemKind] = ItemKind.ARRAYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NodeItem:
     tree: Any
     by_node: bool = False  # the tree is a dict of pytrees by node name
 
-    kind: ClassVar[str] = "node"
+    kind: ClassVar[ItemKind] = ItemKind.NODE
     handler: ClassVar[str] = ""
 
 
@@ -56,7 +56,7 @@ class FileItem:
     file: str  # the file's name
     content: bytes
 
-    kind: ClassVar[str] = "files"
+    kind: ClassVar[ItemKind] = ItemKind.FILES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class HandlerItem:
     handler: str
     start: Callable[[], HandlerSave]  # starts the save of the handler
 
-    kind: ClassVar[str] = "files"
+    kind: ClassVar[ItemKind] = ItemKind.FILES
 
 
 SaveItem = TreeItem | NodeItem | FileItem | HandlerItem

@@ -19,9 +19,7 @@ from epochckpt.jobs.notes import RunNotes
 from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
-
-_VERBS = ("set_params", "last_epoch", "write", "cp_accessible")
-_ACTIONS = ("checkpoint_save", "checkpoint_load", "checkpoint_partial_load")
+from epochckpt.manager.notifier import Action, ManagersCalls, Verb
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Caffe2Backend(CheckpointBackend[None]):
     """Caffe2's verbs."""
 
     per_node: ClassVar[bool] = True
-    handler_calls = frozenset(_VERBS + _ACTIONS)
+    handler_calls = ManagersCalls(verbs=frozenset(Verb), actions=frozenset(Action))
 
     def __init__(self, manager: Manager):
         super().__init__(manager, manager.db_prefix)
@@ -81,7 +79,7 @@ class Caffe2Backend(CheckpointBackend[None]):
         self._run(lambda: self._manager.load(epoch))
         self._knows_blobs = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
-        self._report("checkpoint_load", self._calls.collective(f"stats of the load of {epoch}", self._stats, list))
+        self._report(Action.LOAD, self._calls.collective(f"stats of the load of {epoch}", self._stats, list))
         return Restored(
             epoch=epoch,
             notes=RunNotes.read(self._manager.read_notes(epoch)),
@@ -132,7 +130,7 @@ class Caffe2Backend(CheckpointBackend[None]):
         self._fenced = next((report.fenced for report in reports if report.fenced), None)
         if not problem:
             _threads.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
-            self._report("checkpoint_save", [report.stats for report in reports])
+            self._report(Action.SAVE, [report.stats for report in reports])
         by_node = {node: secs for report in reports for node, (_, secs) in report.stats.items()}
         secs = time.monotonic() - began
         self._ended.append(
@@ -160,10 +158,10 @@ class Caffe2Backend(CheckpointBackend[None]):
         """What the last operation saved or loaded on each node of this process: the db's name, and the seconds."""
         return {node: manager.last for node, manager in self._managers().items() if manager.last is not None}
 
-    def _report(self, action: str, stats: Sequence[Mapping[str, tuple[str, float]]]) -> None:
+    def _report(self, action: Action, stats: Sequence[Mapping[str, tuple[str, float]]]) -> None:
         """Reports the seconds of the nodes of all processes together."""
         by_name = dict(each for one in stats for each in one.values())
-        _threads.logged("the metadata handler's report", lambda: self._manager.report(action, by_name))
+        _threads.logged("the metadata handler's report", lambda: self._manager.report(action.value, by_name))
 
     def fenced_off(self) -> str | None:
         return self._fenced
@@ -181,5 +179,5 @@ class Caffe2Backend(CheckpointBackend[None]):
             self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
         else:
             return False
-        self._report("checkpoint_partial_load", [self._stats()])
+        self._report(Action.PARTIAL_LOAD, [self._stats()])
         return True

@@ -25,8 +25,7 @@ def node_upload(manager: Manager, epoch: int, requested: CopyUpload) -> Callable
     @uploading(epoch, target.root)
     def upload(workspace: Workspace) -> None:
         for node in (each.node_name for each in manager.managers([workspace.node]).values()):
-            reader = NodeEpochs(manager.db_prefix, node).reader(epoch).native
-            assert reader is not None, "epochs of single nodes are ours"
+            reader = NodeEpochs(manager.db_prefix, node).reader(epoch).copyable()
             target.make_root()
             with _progress.work(f"uploading checkpoint {epoch}") as work:
                 copy = EpochCopy(reader, node_directory_of(target, node), progress=work.advance)

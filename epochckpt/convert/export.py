@@ -24,6 +24,7 @@ from epochckpt.convert.selected_arrays import SelectedArrays, say_cast
 from epochckpt.convert.selection import Patterns, Rename, Selection
 from epochckpt.directory import EpochDirectory, directory_of
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
+from epochckpt.format import ItemKind
 from epochckpt.manager import CheckpointReader, Readers
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
@@ -247,8 +248,7 @@ class _Export:
                 target.written.follow(request.progress)
             left_out = self._write_files(reader, arrays, target)
             nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
-            if reader.native is not None:
-                reader.native.check_present("it was being exported")
+            reader.check_present("it was being exported")
         return Exported(
             epoch=epoch,
             path=self._place,
@@ -271,11 +271,10 @@ class _Export:
 
     def _copied(self, reader: CheckpointReader) -> CopiedFiles:
         """The files of all items, or of the one that is asked for."""
-        assert reader.native is not None, "steps of stock Orbax have no records of ours"
         record = reader.record
         if self._request.item is not None:
             record = dataclasses.replace(record, items={self._request.item: record.items[self._request.item]})
-        return CopiedFiles(reader.native, record)
+        return CopiedFiles(reader.copyable(), record)
 
 
 def _log(exported: Exported, request: ExportRequest, store: Store, secs: float) -> None:
@@ -290,10 +289,10 @@ def _log(exported: Exported, request: ExportRequest, store: Store, secs: float) 
     logging.info(text, exported.epoch, store.root, request.format, place, size, secs)
 
 
-def _array_item(reader: CheckpointReader, kinds: Mapping[str, str], item: str | None) -> tuple[ArraySource, str]:
+def _array_item(reader: CheckpointReader, kinds: Mapping[str, ItemKind], item: str | None) -> tuple[ArraySource, str]:
     """The item of arrays that is meant."""
     epoch = reader.record.epoch
-    arrays = [name for name, kind in kinds.items() if kind == "arrays"]
+    arrays = [name for name, kind in kinds.items() if kind is ItemKind.ARRAYS]
     if item is None and not arrays:
         raise UnsupportedError(f"checkpoint {epoch} has no item of arrays, and only those become tensors")
     chosen = item or item_names.chosen_arrays(epoch, arrays, None)

@@ -12,7 +12,7 @@ from epochckpt.arrays import EpochReader
 from epochckpt.arrays.user_json import root_metadata
 from epochckpt.convert.leaf_files import FormOptions, LeafFile, LeftOut, check_expressible
 from epochckpt.convert.selected_arrays import SelectedArrays
-from epochckpt.format import DataFile, EpochRecord, NodeEntry, paths, safetensors
+from epochckpt.format import DataFile, EpochRecord, ItemKind, NodeEntry, paths, safetensors
 from epochckpt.manager import status
 from epochckpt.orbax import Views, ocdbt
 from epochckpt.orbax.view_layouts import Standalone
@@ -40,7 +40,7 @@ class CopiedFiles:
         self._reader = reader
 
     def write(self, target: Store, base: str, links: Sequence[str]) -> None:
-        for item in (name for name, entry in self.record.items.items() if entry.kind == "files"):
+        for item in (name for name, entry in self.record.items.items() if entry.kind is ItemKind.FILES):
             for node, file in self._reader.item_files(item):
                 self._reader.node_file(node, file).copy_to(target, paths.join(base, file.path))
         numbers = {entry.folder: i for i, entry in enumerate(self.record.nodes)}

@@ -5,8 +5,9 @@ is parsed here may be damaged or hostile, and every error says where it lies.
 """
 
 from epochckpt.format.grid import ArrayItem, Box, Grid, Leaf, NodeCells, PartCells
+from epochckpt.format.items import ItemKind, ItemRecord
 from epochckpt.format.nodes import Nodes
-from epochckpt.format.records import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord, RunEntry
+from epochckpt.format.records import DataFile, EpochRecord, NodeEntry, NodeRecord, RunEntry
 from epochckpt.format.tree import KeyPath
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "DataFile",
     "EpochRecord",
     "Grid",
+    "ItemKind",
     "ItemRecord",
     "KeyPath",
     "Leaf",

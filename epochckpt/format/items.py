@@ -6,6 +6,7 @@ How a tree and its grids are written is in `grid.ArrayItem`, whose text each epo
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import marshal
 import math
@@ -23,21 +24,30 @@ _MAX_DIM = 2**48
 _MAX_DIMS = 32
 
 
+class ItemKind(enum.Enum):
+    """What an item is. The values are those of the records, and of `CheckpointManager.item_kinds`."""
+
+    ARRAYS = "arrays"
+    """A pytree in data files."""
+
+    FILES = "files"
+    """Files that a handler wrote."""
+
+    NODE = "node"
+    """A pytree that differs per node; each node's `node.json` describes its own."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ItemRecord:
-    """One item of an epoch.
+    """One item of an epoch."""
 
-    Its kind is `arrays` (a pytree in data files), `files` (written by a handler), or `node` (a pytree that differs per
-    node; each node's `node.json` describes its own).
-    """
-
-    kind: str
+    kind: ItemKind
     handler: str = ""  # type name of the Orbax handler, as Orbax records it
-    arrays: ArrayItem | None = None  # only of kind `arrays`; so are the next two
+    arrays: ArrayItem | None = None  # only of kind ARRAYS; so are the next two
     # Python leaves as JSON, by leaf number.
     values: Mapping[int, Any] = dataclasses.field(default_factory=dict[int, Any])
     custom_metadata: Any = None  # the caller's
-    same: bool = False  # of `node`: every node of the epoch has the item, with the same content
+    same: bool = False  # of NODE: every node of the epoch has the item, with the same content
 
 
 def items(nodes: str | None) -> Codec[Mapping[str, ItemRecord]]:
@@ -55,9 +65,9 @@ def items(nodes: str | None) -> Codec[Mapping[str, ItemRecord]]:
 
 
 def _item_fields(item: ItemRecord) -> dict[str, Any]:
-    head: dict[str, Any] = {"kind": item.kind, "handler": item.handler}
+    head: dict[str, Any] = {"kind": item.kind.value, "handler": item.handler}
     if item.arrays is None:
-        return {**head, "same": item.same} if item.kind == "node" else head
+        return {**head, "same": item.same} if item.kind is ItemKind.NODE else head
     return {
         **head,
         **item.arrays.json_fields,
@@ -70,12 +80,13 @@ def parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
     """An item of as many nodes; raises FormatError, with the path of the record."""
     paths.check_recorded_name(path, name)
     fields = Fields(path, entry, f"items.{name}.")
-    kind = fields.text("kind")
+    try:
+        kind = ItemKind(fields.text("kind"))
+    except ValueError as error:
+        raise fields.fail("kind", "'arrays', 'files' or 'node'") from error
     handler = fields.text("handler")
-    if kind in ("files", "node"):
-        return ItemRecord(kind, handler, same=kind == "node" and fields.boolean("same"))
-    if kind != "arrays":
-        raise fields.fail("kind", "'arrays', 'files' or 'node'")
+    if kind is not ItemKind.ARRAYS:
+        return ItemRecord(kind, handler, same=kind is ItemKind.NODE and fields.boolean("same"))
     arrays = _parse_arrays(fields, name, nodes)
     return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), user_data(fields, "custom_metadata"))
 

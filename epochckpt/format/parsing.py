@@ -15,7 +15,7 @@ from epochckpt.errors import FormatError, FormatVersionError, unreadable
 from epochckpt.format import checksums, codec, paths
 from epochckpt.format.codec import Fields
 from epochckpt.format.codec import user_data as user_data
-from epochckpt.format.items import ItemRecord, parse_item
+from epochckpt.format.items import ItemKind, ItemRecord, parse_item
 from epochckpt.format.records import MAX_FEATURE, MAX_RECORD_BYTES, NODE_ROWS, EpochRecord, NodeEntry, NodeRecord
 from epochckpt.storage import Store
 
@@ -26,7 +26,7 @@ _MAX_SMALL_ITEMS = 1000  # items among which short ones are searched for
 _MAX_ITEM_TEXT = 65_536  # bytes of a short one
 _ITEMS = b',"items":{'
 _KIND = b'":{"kind":"'  # with which the text of an item begins, after its name
-_ITEM_TEXTS = tuple(f'{{"kind":"{kind}","handler":"'.encode() for kind in ("arrays", "files", "node"))
+_ITEM_TEXTS = tuple(f'{{"kind":"{kind.value}","handler":"'.encode() for kind in ItemKind)
 _SHOWN_FEATURES = 10  # in an error
 _OPENING = ord("{")
 _PLAIN = bytes(set(range(256)) - set(b'"{}'))  # bytes that neither begin nor end a string or an object

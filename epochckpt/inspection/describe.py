@@ -18,10 +18,11 @@ from epochckpt._units import several
 from epochckpt.arrays import EpochReader
 from epochckpt.directory import EpochDirectory
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, EpochNotFoundError, FormatError, say
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, Leaf, paths
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemKind, ItemRecord, Leaf, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection.leaf_reader import PerNodeReader, open_reader
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
+from epochckpt.manager.reader import NativeReader
 from epochckpt.orbax import OrbaxRecord, step_files, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store, listing
@@ -60,9 +61,8 @@ def describe(epoch_directory: EpochDirectory, row: EpochRow, mirror: str | None 
     if isinstance(reader, PerNodeReader):
         return EpochDetail(row, tuple(_per_node_items(reader)))
     record = reader.record
-    native = reader.native
-    if native is not None:
-        items = [_item(native, name, item) for name, item in sorted(record.items.items())]
+    if isinstance(reader, NativeReader):
+        items = [_item(reader.native, name, item) for name, item in sorted(record.items.items())]
         return EpochDetail(row, tuple(items), record.orbax_unsupported)
     assert isinstance(record, OrbaxRecord), "all other epochs have a native reader"
     return EpochDetail(row, tuple(_orbax_items(epoch_directory, reader.folder, record)))
@@ -75,7 +75,7 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
     handler = item.handler.rpartition(".")[2]
     if item.arrays is not None:
         return _array_item(name, reader.record, item, handler)
-    if item.kind == "node":
+    if item.kind is ItemKind.NODE:
         return _node_item(reader, name, handler)
     problems: list[str] = []
 
@@ -92,7 +92,7 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
     small = [f for number, _, f in found if f.size <= _MAX_JSON and number in reader.local_nodes]
     read = {f.name: content(f) for f in small} if len(small) <= _MAX_READ else {}
     files = tuple(FileRow(f.name, node, f.size, read.get(f.name)) for _, node, f in found)
-    return ItemRow(name, item.kind, handler, files=files, problem="; ".join(problems))
+    return ItemRow(name, item.kind.value, handler, files=files, problem="; ".join(problems))
 
 
 def parsed(content: bytes) -> Any:

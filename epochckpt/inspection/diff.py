@@ -239,8 +239,8 @@ class _Comparison:
 
         Stock Orbax has no checksums.
         """
-        readers = self._before.native_of(item, node), self._after.native_of(item, node)
-        one, other = ({} if r is None else {f.name: f for _, f in r.item_files(item)} for r in readers)
+        one = self._before.checksummed_files(item, node)
+        other = self._after.checksummed_files(item, node)
         both = ((name, f, other[name]) for name, f in one.items() if name in other)
         return {
             name: (a.size, a.sums) == (b.size, b.sums)

@@ -36,6 +36,7 @@ from epochckpt.jobs.run_state import (
 )
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier
+from epochckpt.manager.notifier import Action
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +207,7 @@ class TrainingRun:
         stop_states.load_states(self.job.stop_conditions, restored.notes.stop_states)
         for workspace in self.session.workspaces().values():
             workspace.enter_epoch(restored.epoch, range(0))
-        self.handler.report("checkpoint_load", dict(zip(self.session.nodes, met.decision, strict=False)))
+        self.handler.report(Action.LOAD, dict(zip(self.session.nodes, met.decision, strict=False)))
         partial = " (partial)" if restored.notes.partial else ""
         logging.info("resumed from %s%s", self._named(restored.epoch), partial)
         return restored
@@ -229,7 +230,10 @@ class TrainingRun:
         self._run_group(self.job.init_group)
         self._names.begin(declared)
         if self.backend is not None:
-            self._save(0, self._agree(0, _TrainedEpoch), Running())
+            agreed = self._agree(0, _TrainedEpoch)
+            if agreed.verdict.fenced_off is not None:
+                return self._fenced_off(0, agreed.verdict.fenced_off)
+            self._save(0, agreed, Running())
         self.notice.ask(0)
         made = {node: list(blobs) for node, blobs in self.session.workspaces().items()}
         self._names.explain_left_out(made, from_setup)
@@ -495,10 +499,10 @@ class TrainingRun:
         """Waits for the saves in flight; the last epoch may be tried once more, unless it is known to be lost."""
         match ended:
             case FencedOff():
-                self._saves.settle()  # closing the manager does not raise again why they failed
+                self._saves.conclude()  # closing the manager does not raise again why they failed
                 return ended
             case TooManyFailures(why=why):
-                self._saves.settle()
+                self._saves.conclude()
                 return Unsaved(why)
         last = self._saves.finish(self._progress.last)
         return self._fenced_off(self._progress.last, last.why) if isinstance(last, FencedOff) else last

@@ -188,6 +188,13 @@ class RunSaves:
 
     # -- the end of the run --------------------------------------------------------------------------------------
 
+    def conclude(self) -> None:
+        """Waits for the saves in flight, and enters how they ended. Nothing more is saved in this run."""
+        backend = self._backend
+        if backend is None:
+            return
+        self.enter(self._calls.collective("last results", backend.drain, lambda _: self.take_results()))
+
     def finish(self, epoch: int) -> LastSave:
         """Waits for the saves in flight. The last epoch, if it could not be saved, is tried once more."""
         backend = self._backend

@@ -29,6 +29,7 @@ from epochckpt.jobs.run_names import UnsavedBlobs
 from epochckpt.jobs.session import DistributedSession, Session, default_session
 from epochckpt.jobs.workspace import Workspace, never_stop
 from epochckpt.manager import CheckpointManager, HandlerNotifier, metadata_handlers
+from epochckpt.manager.notifier import NO_CALLS, Action
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 
@@ -298,7 +299,7 @@ class JobRunner:
         loaded = backend.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
         self._introduce(handler, backend)
-        handler.report("checkpoint_partial_load", secs)
+        handler.report(Action.PARTIAL_LOAD, secs)
         handler.drain()
         return loaded
 
@@ -393,7 +394,7 @@ class JobRunner:
         return HandlerNotifier(
             backend.handler if own else self._handler,
             active=primary,
-            skip=backend.handler_calls if own else (),
+            managers=backend.handler_calls if own else NO_CALLS,
             accessible=backend.accessible,
         )
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from epochckpt.manager.notifier import HandlerNotifier
     from epochckpt.manager.reader import CheckpointReader
     from epochckpt.manager.readers import Readers
-    from epochckpt.manager.restoring import Response, RestoreRequest
+    from epochckpt.manager.response import Response
+    from epochckpt.manager.restore_request import RestoreRequest
     from epochckpt.manager.status import EpochStatus, NodeStatus, SaveResult, Verification
 else:
 
@@ -22,8 +23,8 @@ else:
             "HandlerNotifier": "notifier",
             "CheckpointReader": "reader",
             "Readers": "readers",
-            "Response": "restoring",
-            "RestoreRequest": "restoring",
+            "Response": "response",
+            "RestoreRequest": "restore_request",
             "EpochStatus": "status",
             "NodeStatus": "status",
             "SaveResult": "status",

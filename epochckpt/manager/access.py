@@ -21,6 +21,14 @@ class Access:
         """Whether this process could save with the manager, as long as that is open."""
         return not self.read_only and not self.forked
 
+    def close(self) -> None:
+        """The manager is closed from now on."""
+        self.closed = True
+
+    def after_fork(self) -> None:
+        """In a forked child: this process only reads."""
+        self.forked = True
+
     def check_open(self, verb: str) -> None:
         """Raises InvalidArgumentError if the manager is closed."""
         if self.closed:

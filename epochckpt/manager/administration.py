@@ -64,14 +64,13 @@ class Administration:
         """On every process: replaces the history by what the primary finds on storage."""
         known = [info.step for info in self._history.committed()]
         survey = self._job_directory.look(self._calls, self._history.damaged)
-        self._saves.foreign = survey.foreign
+        self._saves.take_survey(survey)
         self._mirror.learn(survey.copies)
         self._history.reset(survey, known)
 
     def claim(self, take_over: bool) -> None:
         """See `CheckpointManager.claim`."""
-        self._saves.claim.may_take_over = take_over
-        self._change("claim", None, tuple)
+        self._change("claim", None, tuple, take_over=take_over)
 
     def delete(self, epoch: int) -> None:
         """See `CheckpointManager.delete`."""
@@ -82,10 +81,11 @@ class Administration:
             self._saves.queue.remove(retention.unlist(self._job_directory.writer, here, self._options.todelete_subdir))
 
         def decide() -> list[int]:
-            remote = self._is_remote(epoch)
-            if not remote:
+            if self._is_remote(epoch):
+                self._withdraw(None, [epoch], lambda: None)  # nothing is unlisted here
+            else:
                 self._epoch_directory.require(epoch)
-            self._withdraw(None, [epoch], (lambda: None) if remote else (lambda: unlist(epoch)))
+                self._withdraw(None, [epoch], lambda: unlist(epoch))
             return [epoch]
 
         def follow() -> None:
@@ -112,7 +112,7 @@ class Administration:
 
         self._change("rollback_to", epoch, decide, follow)
         self._history.forget_failed()
-        self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
+        self._history.forget_damage_after(epoch)
 
     def _listed(self) -> list[int]:
         return [info.step for info in self._history.committed()]
@@ -147,8 +147,10 @@ class Administration:
         epoch: int | None,
         decide: Callable[[], Collection[int]],
         follow: Callable[[], None] = lambda: None,
+        *,
+        take_over: bool = True,
     ) -> None:
         """Changes the directory, see `DirectoryCalls.change`."""
         self._access.check_write(verb)
         call = f"{verb}({'' if epoch is None else epoch})"
-        self.directory_calls.change(self._calls, call, epoch or 0, decide, follow)
+        self.directory_calls.change(self._calls, call, epoch or 0, decide, follow, take_over=take_over)

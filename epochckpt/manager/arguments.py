@@ -26,6 +26,10 @@ class Arguments:
         elif handlers.single:
             self.several = False
 
+    def learn(self, several: bool | None) -> None:
+        """A save or a restore shows whether epochs have several items; None: it is not known any more."""
+        self.several = several
+
     def of_save(self, items: Any, save_kwargs: Any, args: Any) -> tuple[Any, bool]:
         """Orbax's argument for a save, and whether it names several items; `items` is Orbax's legacy form of it."""
         args = self.handlers.arguments(items, save_kwargs, args, "save")

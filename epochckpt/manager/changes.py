@@ -196,14 +196,11 @@ class DirectoryCopy:
 
     def _open(self, epoch: int) -> CheckpointReader:
         reader = self._readers.open(epoch)
-        if reader.native is None:
-            problem = "it was written by stock Orbax, whose steps are not copied"
-            raise UnsupportedError(f"{problem}; copy its folder, or restore it and save it with epochckpt")
+        reader.copyable()  # raises if it is not
         return reader
 
     def _copy(self, reader: CheckpointReader, progress: Callable[[int], None] = ignore) -> EpochCopy:
-        assert reader.native is not None, "see `_open`"
-        return EpochCopy(reader.native, self._target, progress=progress)
+        return EpochCopy(reader.copyable(), self._target, progress=progress)
 
     @contextlib.contextmanager
     def _noting(self, epoch: int) -> Generator[None]:

@@ -11,8 +11,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_manager
 
-from epochckpt import _patience, _threads, errors
-from epochckpt._threads import Deadline
+from epochckpt import _threads, errors
 from epochckpt.agreement import CollectiveCalls, coordination
 from epochckpt.arrays import EpochReader, item_names, restore_items
 from epochckpt.arrays.user_json import checked_json, root_metadata
@@ -23,13 +22,15 @@ from epochckpt.manager.access import Access
 from epochckpt.manager.administration import Administration
 from epochckpt.manager.arguments import Arguments
 from epochckpt.manager.components import Components
+from epochckpt.manager.end_at_exit import EndAtExit
 from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.outcomes import Listener
 from epochckpt.manager.reader import shown_path
 from epochckpt.manager.readers import Readers, shared_reads
-from epochckpt.manager.restoring import Response, Restores
+from epochckpt.manager.response import Response
+from epochckpt.manager.restoring import Restores
 from epochckpt.manager.saves import Decisions, Saves, SaveSettings
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
@@ -205,6 +206,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 log=self._step_log,
                 mirror=self._mirror,
             ),
+            notifier=self._notifier,
+            step_log=self._step_log,
+            mirror=self._mirror,
             ledger=ledger,
         )
         calls = CollectiveCalls(coordinator, opened.prefix, saves.last_name)
@@ -288,7 +292,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _tell_nodes(self, nodes: Nodes) -> None:
         """Passes the names of the nodes to the coordinator, the mirror and the metadata handler."""
-        self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
+        self._coordinator.name_nodes(nodes.names if nodes.processes > 1 else ())
         self._mirror.take_nodes(nodes.hosted_names)
         self._notifier.nodes(self.address, nodes.names)
 
@@ -466,7 +470,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             try:
                 self.wait_until_finished()
             except RemovalError as failure:  # of older epochs, not of this save, which is committed
-                saves.queue.in_flight.failures.append(errors.kept(failure))
+                saves.queue.note_failure(errors.kept(failure))
         return True
 
     def allow_overwrite(self, epoch: int) -> None:
@@ -507,7 +511,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         The newest thousand are kept. A save that `save` itself refused is not among them.
         """
-        return self.components.saves.listener.pop_results()
+        return self.components.saves.pop_results()
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -601,7 +605,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             if save.epoch == epoch:
                 return status.EpochStatus(epoch, "saving", save.describe())
         found = self.components.readers.status(epoch)
-        failure = queue.in_flight.failure(epoch)
+        failure = queue.failure(epoch)
         if found.state == "absent" and failure is not None:
             state, detail = failure
             return status.EpochStatus(epoch, state, detail)
@@ -652,7 +656,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
         (`NodeSave`). Items of stock Orbax are `arrays` or `files`.
         """
-        return self.components.readers.open(epoch_number(epoch)).item_kinds()
+        kinds = self.components.readers.open(epoch_number(epoch)).item_kinds()
+        return {name: kind.value for name, kind in kinds.items()}
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""
@@ -673,7 +678,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def source(self, epoch: int) -> tuple[EpochReader | None, StepNames]:
         """What a copy of an epoch needs: its reader, unless stock Orbax wrote it, and the names of steps."""
-        return self.components.readers.open(epoch_number(epoch)).native, self.components.directory.epoch_directory.names
+        reader = self.components.readers.open(epoch_number(epoch))
+        copied = None if reader.record.stock else reader.copyable()
+        return copied, self.components.directory.epoch_directory.names
 
     # -- deleting and going back ---------------------------------------------------------------------------------------
 
@@ -716,7 +723,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             SaveError, RemovalError: as `wait_until_finished`; what has been raised is not raised again.
         """
-        self._access.closed = True
+        self._access.close()
         if self._ended or self._access.forked:
             return
         self.components.restores.drain()
@@ -759,36 +766,21 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
         queue = self.components.saves.queue
-        epochs = [save.epoch for save in queue.pending()]
+        pending = [save.epoch for save in queue.pending()]
         timeout_secs = queue.longest_secs + self._mirror.longest_close_secs(self._storage.save_timeout_secs)
-        deadline = Deadline(timeout_secs)
-        closing = _threads.start(self.close)
-
-        def left_to_do() -> str:
-            unsaved = ", ".join(str(epoch) for epoch in epochs if epoch not in self.all_steps())
-            return f"the save of checkpoint {unsaved}" if unsaved else "its clean-up"
-
-        def wait() -> None:
-            if not closing.wait(min(_patience.now().long_exit_secs, deadline.left())):
-                text = "%s: before it exits, the program waits up to %.0f s for %s"
-                logging.warning(text, self.root, deadline.left(), left_to_do())
-            if closing.wait(deadline.left()):
-                _threads.logged(f"{self.root}: at exit", closing.result)
-                return
-            logging.error(
-                "%s: the file system has not answered for %g s; the program exits without the end of %s. What was "
-                "committed before is untouched, and the next run removes what is left",
-                self.root,
-                timeout_secs,
-                left_to_do(),
-            )
-
-        return wait
+        end = EndAtExit(
+            root=self.root,
+            timeout_secs=timeout_secs,
+            closing=_threads.start(self.close),
+            pending=pending,
+            committed=self.all_steps,
+        )
+        return end.wait
 
     def _after_fork(self) -> None:
         """In a forked child: this process can only read; its parent goes on with the saves."""
         saves = self.components.saves
-        self._access.forked = True
+        self._access.after_fork()
         self._coordinator = coordination.Coordinator()
         self.components.directory.job_directory.coordinator = self._coordinator
         calls = CollectiveCalls(self._coordinator, "", saves.last_name)

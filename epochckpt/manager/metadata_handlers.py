@@ -185,7 +185,8 @@ def answered_epoch(answer: Any, handler: Any) -> int | None:
     return None if answer is None else epoch_number(answer, where)
 
 
-_KIND, _VERSION = "last_epoch", 1
+_KIND = "last_epoch"
+_VERSION = 1
 _MAX_BYTES = 16 * 2**20
 _FOREIGN = "is not what JsonMetadataHandler writes; move it away, or give the handler another path"
 

@@ -1,9 +1,11 @@
 """Calls a metadata handler: to notify it of saves and runs, and to ask it where to resume."""
 
 import contextlib
+import dataclasses
+import enum
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +19,45 @@ from epochckpt.manager.status import SaveResult
 T = TypeVar("T")
 
 
+class Verb(enum.Enum):
+    """A method of Caffe2's metadata handlers beside `report`."""
+
+    SET_PARAMS = "set_params"
+    LAST_EPOCH = "last_epoch"
+    WRITE = "write"
+    CP_ACCESSIBLE = "cp_accessible"
+
+
+class Action(enum.Enum):
+    """What took time, in the words of Caffe2's `report`."""
+
+    SAVE = "checkpoint_save"
+    LOAD = "checkpoint_load"
+    PARTIAL_LOAD = "checkpoint_partial_load"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManagersCalls:
+    """What a checkpoint manager does with its metadata handler by itself: methods that it calls, actions it reports."""
+
+    verbs: frozenset[Verb] = frozenset()
+    actions: frozenset[Action] = frozenset()
+
+
+NO_CALLS = ManagersCalls()
+
+
+class _State(enum.Enum):
+    """Whether a notifier calls anybody."""
+
+    ACTIVE = enum.auto()
+    INACTIVE = enum.auto()
+    """Another process calls the handler."""
+
+    GIVEN_UP = enum.auto()
+    """A call has taken too long: there are no more."""
+
+
 class HandlerNotifier:
     """Calls a metadata handler, on the primary only, one call at a time, in changing threads.
 
@@ -28,29 +69,41 @@ class HandlerNotifier:
     """
 
     def __init__(
-        self, handler: Any, active: bool, skip: Collection[str] = (), accessible: Callable[[int], bool] | None = None
+        self,
+        handler: Any,
+        active: bool,
+        managers: ManagersCalls = NO_CALLS,
+        accessible: Callable[[int], bool] | None = None,
     ):
-        self._handler, self._accessible = (handler, accessible) if active else (None, None)
-        self._skip = skip  # methods, and actions to report, that are left to the checkpoint manager
+        """`handler`: None if there is none. What is the `managers` is left to that; `accessible` asks it, too."""
+        self._handler = handler
+        self._accessible = accessible
+        self._managers = managers
+        self._state = _State.ACTIVE if active else _State.INACTIVE
         self._lane = _threads.Lane()
         self._began: float | None = None  # when the call began that is running in the lane
         self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
 
+    @property
+    def _has_handler(self) -> bool:
+        """Whether there is a handler that is called, here and now."""
+        return self._handler is not None and self._state is _State.ACTIVE
+
     def nodes(self, directory: str, names: Sequence[str]) -> None:
         """These nodes save to this directory: `set_params` comes before the next call."""
-        if "set_params" not in self._skip:
+        if Verb.SET_PARAMS not in self._managers.verbs:
             self._nodes = directory, names
 
     def introduce(self) -> None:
         """Calls `set_params` now, if it is due; raises the handler's InvalidArgumentError."""
-        if self._handler is not None and self._nodes is not None:
+        if self._has_handler and self._nodes is not None:
             with contextlib.suppress(TimeoutError):
                 self._ask(self._introduce)
 
     def _introduce(self) -> None:
         nodes = self._nodes
         self._nodes = None
-        if nodes is None or self._handler is None:
+        if nodes is None or not self._has_handler:
             return
         directory, names = nodes
         try:
@@ -71,14 +124,14 @@ class HandlerNotifier:
 
     def committed(self, epoch: int, secs: Mapping[str, float]) -> None:
         """An epoch was committed; how long each node wrote."""
-        if "write" not in self._skip:
+        if Verb.WRITE not in self._managers.verbs:
             self._tell("write", epoch=epoch)
-        self.report("checkpoint_save", secs)
+        self.report(Action.SAVE, secs)
 
-    def report(self, action: str, secs: Mapping[str, float]) -> None:
+    def report(self, action: Action, secs: Mapping[str, float]) -> None:
         """How long an action took, by node."""
-        if action not in self._skip:
-            self._tell("report", action, dict(secs))
+        if action not in self._managers.actions:
+            self._tell("report", action.value, dict(secs))
 
     def run_ended(self, epoch: int, reason: str) -> None:
         """The run is over."""
@@ -86,17 +139,17 @@ class HandlerNotifier:
 
     def drain(self, timeout_secs: float | None = None) -> None:
         """Waits until all notifications are delivered, or `timeout_secs` have passed."""
-        if self._handler is not None:
+        if self._has_handler:
             self._wait(self._lane.submit(lambda: None), math.inf if timeout_secs is None else timeout_secs)
 
     def _tell(self, method: str, *args: Any, **named: Any) -> None:
         call = getattr(self._handler, method, None)
-        if call is None:  # `save_failed` and `run_ended` are not Caffe2's
+        if call is None or not self._has_handler:  # `save_failed` and `run_ended` are not Caffe2's
             return
         shown = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
 
         def tell() -> None:
-            if self._handler is not None:
+            if self._has_handler:
                 _threads.logged("metadata handler: set_params failed", self._introduce)
                 _threads.logged(f"metadata handler: {method}({shown}) failed", lambda: call(*args, **named))
 
@@ -108,7 +161,7 @@ class HandlerNotifier:
         An error counts as None, unless it `must_answer`: a run from scratch would replace the epochs that it knows of.
         """
         handler = self._handler
-        if handler is None or "last_epoch" in self._skip:
+        if not self._has_handler or Verb.LAST_EPOCH in self._managers.verbs:
             return user_epoch
         try:
             answer = self._ask(lambda: handler.last_epoch(user_epoch=user_epoch))
@@ -121,8 +174,10 @@ class HandlerNotifier:
 
     def cp_accessible(self, epoch: int) -> bool:
         """Whether neither the manager, if it is asked, nor the handler says that storage cannot be reached."""
+        if self._state is not _State.ACTIVE:
+            return True
         asked = [] if self._accessible is None else [self._accessible]
-        if self._handler is not None and "cp_accessible" not in self._skip:
+        if self._has_handler and Verb.CP_ACCESSIBLE not in self._managers.verbs:
             asked.append(self._handler.cp_accessible)
         return all(self._agrees(ask, epoch) for ask in asked)
 
@@ -140,7 +195,7 @@ class HandlerNotifier:
             return False
 
     def _ask(self, question: Callable[[], T]) -> T:
-        if self._handler is not None or self._accessible is not None:
+        if self._state is _State.ACTIVE:
             answer = self._lane.submit(lambda: self._timed(question))
             if self._wait(answer):
                 return answer.result()
@@ -162,7 +217,7 @@ class HandlerNotifier:
             left = call_secs if began is None else began + call_secs - time.monotonic()
             if left <= 0:
                 logging.warning("metadata handler: it has not returned for %g s; it is not called any more", call_secs)
-                self._handler = self._accessible = None
+                self._state = _State.GIVEN_UP
                 return False
             if end.passed():
                 logging.warning("metadata handler: not all has reached it within %g s", timeout_secs)

@@ -18,12 +18,12 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import args as own
 from epochckpt import errors
-from epochckpt.arrays import Pack, Request, Shardings, item_names, restore_items
+from epochckpt.arrays import EpochReader, Pack, Request, Shardings, item_names, restore_items
 from epochckpt.arrays.reader import ArraySource
 from epochckpt.arrays.restore import restore_tree
 from epochckpt.arrays.shardings import divides, logical_shape, of_keys
 from epochckpt.directory import EpochDirectory
-from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
+from epochckpt.format import ArrayItem, Box, ItemKind, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.orbax import OrbaxRecord, handlers, small_files, step_files, steps
@@ -47,9 +47,9 @@ class OrbaxReader(CheckpointReader):
         super().__init__(epoch_directory, folder, record, context)
         self.item = functools.cache(self._item)
 
-    def item_kinds(self) -> dict[str, str]:
+    def item_kinds(self) -> dict[str, ItemKind]:
         self._check()
-        return {name: "arrays" if self._kind(name) == "arrays" else "files" for name in self.record.names}
+        return {n: ItemKind.ARRAYS if self._kind(n) == "arrays" else ItemKind.FILES for n in self.record.names}
 
     def item_handlers(self) -> dict[str, str]:
         return dict(self.record.handlers)
@@ -144,7 +144,7 @@ class OrbaxReader(CheckpointReader):
                     damage.append(error)
             nbytes = steps.nbytes(self.store, self.folder)
         if damage:
-            self._check_present("files of it were missing")
+            self.check_present("files of it were missing")
         known = {str(error): error for error in damage}  # what is missing is found twice
         return Verification.of(self.record.epoch, nbytes, known.values(), NOTE)
 
@@ -176,8 +176,8 @@ class OrbaxReader(CheckpointReader):
     def _shardings(self, item: str, arrays: ArrayItem, fallback: Sharding | None = None) -> Shardings:
         return _SavedShardings(arrays, self.item(item), fallback)
 
-    def _item_metadata(self, name: str, kind: str) -> Any:
-        if kind == "arrays":
+    def _item_metadata(self, name: str, kind: ItemKind) -> Any:
+        if kind is ItemKind.ARRAYS:
             with self.still_there():
                 self.item(name).check(types=False)
         return super()._item_metadata(name, kind)
@@ -217,14 +217,24 @@ class OrbaxReader(CheckpointReader):
     def _item(self, name: str, bare: bool = False) -> OrbaxItem:
         with self.still_there():
             handler = self.record.handlers.get(name, "")
-            present = functools.partial(self._check_present, "its files went")
+            present = functools.partial(self.check_present, "its files went")
             return OrbaxItem(self.store, self._at(name), self.record.epoch, handler, bare, present)
 
     def _check(self) -> None:
         with self.still_there():
             steps.check(self.store, self.folder, self.record)
 
-    def _check_present(self, detail: str, error: BaseException | None = None) -> None:
+    @property
+    def save_id(self) -> None:
+        return None
+
+    def copyable(self) -> EpochReader:
+        raise errors.UnsupportedError(
+            "it was written by stock Orbax, whose steps are not copied; copy its folder, or restore it and save it "
+            "with epochckpt"
+        )
+
+    def check_present(self, detail: str, error: BaseException | None = None) -> None:
         if self.epoch_directory.read_save_id(self.record.epoch) != self.record.save_id:
             raise errors.EpochDeletedError(self.record.epoch, self.store.root, detail) from error
 
@@ -236,10 +246,10 @@ class OrbaxReader(CheckpointReader):
         except (errors.InvalidArgumentError, errors.EpochDeletedError):
             raise
         except OSError as error:
-            self._check_present(str(error), error)
+            self.check_present(str(error), error)
             raise errors.unreadable(self.folder, error) from error
         except errors.EpochCheckpointError as error:
-            self._check_present(errors.say(error), error)
+            self.check_present(errors.say(error), error)
             raise
 
     @contextlib.contextmanager
@@ -254,7 +264,7 @@ class OrbaxReader(CheckpointReader):
             causes: list[BaseException] = [error]
             while causes[-1].__cause__ is not None:
                 causes.append(causes[-1].__cause__)
-            self._check_present(errors.say(error), error)
+            self.check_present(errors.say(error), error)
             if any(isinstance(e, PermissionError) or "PERMISSION_DENIED" in str(e) for e in causes):
                 raise errors.AccessError(f"{at}: {causes[-1]}") from error
             for cause in causes:

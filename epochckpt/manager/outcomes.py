@@ -32,8 +32,12 @@ class Listener:
     notifier: HandlerNotifier
     log: StepLog
     mirror: JobMirror
-    heard: Callable[[Save, SaveError | None], None] = lambda save, failure: None  # of every save that ends
+    _at_end: list[Callable[[Save, SaveError | None], None]] = dataclasses.field(default_factory=list)
     _results: collections.deque[SaveResult] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_KEPT))
+
+    def call_at_end(self, callback: Callable[[Save, SaveError | None], None]) -> None:
+        """Calls a function with every save that ends, and with its failure, if it has failed."""
+        self._at_end.append(callback)
 
     def pop_results(self) -> list[SaveResult]:
         """The results of saves since the last call, in order."""
@@ -69,7 +73,8 @@ class Listener:
             callback()
 
     def ended(self, save: Save, failure: SaveError | None) -> None:
-        self.heard(save, failure)
+        for callback in self._at_end:
+            callback(save, failure)
         if failure is not None:
             _monitoring.event("/epochckpt/write/failure", kind=type(failure).__name__)
         if save.request.was_raised:

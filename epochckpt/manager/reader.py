@@ -18,7 +18,7 @@ from epochckpt.arrays.restore import read_leaves, read_values
 from epochckpt.arrays.restore_items import MISSING, RestoreContext
 from epochckpt.directory import EpochDirectory, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
-from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemKind, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
 from epochckpt.orbax import linked_view, object_view, steps
@@ -37,8 +37,6 @@ class CheckpointReader(abc.ABC):
     Methods raise DamagedError if bytes differ from the saved ones or cannot be read, and EpochDeletedError if the epoch
     was deleted meanwhile. They raise InvalidArgumentError for an item, leaf, node or file that the epoch lacks.
     """
-
-    native: EpochReader | None = None  # reads blocks and files of an epoch of ours
 
     def __init__(self, epoch_directory: EpochDirectory, folder: str, record: EpochRecord, context: RestoreContext):
         self.epoch_directory = epoch_directory
@@ -74,10 +72,23 @@ class CheckpointReader(abc.ABC):
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         """Reads every byte; `progress` is called with the bytes of each piece, from any thread."""
 
+    @property
+    @abc.abstractmethod
+    def save_id(self) -> str | None:
+        """The id of the save that has written it, the same on all hosts; None: it may have none, as of stock Orbax."""
+
+    @abc.abstractmethod
+    def copyable(self) -> EpochReader:
+        """Reads its blocks and files, for a copy. UnsupportedError: steps of stock Orbax are not copied."""
+
+    @abc.abstractmethod
+    def check_present(self, detail: str) -> None:
+        """Raises EpochDeletedError if the epoch is not there any more, as the save that was opened; see `detail`."""
+
     # -- common to both ------------------------------------------------------------------------------------------
 
-    def item_kinds(self) -> dict[str, str]:
-        """What each item is, by name: `arrays`, `files` or `node`."""
+    def item_kinds(self) -> dict[str, ItemKind]:
+        """What each item is, by name."""
         return {name: item.kind for name, item in self.record.items.items()}
 
     def item_handlers(self) -> dict[str, str]:
@@ -94,7 +105,7 @@ class CheckpointReader(abc.ABC):
 
     def restore_leaves(self, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
         """Single leaves; see `CheckpointManager.restore_leaves`."""
-        arrays = [name for name, kind in self.item_kinds().items() if kind == "arrays"]
+        arrays = [name for name, kind in self.item_kinds().items() if kind is ItemKind.ARRAYS]
         item = item_names.chosen_arrays(self.record.epoch, arrays, item)
         return read_leaves(self.arrays(item), item, patterns)
 
@@ -134,9 +145,9 @@ class CheckpointReader(abc.ABC):
         number = arrays.by_either_name[leaf]
         return source, number, arrays.leaves[number]
 
-    def native_of(self, item: str, node: str = "") -> EpochReader | None:
-        """The reader of an item's blocks, of one node where each node has its own; None for a step of stock Orbax."""
-        return None
+    def checksummed_files(self, item: str, node: str = "") -> dict[str, DataFile]:
+        """The files of an item by name, of one node where each node has its own; none where there are no checksums."""
+        return {}
 
     def metrics(self) -> Any:
         """All metrics of the epoch, as storage has them now."""
@@ -166,9 +177,9 @@ class CheckpointReader(abc.ABC):
         """Whether the epoch was saved with metrics."""
         return self.record.metrics is not None or steps.METRICS in self.item_handlers()
 
-    def _item_metadata(self, name: str, kind: str) -> Any:
-        if kind != "arrays":
-            return self._files_metadata(name) if kind == "files" else None
+    def _item_metadata(self, name: str, kind: ItemKind) -> Any:
+        if kind is not ItemKind.ARRAYS:
+            return self._files_metadata(name) if kind is ItemKind.FILES else None
         item = self.arrays(name).record.items[name]
         directory = self.path / name
         assert item.arrays is not None, "its kind says so"
@@ -232,9 +243,11 @@ class CheckpointReader(abc.ABC):
 
 
 class NativeReader(CheckpointReader):
-    """Reads an epoch of ours. With `verify` every block is verified before its bytes are used."""
+    """Reads an epoch of ours. With `verify` every block is verified before its bytes are used.
 
-    native: EpochReader
+    Attributes:
+        native: reads its blocks and files.
+    """
 
     def __init__(
         self,
@@ -245,7 +258,7 @@ class NativeReader(CheckpointReader):
         native: EpochReader,
     ):
         super().__init__(epoch_directory, folder, record, context)
-        self.native = native  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
+        self.native = native
         self._sources: dict[tuple[str, str], EpochReader] = {}  # by item and node, see `of`
 
     def restore_item(self, name: str, args: Any) -> Any:
@@ -254,7 +267,7 @@ class NativeReader(CheckpointReader):
     def arrays(self, item: str, node: str = "") -> EpochReader:
         source = self.of(item, node)
         record = source.record.items.get(item)
-        if record is not None and record.kind == "node":
+        if record is not None and record.kind is ItemKind.NODE:
             raise InvalidArgumentError(f"checkpoint {self.record.epoch}: item {item!r} differs per node: name the node")
         if record is None or record.arrays is None:
             of = f" of node {node!r}" if node else ""
@@ -269,15 +282,15 @@ class NativeReader(CheckpointReader):
     def _source(self, item: str, node: str) -> EpochReader:
         """See `of`."""
         known = self.record.items.get(item)
-        if not node or (self.record.per_node and known is not None and known.kind != "node"):
+        if not node or (self.record.per_node and known is not None and known.kind is not ItemKind.NODE):
             return self.native  # of an epoch that one node saved by itself, every item is that node's
         number = next((i for i, entry in enumerate(self.record.nodes) if entry.name == node), -1)
         if number < 0 or not self.native.has(number, item):
             raise InvalidArgumentError(f"checkpoint {self.record.epoch}: node {node!r} has no item {item!r} of its own")
         return self.native.of_node(number, item)
 
-    def native_of(self, item: str, node: str = "") -> EpochReader:
-        return self.of(item, node)
+    def checksummed_files(self, item: str, node: str = "") -> dict[str, DataFile]:
+        return {file.name: file for _, file in self.of(item, node).item_files(item)}
 
     def file(self, item: str, name: str, node: str = "") -> bytes:
         return self.of(item, node).read_file(item, name)
@@ -296,6 +309,16 @@ class NativeReader(CheckpointReader):
             self.native.check_present("it was being verified")
         note = NO_VIEW if found is None else ""
         return Verification.of(self.record.epoch, self.record.nbytes, errors, note, (found or {}).values())
+
+    @property
+    def save_id(self) -> str:
+        return self.record.origin
+
+    def copyable(self) -> EpochReader:
+        return self.native
+
+    def check_present(self, detail: str) -> None:
+        self.native.check_present(detail)
 
     def _storage(self, item: str, arrays: ArrayItem, number: int) -> ocp.metadata.StorageMetadata:
         cell = arrays.cell_shape(number)

@@ -144,20 +144,18 @@ class Readers:
         return Readers(there, self._pool, verify=self._verify, context=self._context)
 
     def _open(self, epoch: int, sharing: Sharing | None = None) -> CheckpointReader:
-        reader = self.of_record(self.epoch_directory.folder(epoch), self.epoch_directory.read_record(epoch))
-        if sharing is not None:
-            reader.context = dataclasses.replace(reader.context, sharing=sharing)
-        return reader
+        return self.of_record(self.epoch_directory.folder(epoch), self.epoch_directory.read_record(epoch), sharing)
 
-    def of_record(self, folder: str, record: EpochRecord) -> CheckpointReader:
-        """A reader of the epoch that has this record, in this folder."""
+    def of_record(self, folder: str, record: EpochRecord, sharing: Sharing | None = None) -> CheckpointReader:
+        """A reader of the epoch that has this record, in this folder; the processes may be `sharing` what they read."""
+        context = self._context if sharing is None else dataclasses.replace(self._context, sharing=sharing)
         if isinstance(record, OrbaxRecord):
-            return OrbaxReader(self.epoch_directory, folder, record, self._context)
+            return OrbaxReader(self.epoch_directory, folder, record, context)
         return NativeReader(
             epoch_directory=self.epoch_directory,
             folder=folder,
             record=record,
-            context=self._context,
+            context=context,
             native=self._native(folder, record),
         )
 

@@ -243,7 +243,7 @@ class SqliteMetadataHandler(CheckedHandler):
         nodes = json.dumps(self._nodes)
         with self._adding() as (connection, run, now):
             connection.execute(_ADD_EPOCH, (run, now, epoch, outcome, reason, nodes))
-            ((names,),) = connection.execute("SELECT had FROM runs WHERE id = ?", (run,))
+            names = _only(connection, "SELECT had FROM runs WHERE id = ?", run)
             had = json.dumps(sorted({*json.loads(names), *self._nodes}))
             connection.execute("UPDATE runs SET nodes = ?, had = ? WHERE id = ?", (nodes, had, run))
         self._epoch = epoch
@@ -299,14 +299,14 @@ class SqliteMetadataHandler(CheckedHandler):
 
     def _has_tables(self, connection: sqlite3.Connection) -> bool:
         """Whether it is ours; False if it is empty."""
-        ((application,),) = connection.execute("PRAGMA application_id")
-        ((version,),) = connection.execute("PRAGMA user_version")
+        application = _only(connection, "PRAGMA application_id")
+        version = _only(connection, "PRAGMA user_version")
         if application == APPLICATION_ID:
             if version > VERSION:
                 problem = f"was written by a newer epochckpt (tables of version {version}; this one knows {VERSION})"
                 raise FormatVersionError(self._path, f"{problem}; update epochckpt, or use another file")
             return True
-        ((tables,),) = connection.execute("SELECT COUNT(*) FROM sqlite_master")
+        tables = _only(connection, "SELECT COUNT(*) FROM sqlite_master")
         if application or version or tables:
             raise FormatError(self._path, "is a database of another program; nothing was changed; use another file")
         return False
@@ -330,3 +330,8 @@ class SqliteMetadataHandler(CheckedHandler):
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             return OSError(errno.ENOSPC if code == sqlite3.SQLITE_FULL else errno.EIO, str(error), self._path)
         return FormatError(self._path, f"cannot be used: {error}")
+
+
+def _only(connection: sqlite3.Connection, query: str, *values: Any) -> Any:
+    """The one value that a query gives."""
+    return connection.execute(query, values).fetchone()[0]

@@ -27,13 +27,17 @@ from epochckpt.errors import (
 from epochckpt.format import Nodes
 from epochckpt.manager.access import Access
 from epochckpt.manager.arguments import Arguments
+from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.manager.outcomes import Listener
 from epochckpt.manager.readers import Readers
+from epochckpt.manager.status import SaveResult
 from epochckpt.options import StorageOptions
+from epochckpt.orbax.step_log import StepLog
 from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
 from epochckpt.saving.opening import Opened
-from epochckpt.tiers import ClaimedDirectory, LedgerFile
+from epochckpt.saving.survey import Survey
+from epochckpt.tiers import ClaimedDirectory, JobMirror, LedgerFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,6 @@ class Saves:
         arguments: what `save` may be given.
         claim: the claim to the directory.
         queue: the saves that have begun.
-        listener: hears how they end.
         foreign: descriptions of folders that are only named like an epoch, by number, as of the last look.
         waits: how often the caller has waited for all saves; each process makes these calls alike.
         asynchronous: whether the caller does not wait for a save.
@@ -94,6 +97,9 @@ class Saves:
         settings: SaveSettings,
         decisions: Decisions,
         listener: Listener,
+        notifier: HandlerNotifier,
+        step_log: StepLog,
+        mirror: JobMirror,
         ledger: LedgerFile,
     ):
         self._directory = directory
@@ -104,6 +110,10 @@ class Saves:
         self._storage = settings.storage
         self._threads = settings.threads
         self._decisions = decisions
+        self._listener = listener
+        self._notifier = notifier
+        self._step_log = step_log
+        self._mirror = mirror
         self._ledger = ledger
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self.arguments = arguments
@@ -111,7 +121,6 @@ class Saves:
         self.waits = 0
         self.asynchronous = settings.asynchronous
         self.timeout_secs = settings.storage.save_timeout_secs
-        self.listener = listener
         self.claim = Claim(
             directory=directory.job_directory,
             refused=directory.refused,
@@ -127,6 +136,10 @@ class Saves:
             listener=listener,
         )
         self.take_nodes(directory.nodes)
+
+    def take_survey(self, survey: Survey) -> None:
+        """Learns what a look at the directory has found."""
+        self.foreign = survey.foreign
 
     def take_nodes(self, nodes: Nodes) -> None:
         """Says which nodes save from now on."""
@@ -152,8 +165,8 @@ class Saves:
         step = epoch_number(step)
         if not self.is_wanted(step, ignore_later=ignore_later):
             return False
-        if blocked := self.blocked(step):
-            logging.error("%s", blocked)
+        if self.is_blocked(step):
+            logging.error("%s", self.how_to_unblock(step))
             return False
         return True
 
@@ -178,10 +191,12 @@ class Saves:
             pace=self._history.pace,
         )
 
-    def blocked(self, step: int) -> str:
-        """Why an epoch cannot be saved whose place a foreign folder has, and what to do; empty if there is none."""
-        if step not in self.foreign or step in self._overwrites:
-            return ""
+    def is_blocked(self, step: int) -> bool:
+        """Whether an epoch cannot be saved, because a foreign folder has its place."""
+        return step in self.foreign and step not in self._overwrites
+
+    def how_to_unblock(self, step: int) -> str:
+        """Why an epoch is blocked, and what to do."""
         return f"checkpoint {step} cannot be saved: {self.foreign[step]}; then call reload(), or take another number"
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -241,7 +256,7 @@ class Saves:
                 "looked, reload() or claim() tells"
             )
         if step in self.foreign and overwrite is None:
-            raise EpochExistsError(self.blocked(step))
+            raise EpochExistsError(self.how_to_unblock(step))
         snapshot: Snapshot | None = None
         try:
             # Plan the save, wait until older ones leave room for it, then copy what can still change.
@@ -276,7 +291,7 @@ class Saves:
                 started=call.began,
                 blocked_secs=blocked_secs,
                 nbytes=plan.nbytes / directory.coordinator.processes,
-                log_entry=self.listener.log.begun(
+                log_entry=self._step_log.begun(
                     step,
                     root,
                     began=call.began,
@@ -302,7 +317,7 @@ class Saves:
                 refused = SaveRequest(epoch=step, number=number, refusal=errors.copied(step, error))
                 self.queue.submit(Save(refused, Snapshot(), Deadline(self._storage.save_timeout_secs)))
             raise
-        self.arguments.several = call.several
+        self.arguments.learn(call.several)
         return save
 
     def _metrics_of(self, epoch: int, metrics: Any) -> Any:
@@ -325,7 +340,7 @@ class Saves:
     def _say_requested(self, epoch: int) -> None:
         """Logs why an epoch that this manager has saved just now is not saved once more."""
         again = f"{self._directory.store.root}: checkpoint {epoch} is not saved again, because this manager"
-        failure = self.queue.in_flight.failure(epoch)
+        failure = self.queue.failure(epoch)
         if epoch in [save.epoch for save in self.queue.saving()]:
             logging.info("%s is saving it now; wait_until_finished() waits for that", again)
         elif failure is None:
@@ -360,15 +375,23 @@ class Saves:
     def wait(self) -> None:
         """Waits as `CheckpointManager.wait_until_finished` does; raises no failure of a save."""
         try:
-            self.listener.log.waited(self.queue.drain_removals)
-            self.listener.notifier.drain(self._storage.save_timeout_secs)
+            self._step_log.waited(self.queue.drain_removals)
+            self._notifier.drain(self._storage.save_timeout_secs)
             self._history.forget_failed()
         finally:
             self.waits += 1
 
+    def call_at_end(self, callback: Callable[[Save, SaveError | None], None]) -> None:
+        """Calls a function with every save that ends, and with its failure, if it has failed; it must not fail."""
+        self._listener.call_at_end(callback)
+
+    def pop_results(self) -> list[SaveResult]:
+        """See `CheckpointManager.pop_save_results`."""
+        return self._listener.pop_results()
+
     def check_for_errors(self) -> None:
         """See `CheckpointManager.check_for_errors`."""
-        failures = self.queue.in_flight.pop_errors()
+        failures = self.queue.pop_failures()
         if failures:
             saves = [failure for failure in failures if isinstance(failure, SaveError)]
             error = SaveErrorGroup(saves) if len(saves) > 1 else (saves or failures)[0]
@@ -392,7 +415,7 @@ class Saves:
         """On every process, when the directory is claimed: these epochs are committed there."""
         directory = self._directory
         coordinator = directory.coordinator
-        self.listener.claimed(epochs)
+        self._listener.claimed(epochs)
         if coordinator.processes == 1:
             self._history.forget_gone()
         if coordinator.primary:
@@ -406,4 +429,4 @@ class Saves:
             prefix=directory.prefix,
             epochs=epochs,
         )
-        self.listener.mirror.claimed(claimed)
+        self._mirror.claimed(claimed)

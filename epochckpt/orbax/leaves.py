@@ -25,7 +25,7 @@ import numpy as np
 import tensorstore as ts
 
 from epochckpt.errors import DamagedError, EpochCheckpointError, StorageError, UnsupportedError, is_passing, unreadable
-from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
+from epochckpt.format import ArrayItem, Box, ItemKind, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import small_files, step_files, steps
 from epochckpt.orbax.item_files import TensorFiles
@@ -148,7 +148,13 @@ class OrbaxItem:
             kind = leaf.kind if leaf.dtype is not None else leaf.kind.removeprefix("long")
             leaves.append(leaf._replace(kind=kind, name=names.get(_as_text(leaf.path), leaf.name)))
         values = _Values(self, reading)
-        return ItemRecord("arrays", handler, ArrayItem("", tuple(leaves), ()), values, self.custom_metadata)
+        return ItemRecord(
+            kind=ItemKind.ARRAYS,
+            handler=handler,
+            arrays=ArrayItem("", tuple(leaves), ()),
+            values=values,
+            custom_metadata=self.custom_metadata,
+        )
 
     def check(self, target: Any = None, *, types: bool = True) -> None:
         """Raises DamagedError if a leaf of `target` (None: any leaf) is damaged.

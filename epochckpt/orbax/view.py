@@ -29,7 +29,7 @@ from absl import logging
 from epochckpt._text import readable
 from epochckpt._units import several
 from epochckpt.errors import say
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, checksums, paths
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemKind, ItemRecord, checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import parameters
 from epochckpt.orbax.handler_types import jax_key_handler, json_handler, key_folders, takes_array, tree_handler
@@ -67,7 +67,8 @@ class Views:
             return None, dataclasses.replace(record, orbax_unsupported={WHOLE: {WHOLE: say(error)}}, orbax_view=None)
         for item, leaves in view.unsupported.items():
             text = "item %s: stock Orbax will not see %d of its leaves: %s"
-            level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying
+            goes_without_saying = record.items[item].kind is ItemKind.NODE
+            level = logging.INFO if goes_without_saying else logging.WARNING
             if self._is_new(item, few(leaves)):
                 logging.log(level, text, item, len(leaves), few(leaves))
         files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
@@ -106,7 +107,7 @@ class Views:
         return view
 
     def _add_item(self, view: View, record: EpochRecord, layout: Layout, name: str, item: ItemRecord) -> None:
-        if item.kind == "files":
+        if item.kind is ItemKind.FILES:
             layout.add_files(view, record, name)
             view.handlers[name] = item.handler
             return

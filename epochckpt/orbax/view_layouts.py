@@ -13,7 +13,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 
-from epochckpt.format import EpochRecord, ItemRecord, paths
+from epochckpt.format import EpochRecord, ItemKind, ItemRecord, paths
 from epochckpt.orbax.handler_types import json_handler, key_folders
 from epochckpt.orbax.step_files import COMMIT, OUR_COMMIT
 
@@ -159,9 +159,9 @@ def copies(record: EpochRecord) -> dict[str, str]:
         for file in node.files:
             item = record.items[file.item]
             original = record.path(number, file)
-            if item.kind == "files":
+            if item.kind is ItemKind.FILES:
                 originals[file.path] = original
-            elif item.kind == "arrays" and item.handler in key_folders():
+            elif item.kind is ItemKind.ARRAYS and item.handler in key_folders():
                 originals[original.replace("/", f"/{key_folders()[item.handler]}/", 1)] = original
     return originals
 

@@ -49,7 +49,6 @@ class Claim:
         self._lock = threading.Lock()
         self._taken: dict[str, Any] | None = None  # on the primary: a claim that it has yet to learn
         self._known: dict[str, Any] | None = None
-        self.may_take_over = True  # from a run that may be alive
         self.fenced: FencedError | None = None  # how this manager learned that a newer run has taken over
 
     @property
@@ -76,15 +75,18 @@ class Claim:
                 error.reason,
             )
 
-    def take(self, epoch: int) -> dict[str, Any]:
-        """On the primary: claims the directory unless this manager has; returns the claim, which all then `learn`."""
+    def take(self, epoch: int, *, take_over: bool = True) -> dict[str, Any]:
+        """On the primary: claims the directory unless this manager has; returns the claim, which all then `learn`.
+
+        `take_over`: also from a run that may be alive; if not, such a run is an InvalidArgumentError.
+        """
         with self._lock:
             if (claim := self._known or self._taken) is not None:
                 return claim
             if self.fenced is not None:
                 raise FencedError(epoch, self.fenced.reason)
             try:
-                if self.may_take_over:
+                if take_over:
                     writer = self._epoch_directory.claim(epoch)
                 else:
                     writer = self._epoch_directory.claim(

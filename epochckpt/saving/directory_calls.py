@@ -33,20 +33,22 @@ class DirectoryCalls:
         epoch: int,
         decide: Callable[[], Collection[int]],
         follow: Callable[[], None],
+        *,
+        take_over: bool = True,
     ) -> None:
         """The primary claims the directory, unless this manager has, and decides; every process learns of the claim.
 
         `decide` returns the epochs that are not listed any more. All processes drop them from the history. Then, where
         each process has a directory of its own, the others `follow` there: if one of them fails, all know the deletion.
         Epochs that are out of sight on storage, or that the mirror has given up, are not listed here either, also where
-        they could not be moved away. Errors name `epoch`.
+        they could not be moved away. Errors name `epoch`. `take_over`: see `Claim.take`.
         """
         wait_secs = 2 * self._wait_secs
 
         # The claim has a lock, which the main thread may not hold: a signal handler may need it.
         def take() -> dict[str, Any]:
             self._claim.check(epoch)
-            return _threads.start(lambda: self._claim.take(epoch)).result()
+            return _threads.start(lambda: self._claim.take(epoch, take_over=take_over)).result()
 
         def learn(claim: dict[str, Any]) -> None:
             _threads.start(lambda: self._claim.learn(claim, self._wait_secs)).result()

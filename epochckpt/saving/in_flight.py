@@ -35,12 +35,16 @@ class InFlight:
 
     def __init__(self, *, root: str, nodes: Nodes, history: History, listener: SaveListener):
         self._root = root
-        self.nodes = nodes
+        self._nodes = nodes
         self._history = history
         self._listener = listener
         self._saves: list[Save] = []  # oldest first
         self._failed: dict[int, tuple[str, str]] = {}
-        self.failures: list[errors.SaveError | errors.RemovalError] = []  # that nobody has been told of
+        self._failures: list[errors.SaveError | errors.RemovalError] = []  # that nobody has been told of
+
+    def name_nodes(self, nodes: Nodes) -> None:
+        """Gives the nodes of the job other names."""
+        self._nodes = nodes
 
     def all(self) -> list[Save]:
         """Saves without a verdict, oldest first."""
@@ -58,9 +62,17 @@ class InFlight:
         """An epoch is being saved once more."""
         self._failed.pop(epoch, None)
 
+    def note_failure(self, error: errors.SaveError | errors.RemovalError) -> None:
+        """Keeps a failure until the caller is told of it."""
+        self._failures.append(error)
+
+    def untold(self) -> list[errors.SaveError | errors.RemovalError]:
+        """The failures that nobody has been told of."""
+        return list(self._failures)
+
     def pop_errors(self) -> list[errors.SaveError | errors.RemovalError]:
         """Failures since the last call."""
-        popped = list(self.failures)
+        popped = self.untold()
         for error in popped:
             self.forget_error(error)
         return popped
@@ -68,12 +80,12 @@ class InFlight:
     def forget_error(self, error: errors.SaveError | errors.RemovalError) -> None:
         """The caller has been told of a failure."""
         with contextlib.suppress(ValueError):
-            self.failures.remove(error)
+            self._failures.remove(error)
 
     def after_fork(self) -> None:
         """In a forked child: the saves in flight are the parent's."""
         self._saves.clear()
-        self.failures.clear()
+        self._failures.clear()
 
     def wait(self, save: Save, event: _threads.Future[Any], bound: Deadline | None = None) -> bool:
         """Waits for a step of a save, and gives the save up when even its last bound has passed.
@@ -95,7 +107,7 @@ class InFlight:
 
     def _give_up(self, save: Save) -> None:
         secs = save.deadline.secs
-        late = errors.LateNodesError(save.epoch, self.nodes.hosted_names, secs)
+        late = errors.LateNodesError(save.epoch, self._nodes.hosted_names, secs)
         if save.advance(Phase.FAILED, before=Phase.COMMITTING, failure=late):
             self._leave(save)
         else:
@@ -126,7 +138,7 @@ class InFlight:
             state = "uncertain" if isinstance(failure, errors.UncertainError) else "failed"
             self._failed[save.epoch] = (state, failure.reason)
             if not save.request.was_raised:
-                self.failures.append(failure)
+                self.note_failure(failure)
                 self._history.fail(save)
             logging.error("%s: %s", self._root, failure)
         self._listener.ended(save, failure)

@@ -76,6 +76,10 @@ class ProcessSide(abc.ABC):
         self._undeleted: set[int] = set()  # older epochs that are still there, as was reported; the commit lane's own
         self.lags = Lags(context.options.save_timeout_secs, self._has_answered)
 
+    def name_nodes(self, nodes: Nodes) -> None:
+        """Gives the nodes of the job other names, before the first save."""
+        self.nodes = nodes
+
     @abc.abstractmethod
     def begin(self, save: Save) -> None:
         """Makes the place to write to. The write lane calls it."""
@@ -163,5 +167,5 @@ class ProcessSide(abc.ABC):
             failure = kind(self._epoch_directory.store.root, epoch, errors.say(error))
             failure.__cause__ = errors.kept(error)
             logging.error("%s", failure)
-            self._in_flight.failures.append(failure)
+            self._in_flight.note_failure(failure)
         self._undeleted.add(epoch)

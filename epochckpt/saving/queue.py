@@ -72,7 +72,7 @@ class SaveQueue:
         self._memory = options.host_memory_limit_bytes or (machine and machine // 2)  # for all snapshots together
         self._tries: dict[int, int] = {}  # how many saves of an epoch the write lane has taken up
         self.last = ""  # the name of the last save that was submitted; empty before the first
-        self.in_flight = InFlight(
+        self._in_flight = InFlight(
             root=self._store.root,
             nodes=opened.nodes,
             history=history,
@@ -87,7 +87,7 @@ class SaveQueue:
             options=options,
             history=history,
             policies=policies,
-            in_flight=self.in_flight,
+            in_flight=self._in_flight,
             commit_lane=self._commit_lane,
             pool=self._pool,
         )
@@ -97,8 +97,8 @@ class SaveQueue:
     def name_nodes(self, nodes: Nodes) -> None:
         """Gives the nodes of the job other names, before the first save."""
         self._nodes = nodes
-        self._side.nodes = nodes
-        self.in_flight.nodes = nodes
+        self._side.name_nodes(nodes)
+        self._in_flight.name_nodes(nodes)
 
     # -- on the training thread ----------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class SaveQueue:
                 logged = True
                 text = "save(%d) holds training: it waits for the save of checkpoint %d (%s), because %s"
                 logging.warning(text, epoch, older.epoch, older.describe(), reason)
-            if not self.in_flight.wait(older, event, bound):
+            if not self._in_flight.wait(older, event, bound):
                 held = f"save() has held training for {_units.secs(time.monotonic() - began)} (max_blocked_secs)"
                 first = f"checkpoint {older.epoch}, which began {_units.secs(older.elapsed_secs)} ago"
                 text = (
@@ -171,13 +171,13 @@ class SaveQueue:
             self._history.run.spend(run_clock.BLOCKED, save.request.blocked_secs)
         self.last = save.name
         self._history.pace.begun(save.done, save.deadline.secs + _patience.now().verdict_margin_secs)
-        self.in_flight.add(save)  # from here on it is saved: after an interrupt `pending` wakes the write lane
+        self._in_flight.add(save)  # from here on it is saved: after an interrupt `pending` wakes the write lane
         self.pending()
 
     def refuse(self, save: Save, failure: errors.StorageBehindError) -> None:
         """Counts a save that could not begin as failed, now; the other processes hear of it in its turn."""
         if self.next_try(save.epoch) == save.request.number:  # else a signal handler has saved it meanwhile
-            self.in_flight.tell(save, failure)
+            self._in_flight.tell(save, failure)
             self._history.run.spend(run_clock.BLOCKED, save.request.blocked_secs)
             if self._coordinator.processes > 1:
                 self.submit(save)
@@ -186,7 +186,7 @@ class SaveQueue:
 
     def pending(self) -> list[Save]:
         """Saves without a verdict, oldest first. Wakes the write lane if an interrupt has kept it asleep."""
-        pending = self.in_flight.all()
+        pending = self._in_flight.all()
         if any(save.phase is Phase.QUEUED for save in pending) and not self._write_lane.wake():
             self._write_lane.submit(self._write_all)
         return pending
@@ -195,15 +195,35 @@ class SaveQueue:
         """The pending saves that this process could begin."""
         return [save for save in self.pending() if save.request.refusal is None]
 
+    def failure(self, epoch: int) -> tuple[str, str] | None:
+        """How the last save of an epoch ended, if not well (`failed`, `uncertain`), and why."""
+        return self._in_flight.failure(epoch)
+
+    def note_failure(self, error: errors.SaveError | errors.RemovalError) -> None:
+        """Keeps a failure until the caller is told of it."""
+        self._in_flight.note_failure(error)
+
+    def untold_failures(self) -> list[errors.SaveError | errors.RemovalError]:
+        """The failures of saves and removals that the caller has not been told of."""
+        return self._in_flight.untold()
+
+    def pop_failures(self) -> list[errors.SaveError | errors.RemovalError]:
+        """The same; the caller is told of them now."""
+        return self._in_flight.pop_errors()
+
+    def forget_failure(self, error: errors.SaveError | errors.RemovalError) -> None:
+        """The caller has been told of a failure."""
+        self._in_flight.forget_error(error)
+
     def after_fork(self) -> None:
         """In a forked child: the saves in flight are the parent's."""
-        self.in_flight.after_fork()
+        self._in_flight.after_fork()
 
     def drain(self, epoch: int | None = None) -> None:
         """Waits until every save (of one epoch, or of any) has its verdict; bounded, as every save is."""
         for save in (each for each in self.pending() if epoch in (None, each.epoch)):
             with save.shown(self._store.written):
-                self.in_flight.wait(save, save.done)
+                self._in_flight.wait(save, save.done)
 
     def drain_removals(self) -> None:
         """Waits until deleted epochs are removed, too; bounded like a save."""
@@ -213,8 +233,8 @@ class SaveQueue:
         self._history.run.spend(run_clock.WAITING, time.monotonic() - began)
 
     def remove(self, remove: Callable[[], None]) -> _threads.Future[None]:
-        """Removes a hidden epoch in the background, after the saves in flight; a RemovalError is kept in `failures`."""
-        return self._commit_lane.submit(lambda: _threads.logged("delete", remove, self.in_flight.failures.append))
+        """Removes a hidden epoch in the background, after the saves in flight; a RemovalError is kept."""
+        return self._commit_lane.submit(lambda: _threads.logged("delete", remove, self._in_flight.note_failure))
 
     @property
     def longest_secs(self) -> float:
@@ -225,10 +245,10 @@ class SaveQueue:
 
     def _write_all(self) -> None:
         """Writes the queued saves, in order; runs in the write lane alone."""
-        while waiting := [save for save in self.in_flight.all() if save.phase is Phase.QUEUED]:
+        while waiting := [save for save in self._in_flight.all() if save.phase is Phase.QUEUED]:
             save = waiting[0]
             if save.request.number < self._tries.get(save.epoch, 0):  # a signal handler saved inside this very `save`
-                self.in_flight.drop(save)
+                self._in_flight.drop(save)
             elif save.advance(Phase.CLAIMING):  # else it was given up just now, while an older write hung
                 self._write(save)
 
@@ -237,7 +257,7 @@ class SaveQueue:
         self._tries[save.epoch] = save.request.number + 1
         save.writing_since = time.monotonic()
         if save.request.refusal is None:
-            self.in_flight.forget_failure(save.epoch)
+            self._in_flight.forget_failure(save.epoch)
             queued_secs = save.elapsed_secs - save.request.blocked_secs
             _monitoring.secs(queued_secs, "/epochckpt/write/queue_secs")
         error: Exception | None = None
@@ -290,7 +310,7 @@ class SaveQueue:
             outcome = failure
         # Deleted epochs are out of sight by now. Their bytes are removed once the save has ended.
         began = time.monotonic()
-        self.in_flight.finish(save, outcome)
+        self._in_flight.finish(save, outcome)
         for remove in save.removals:
             _threads.logged("a deleted epoch could not be removed", remove)
         if failure is None:

@@ -227,6 +227,10 @@ class History:
         self.damaged.update(damaged)
         self.drop(damaged)
 
+    def forget_damage_after(self, epoch: int) -> None:
+        """The damaged epochs after this one are gone, with all others after it."""
+        self.damaged = {damaged: found for damaged, found in self.damaged.items() if damaged <= epoch}
+
     def drop(self, epochs: Iterable[int]) -> None:
         self.remote -= {*epochs}
         for epoch in epochs:

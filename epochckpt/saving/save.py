@@ -20,7 +20,7 @@ from epochckpt.arrays.snapshot import Snapshot
 from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import SaveError, StorageBehindError
-from epochckpt.format import EpochRecord, paths
+from epochckpt.format import EpochRecord, ItemKind, paths
 from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.storage import Tally
@@ -270,7 +270,7 @@ class Save:
         self._check_alike()
         items = dict(self.snapshot.items)
         for name, item in items.items():
-            if item.kind == "node":
+            if item.kind is ItemKind.NODE:
                 digests = {node.own.get(name) for node in nodes}
                 items[name] = dataclasses.replace(item, same=len(digests) == 1 and None not in digests)
         request = self.request

@@ -17,6 +17,7 @@ from google.protobuf import message
 from epochckpt import _threads
 from epochckpt.args import RenamedRestore
 from epochckpt.errors import InvalidArgumentError
+from epochckpt.format import ItemKind
 from epochckpt.v1 import context as contexts
 
 _OURS = {
@@ -127,14 +128,14 @@ def save_args(name: str, value: Any, context: Any) -> Any:
     return _bridged(_name(chosen), begin)
 
 
-def restore_args(name: str, kind: str, recorded: str, abstract: Any, context: Any) -> Any:
-    """How an item is restored that `recorded`, a handler, saved; `kind` as in `CheckpointManager.item_kinds`."""
-    if kind == "arrays":
+def restore_args(name: str, kind: ItemKind, recorded: str, abstract: Any, context: Any) -> Any:
+    """How an item is restored that `recorded`, a handler, saved."""
+    if kind is ItemKind.ARRAYS:
         target = abstract.item if isinstance(abstract, RenamedRestore) else abstract
         handler = None if target is None else _for_load(name, recorded, target, context)
         if handler is None or type(handler) in _OURS:
             return contexts.restore_args(abstract, context)
-    elif kind == "node" or _is_native(recorded, "JsonCheckpointHandler", abstract is None):
+    elif kind is ItemKind.NODE or _is_native(recorded, "JsonCheckpointHandler", abstract is None):
         return None
     elif _is_native(recorded, "ProtoCheckpointHandler", _is_message(abstract)):
         return ocp.args.ProtoRestore(abstract)

@@ -15,9 +15,11 @@ from epochckpt.agreement.collective import Timeouts, collective
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import item_names
 from epochckpt.errors import RemovalError, SaveError, StepExistsError, UnknownNameError
+from epochckpt.format import ItemKind
 from epochckpt.manager import CheckpointManager, CheckpointReader, Readers, Response, RestoreRequest
 from epochckpt.manager.components import Components
 from epochckpt.manager.numbers import epoch_number
+from epochckpt.manager.response import FutureResponse
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import object_view
 from epochckpt.saving import EpochInfo, Save
@@ -45,11 +47,10 @@ class SaveResponse(Response[bool]):
     """The response of one save: `result` raises the SaveError that happened to that save, whatever became of others."""
 
     def __init__(self, engine: "Engine", outcome: "Future[_Outcome]"):
-        super().__init__(self._ended, engine.told)
         self._engine = engine
         self._outcome = outcome
 
-    def _ended(self, timeout: float | None) -> bool:
+    def _wait(self, timeout: float | None) -> bool:
         deadline = Deadline(math.inf if timeout is None else timeout)
         save, failure = self._outcome.result(timeout)
         if self._engine.is_pending(save) and not save.done.wait(None if timeout is None else deadline.left()):
@@ -58,6 +59,20 @@ class SaveResponse(Response[bool]):
         if failure is not None:
             raise failure
         return True
+
+    def _told(self, failure: SaveError | RemovalError) -> None:
+        self._engine.told(failure)
+
+
+class DeletionResponse(FutureResponse[bool]):
+    """The response of a deletion: whether there was an epoch to delete; `result` raises what kept its files there."""
+
+    def __init__(self, engine: "Engine", removed: Future[bool]):
+        super().__init__(removed)
+        self._engine = engine
+
+    def _told(self, failure: SaveError | RemovalError) -> None:
+        self._engine.told(failure)
 
 
 class Engine:
@@ -101,7 +116,7 @@ class Engine:
         self._history = components.history
         self._saves = components.saves
         self._restores = components.restores
-        self._saves.listener.heard = self._hear
+        self._saves.call_at_end(self._hear)
         self._restores.newest_call = "load()"
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -121,7 +136,7 @@ class Engine:
         step = epoch_number(step)
         self._make_way(step, overwrite)
         args = self._save_args({name: bridge.save_args(name, value, context) for name, value in items_by_name.items()})
-        self._saves.arguments.several = None  # each epoch has its own items
+        self._saves.arguments.learn(None)  # each epoch has its own items
         try:
             call = self._saves.call(step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
             if not (force or self.manager.should_save(step)):
@@ -129,7 +144,7 @@ class Engine:
             save = self._saves.begin(call)
         finally:
             self._saves.refuse_overwrite(step)
-            self._saves.arguments.several = None
+            self._saves.arguments.learn(None)
         if save is None:
             return None
         end = self._ends.setdefault(save.name, Future())
@@ -187,7 +202,7 @@ class Engine:
 
     def told(self, failure: SaveError | RemovalError) -> None:
         """The caller knows of a failure: `wait_until_finished` and `close` do not raise it once more."""
-        self._saves.queue.in_flight.forget_error(failure)
+        self._saves.queue.forget_failure(failure)
 
     def cancel(self) -> None:
         """No save that is in flight is committed any more, unless it is just being committed; all processes call it."""
@@ -223,7 +238,7 @@ class Engine:
             queue.drain_removals()
             if not end.done():
                 raise RemovalError(self.manager.root, step, f"it took more than {self._saves.timeout_secs:g} s")
-            for failure in list(queue.in_flight.failures):
+            for failure in queue.untold_failures():
                 if isinstance(failure, RemovalError) and failure.epoch == step:
                     raise failure
             return True
@@ -260,7 +275,7 @@ class _ItemsByName(RestoreRequest[dict[str, Any]]):
         return {name: restored[item] for name, item in stored.items() if item in restored}
 
 
-def shown_names(reader: CheckpointReader, kinds: Mapping[str, str]) -> dict[str, str]:
+def shown_names(reader: CheckpointReader, kinds: Mapping[str, ItemKind]) -> dict[str, str]:
     """The stored name of each item by the name that v1 gives it."""
     if len(kinds) == 1 and reader.record.default_item:
         return {STATE: next(iter(kinds))}
@@ -271,7 +286,7 @@ def tree_name(reader: CheckpointReader) -> str:
     """The item that stands for an epoch if none is named: the unnamed one, else the first tree by name."""
     kinds = reader.item_kinds()
     name = item_names.stored_name(STATE, kinds)
-    trees = sorted(item for item, kind in kinds.items() if kind == "arrays")
+    trees = sorted(item for item, kind in kinds.items() if kind is ItemKind.ARRAYS)
     if name not in kinds and not trees:
         raise UnknownNameError(f"checkpoint {reader.record.epoch} has no tree; it has: {', '.join(kinds) or 'nothing'}")
     return name if name in kinds else trees[0]

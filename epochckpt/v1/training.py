@@ -21,13 +21,13 @@ from orbax.checkpoint import v1
 from epochckpt import _threads
 from epochckpt.arrays import TreeMetadata
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, UnsupportedError
-from epochckpt.format import paths
+from epochckpt.format import ItemKind, paths
 from epochckpt.manager import CheckpointManager, CheckpointReader, Response
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.v1 import bridge
 from epochckpt.v1 import context as contexts
-from epochckpt.v1.engine import STATE, Engine, SaveResponse, shown_names, tree_name
+from epochckpt.v1.engine import STATE, DeletionResponse, Engine, SaveResponse, shown_names, tree_name
 
 save_decision_policies = v1.training.save_decision_policies
 preservation_policies = v1.training.preservation_policies
@@ -368,7 +368,7 @@ class Checkpointer:
             recorded = reader.item_handlers()
             described = {}
             for name, item in shown_names(reader, kinds).items():
-                if kinds[item] != "files":
+                if kinds[item] is not ItemKind.FILES:
                     described[name] = _tree_of(items[item])
                     continue
                 args = bridge.metadata_args(name, recorded.get(item, ""), context)
@@ -411,8 +411,10 @@ class Checkpointer:
         except EpochNotFoundError:
             if not missing_ok:
                 raise
-            return Response(lambda timeout: False)
-        return Response(self._deleting.result, self._engine.told)
+            nothing = _threads.Future[bool]()
+            nothing.set(False)
+            return DeletionResponse(self._engine, nothing)
+        return DeletionResponse(self._engine, self._deleting)
 
     def _wait_for_deletion(self) -> None:
         deleting = self._deleting

@@ -317,6 +317,17 @@ def test_a_refusal_names_the_process_that_may_be_alive(run: pathlib.Path) -> Non
                 manager.claim(take_over=False)
 
 
+def test_a_claim_that_takes_no_live_run_over_says_nothing_of_later_saves(run: pathlib.Path) -> None:
+    """The first save claims the directory, as that of any manager."""
+    left_by(run, THIS)
+    with ec.CheckpointManager(run) as manager:
+        with pytest.raises(errors.InvalidArgumentError, match="may be alive"):
+            manager.claim(take_over=False)
+        assert manager.save(3, args=args(3))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3]
+
+
 def test_of_a_process_on_a_kernel_that_is_not_known_nothing_is_known() -> None:
     """Its number may be free here, and its host may have the same name."""
     ended = subprocess.Popen([sys.executable, "-c", ""])

@@ -51,7 +51,7 @@ def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
     with ec.CheckpointManager(directory) as manager:
         assert manager.save(1, args=args(1))
         manager.wait_until_finished()
-        reader = manager.components.readers.open(1).native
+        reader = manager.components.readers.open(1).copyable()
         if record_read:
             reader.node_record(0)
         manager.delete(1)
@@ -60,4 +60,4 @@ def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
         manager.wait_until_finished()
         with pytest.raises(EpochDeletedError):
             read(reader)
-        read(manager.components.readers.open(1).native)
+        read(manager.components.readers.open(1).copyable())

@@ -22,6 +22,7 @@ from epochckpt.format import (
     DataFile,
     EpochRecord,
     Grid,
+    ItemKind,
     ItemRecord,
     Leaf,
     NodeEntry,
@@ -292,7 +293,7 @@ def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
 
     leaf = Leaf((("k", "host"),), "host", "numpy", np.dtype(np.int16), (3,), 0, 0, -1)
     arrays = ArrayItem("default", (leaf,), (Grid((), ((0,),)),))
-    record = dataclasses.replace(record_of(4, 1), items={"default": ItemRecord("arrays", "", arrays)})
+    record = dataclasses.replace(record_of(4, 1), items={"default": ItemRecord(ItemKind.ARRAYS, "", arrays)})
     assert b"carried" not in record.to_bytes()
     carrying = dataclasses.replace(record, inlined={"default": {"0": b"\0\1\2\3\4\5"}})
     assert parse_epoch("7/epoch.json", carrying.to_bytes()).inlined == carrying.inlined
@@ -503,7 +504,7 @@ def record_of(nodes: int, leaves: int) -> EpochRecord:
         NodeEntry(f"process_{n}", n, 12345, "0123456789abcdef" * 2, (DataFile("default", 0, 10**9, 8192, 5000),), 1.5)
         for n in everyone
     )
-    record = ItemRecord("arrays", "", item, {})
+    record = ItemRecord(ItemKind.ARRAYS, "", item, {})
     return EpochRecord(
         epoch=7,
         save_id="0123456789abcdef-1",

@@ -11,7 +11,7 @@ import pytest
 from epochckpt.errors import FormatError
 from epochckpt.format.codec import MAX_BYTES
 from epochckpt.format.grid import MAX_CELLS
-from epochckpt.format.items import parse_item
+from epochckpt.format.items import ItemKind, parse_item
 from epochckpt.format.tree import value_from_json, value_to_json
 
 ENTRY: dict[str, Any] = {
@@ -107,7 +107,7 @@ def test_an_item_with_another_name_than_a_folder_may_have_is_refused(name: str) 
 @pytest.mark.parametrize("kind", ["files", "node"])
 def test_items_without_arrays(kind: str) -> None:
     found = parse_item("e", "i", {"kind": kind, "handler": "Json", "same": True}, 1)
-    assert (found.kind, found.handler, found.same, found.arrays) == (kind, "Json", kind == "node", None)
+    assert (found.kind, found.handler, found.same, found.arrays) == (ItemKind(kind), "Json", kind == "node", None)
     if kind == "node":
         with pytest.raises(FormatError, match="same"):
             parse_item("e", "i", {"kind": kind, "handler": "Json"}, 1)

@@ -234,8 +234,9 @@ class OneFile:
     def __init__(self, content: bytes):
         self._content = content
 
-    def native_of(self, item: str, node: str) -> None:
+    def checksummed_files(self, item: str, node: str) -> dict[str, Any]:
         """It has no checksums, as if stock Orbax had written it."""
+        return {}
 
     def file(self, item: str, name: str, node: str) -> bytes:
         return Sliced(self._content)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pathlib
+import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -210,3 +212,44 @@ def test_a_manager_of_caffe2_is_asked_whether_storage_is_there(tmp_path: pathlib
     assert runner.train(ec.LocalSession()) == 3
     assert asked == [True, False, True, True]
     assert [epoch for epoch, _ in runner.result.failed_saves] == [1]
+
+
+class WhenSaid(logging.Handler):
+    """Opens a gate when the log has a text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self._text = text
+        self.gate = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage():
+            self.gate.set()
+
+    def __enter__(self) -> WhenSaid:
+        logging.getLogger("absl").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("absl").removeHandler(self)
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock Orbax"])
+def test_a_run_that_too_many_failures_end_tells_of_the_save_in_flight(tmp_path: pathlib.Path, kind: str) -> None:
+    """It is committed after the last epoch has ended: result and handler name it."""
+    manager_class: Any = ec.CheckpointManager if kind == "ours" else ocp.CheckpointManager
+    handler = FromCaffe2(accessible=lambda epoch: epoch == 0)
+    with WhenSaid("the run ends after epoch 1") as said:
+
+        def hold() -> None:
+            assert said.gate.wait(60)
+
+        asynchronous = ocp.options.AsyncOptions(timeout_secs=100, post_finalization_callback=hold)
+        options = ocp.CheckpointManagerOptions(async_options=asynchronous)
+        with manager_class(tmp_path / "run", options=options) as manager:
+            how: Any = {"max_consecutive_save_failures": 0, "raise_if_not_saved": False}
+            runner = ec.JobRunner(job_of(["a"], 3), manager, metadata_handler=handler, **how)
+            runner.train(ec.LocalSession())
+    assert (runner.result.epoch, [epoch for epoch, _ in runner.result.failed_saves]) == (1, [1])
+    assert runner.result.last_committed_epoch == 0
+    assert ("write", 0) in handler.calls

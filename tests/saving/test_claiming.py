@@ -342,6 +342,30 @@ def test_a_run_that_is_fenced_off_ends_at_once_with_a_code_of_its_own(tmp_path: 
         assert manager.all_steps() == [0, 1, 100]
 
 
+def test_a_run_that_is_fenced_off_in_init_trains_nothing(tmp_path: pathlib.Path) -> None:
+    """What init saves beside the run shows that a newer one has come; the run ends before its first epoch."""
+    ran: list[str] = []
+    manager = ec.CheckpointManager(tmp_path)
+    job = ec.Job()
+
+    @job.init
+    def init(ws: ec.Workspace) -> None:
+        ws["n"] = 0
+        take_over(str(tmp_path), 100)
+        manager.save(1, args=args(1), force=True)
+        with pytest.raises(errors.FencedError):
+            manager.wait_until_finished()
+
+    job.epoch(lambda ws: ran.append(f"epoch {ws.epoch}"))
+    job.exit(lambda ws: ran.append("exit"))
+    job.stop_when(ec.stop.max_epochs(3))
+    runner = ec.JobRunner(job, manager)
+    assert runner.train(ec.LocalSession()) == 0
+    assert ran == []
+    assert (runner.result.fenced_off, runner.result.exit_code) == (True, 76)
+    manager.close()
+
+
 def test_a_run_that_is_fenced_off_in_its_last_save_says_so(tmp_path: pathlib.Path) -> None:
     """The newer run comes in the last epoch: the exit code is the same, whatever else was asked for."""
     job = ec.Job()

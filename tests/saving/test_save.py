@@ -151,7 +151,7 @@ def test_a_wait_beyond_the_last_bound_fails_a_save_that_is_not_committing(
     assert in_flight.wait(save, save.done)
     in_flight.finish(save, SaveError(3, "the nodes differ"))
     assert (save.phase, in_flight.all()) == (Phase.FAILED, [])
-    assert told.ends == in_flight.failures == [save.failure]
+    assert told.ends == in_flight.untold() == [save.failure]
     assert isinstance(save.failure, LateNodesError)
     assert save.failure.nodes == ["process_0"]
 
@@ -194,7 +194,7 @@ def test_a_refusal_that_save_has_raised_is_not_told_again(in_flight: InFlight, t
     for save in (raised, behind):
         in_flight.add(save)
         in_flight.finish(save, SaveError(3, "it could not begin"))
-    assert in_flight.failures == []
+    assert in_flight.untold() == []
     assert told.ends == [raised.failure]
 
 

@@ -21,6 +21,7 @@ from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
+from epochckpt.manager.notifier import NO_CALLS, ManagersCalls
 
 
 class Resume(enum.Enum):
@@ -68,7 +69,7 @@ class CheckpointBackend(abc.ABC, Generic[P]):
 
     handler: Any = None  # the manager's own metadata handler
     handler_nodes: Sequence[str]  # those that a metadata handler hears of; known once it is open
-    handler_calls: Collection[str] = ()  # its methods that the manager calls itself, and the actions that it reports
+    handler_calls: ManagersCalls = NO_CALLS  # what the manager does with its handler by itself
     accessible: Callable[[int], bool] | None = None  # asks the manager, on the primary, whether storage can be reached
     discarded: int | None = None  # the epoch that was saved and deleted at once, because the manager's options say so
 

@@ -24,6 +24,7 @@ from epochckpt.errors import (
     UnsupportedError,
     advice_for,
 )
+from epochckpt.format import ItemKind
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import (
     BARE,
@@ -42,6 +43,8 @@ from epochckpt.jobs.run_calls import RunCalls
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Reshard, Workspace
 from epochckpt.manager import CheckpointManager, HandlerNotifier, SaveResult
+from epochckpt.manager.notifier import Action, ManagersCalls, Verb
+from epochckpt.manager.saves import Saves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class _SavedItems:
     """The items of an epoch that are blobs, as they were saved."""
 
     blobs: Mapping[str, str]  # the blob of each item
-    kinds: Mapping[str, str]  # of all items, also of those that hold the nodes' own values of a blob
+    kinds: Mapping[str, ItemKind]  # of all items, also of those that hold the nodes' own values of a blob
     forms: Mapping[str, Form | None]  # of items that the runner saved with stock Orbax
     nodes: int  # how many nodes saved the epoch
 
@@ -65,7 +68,10 @@ class _ItemsRequest:
 class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
     """Blobs as items: arrays once, everything else per node."""
 
-    handler_calls = frozenset({"set_params", "write", "checkpoint_save"})
+    handler_calls = ManagersCalls(
+        verbs=frozenset({Verb.SET_PARAMS, Verb.WRITE}),
+        actions=frozenset({Action.SAVE}),
+    )
 
     def __init__(self, manager: CheckpointManager):
         super().__init__(manager)
@@ -123,11 +129,15 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
         return self._manager.restore_newest(lambda named: self._read(named, only), [epoch])[1]
 
     def _item_names(self, epoch: int) -> Sequence[str]:
-        return _blob_items(self._manager.item_kinds(epoch))
+        return _blob_items(self._item_kinds(epoch))
+
+    def _item_kinds(self, epoch: int) -> dict[str, ItemKind]:
+        """What each item of an epoch is."""
+        return {name: ItemKind(kind) for name, kind in self._manager.item_kinds(epoch).items()}
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> ReadEpoch:
         notes = self.notes(epoch)
-        kinds = self._manager.item_kinds(epoch)
+        kinds = self._item_kinds(epoch)
         saved = _SavedItems(
             blobs=self._blobs_of(_blob_items(kinds), notes, only),
             kinds=kinds,
@@ -142,7 +152,7 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
             by_node = self._by_node(item, restored, saved, request.to_reshard.get(item))
             values[blob] = self._as_saved(blob, by_node, form, self._manager.node_names, notes)
         if only is None:
-            self._warn_of_numpy(epoch, [item for item in saved.blobs if kinds[item] == "arrays"], saved.blobs)
+            self._warn_of_numpy(epoch, [item for item in saved.blobs if kinds[item] is ItemKind.ARRAYS], saved.blobs)
         return ReadEpoch(epoch=epoch, notes=notes, values=values)
 
     def _request(self, saved: _SavedItems) -> _ItemsRequest:
@@ -160,15 +170,15 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
             reshard = target.reshard if target is not None and other_count else None
             make = None if reshard is None else functools.partial(_made_by, reshard, blob)
             rename = blob_lib.rename_of(first, blob)
-            if kind == "node":
+            if kind is ItemKind.NODE:
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
                 items[item] = own_args.NodeRestore(targets or None, make, by_node=True, rename=rename)
             elif reshard is not None and saved.nodes == 1 and form is not Form.JSON:
-                items[item] = self._argument(None, None) if kind == "arrays" else None
+                items[item] = self._argument(None, None) if kind is ItemKind.ARRAYS else None
                 to_reshard[item] = reshard
-            elif kind == "arrays":
+            elif kind is ItemKind.ARRAYS:
                 items[item] = self._argument(blob_lib.target_of(first, blob), form, rename)
-                if saved.kinds.get(own) == "node":
+                if saved.kinds.get(own) is ItemKind.NODE:
                     items[own] = own_args.NodeRestore(None, make, by_node=True)
             else:
                 items[item] = None
@@ -195,7 +205,7 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
         """What was restored of one item, for each node of this process."""
         value = restored[item]
         blob = saved.blobs[item]
-        if saved.kinds[item] == "node":
+        if saved.kinds[item] is ItemKind.NODE:
             return value
         spaces = self._spaces()
         hosted = list(spaces)
@@ -258,13 +268,13 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
             EpochExistsError: the epoch is wanted, and a foreign folder lies in its place.
         """
         # With a foreign folder in the epoch's place the manager says that nothing is wanted, so its options are asked.
-        saves = self._manager.components.saves
-        foreign = saves.blocked(epoch)
-        wanted = saves.is_wanted if foreign else self._manager.should_save
+        saves: Saves = self._manager.components.saves
+        is_blocked = saves.is_blocked(epoch)
+        wanted = saves.is_wanted if is_blocked else self._manager.should_save
         if not (force or wanted(epoch, ignore_later=True)):
             return False
-        if foreign:
-            raise EpochExistsError(foreign)
+        if is_blocked:
+            raise EpochExistsError(saves.how_to_unblock(epoch))
 
         notes = notes.with_blobs(prepared.names, prepared.types)
         begun = False
@@ -289,10 +299,10 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
         self._manager.allow_overwrite(epoch)
 
 
-def _blob_items(kinds: Mapping[str, str]) -> list[str]:
+def _blob_items(kinds: Mapping[str, ItemKind]) -> list[str]:
     """The items that are blobs. The second item of a blob, with each node's own values, is left out."""
-    own = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind == "arrays"}
-    return [item for item, kind in kinds.items() if kind != "node" or item not in own]
+    own = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind is ItemKind.ARRAYS}
+    return [item for item, kind in kinds.items() if kind is not ItemKind.NODE or item not in own]
 
 
 def _made_by(reshard: Reshard, blob: str, states: Sequence[Any], saved_by: int, nodes: int) -> list[Any]:
