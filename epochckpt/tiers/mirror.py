@@ -17,13 +17,11 @@ the other processes' by `copying.MirrorFollower`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import _threads
 from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
 from epochckpt.directory.epoch_directory import Writer
 from epochckpt.errors import FormatVersionError, say
@@ -82,16 +80,17 @@ class Mirror(JobMirror):
             self._look(local, [*survey.epochs, *survey.damaged], recorded)
             gone = self._seen.standing.diverged if isinstance(self._seen.standing, Successor) else ()
         damaged = dict(survey.damaged)
-        if not isinstance(self._seen.standing, Unanswered):
+        are_seen = self._epochs.are_seen  # since the claim the worker may have seen them
+        if are_seen:
             for epoch in self._epochs.readable.keys() & damaged.keys():
                 if self._looker.is_of_save(local, epoch, self._epochs.ids, self._seen.copies):
                     text = "%s: checkpoint %d is read from its mirror %s"
                     logging.warning(text, local.store.root, epoch, self.url)
                     del damaged[epoch]
                 else:
-                    _threads.start(functools.partial(self._epochs.disown, [epoch])).result()
+                    self._epochs.disown([epoch])
         readable = self._epochs.readable
-        if isinstance(self._seen.standing, Unanswered):
+        if not are_seen:
             readable = recorded.readable_unanswered(readable)
         here = [epoch for epoch in survey.epochs if epoch not in gone]
         remote = sorted(readable.keys() - {*here} - damaged.keys())
@@ -136,7 +135,8 @@ class Mirror(JobMirror):
     def _look(self, local: EpochDirectory, epochs: Sequence[int], recorded: OneLedger | DiskLedgers) -> None:
         """Asks the mirror which epochs it has, before this manager writes."""
         self._seen = self._looker.look(local, epochs, recorded, self._seen)
-        self._epochs.look_was(self._seen.ids, self._seen.readable)
+        answered = not isinstance(self._seen.standing, Unanswered)
+        self._epochs.look_was(self._seen.ids, self._seen.readable, seen=answered)
         self._looker.explain(self._seen, local.store.root)
 
     # -- reading -------------------------------------------------------------------------------------------------

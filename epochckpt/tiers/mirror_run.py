@@ -248,8 +248,7 @@ class Working(Claimed):
         self._worker.committed(epoch)
 
     def withdrawn(self, epochs: Sequence[int]) -> None:
-        # It takes locks, and a signal handler may save meanwhile.
-        _threads.start(lambda: self._worker.withdrawn(epochs)).result()
+        self._worker.withdrawn(epochs)
 
     def waiting(self) -> frozenset[int]:
         return self._worker.waiting()

@@ -1081,6 +1081,42 @@ def begins_claim(ledger: Ledger) -> bool:
     return bool(ledger.claims)
 
 
+def damage(directory: pathlib.Path, epoch: int) -> None:
+    """One data file of an epoch is cut."""
+    found = next((directory / str(epoch)).rglob("*.safetensors"))
+    os.truncate(found, found.stat().st_size - 1)
+
+
+def test_a_mirror_that_comes_back_stands_in_for_what_is_damaged_here(place: Place) -> None:
+    """A run that was opened and claimed while the mirror was away."""
+    with place.open("one") as manager:
+        for epoch in range(2):
+            save(manager, epoch)
+    with away(place):
+        manager = place.open("one")
+        save(manager, 2)
+    assert eventually(lambda: manager.components.mirror.has(2))
+    damage(place.root / "one", 2)
+    manager.reload()
+    assert listed(manager) == {0: 0, 1: 1, 2: 2}
+    manager.close()
+
+
+def test_on_local_disks_a_mirror_that_comes_back_has_the_epochs_that_are_only_there(place: Place) -> None:
+    """Epochs that retention has deleted here, and one that is not whole on all disks."""
+    with place.open("one", local_disks=True) as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+    with away(place):
+        manager = place.open("one", keep=2, local_disks=True)
+        save(manager, 3)
+    assert eventually(lambda: place.mirrored() == {0: 0, 1: 1, 2: 2, 3: 3})
+    damage(place.root / "one", 2)
+    manager.reload()
+    assert listed(manager) == {0: 0, 1: 1, 2: 2, 3: 3}
+    manager.close()
+
+
 @pytest.mark.parametrize(("directory", "step"), [("one", begins_copy), ("two", begins_claim)])
 def test_a_run_without_its_mirror_keeps_what_the_mirror_has_in_an_older_form(
     place: Place,
