@@ -6,8 +6,9 @@ in this order:
 1. opening: `introduce` on every process, `check` and `survey` on the primary, `open` on every process;
 2. whenever it looks at storage again: `look`;
 3. the claim, before the first write: `claimed` on the primary, `join` on every process;
-4. a save: `commit` on the primary, `verdict` on the others, `take_back` on all if it has failed; then `here` and
-   `unlisted_elsewhere` say which older epochs each process takes out of sight;
+4. a save: `commit` on the primary, `verdict` on the others, and `late_verdict` where that has not come in time;
+   `take_back` on all if it has failed; then `here` and `unlisted_elsewhere` say which older epochs each process takes
+   out of sight;
 5. a deletion or rollback: `agree_on_claim`, `order` on the primary, `follow` on every process;
 6. `release`, where `acts`.
 """
@@ -182,6 +183,13 @@ class JobDirectory(abc.ABC):
         """On the other processes: the primary's verdict, once this process has done its part of the commit.
 
         `hear` waits for what the primary says first, or last, under a kind of key.
+        """
+
+    @abc.abstractmethod
+    def late_verdict(self, peek: Callable[[str], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """On the other processes: the verdict of a save for which they no longer wait, if it is there by now.
+
+        `peek` looks for what the primary has said under a kind of key.
         """
 
     def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:

@@ -210,10 +210,17 @@ class DirectoryPerHost(JobDirectory):
         key: Callable[[str, Save], str],
     ) -> Mapping[str, Any]:
         first = hear("record")
-        if "record" not in first:
+        if not _is_offer(first):
             return first
         self._put_in_place(first["record"], key("placed", save), save, save_id)
         return hear("verdict")
+
+    def late_verdict(self, peek: Callable[[str], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        verdict = peek("verdict")
+        if verdict is not None:
+            return verdict
+        first = peek("record")
+        return None if first is None or _is_offer(first) else first
 
     def _put_in_place(self, offered: str, key: str, save: Save, save_id: str) -> None:
         """Puts this process's part in place, and tells the primary."""
@@ -270,3 +277,8 @@ class DirectoryPerHost(JobDirectory):
 
     def check_replaceable(self, epoch: int) -> None:
         raise errors.UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
+
+
+def _is_offer(first: Mapping[str, Any]) -> bool:
+    """Whether what the primary says first of a save offers its commit; else it is its verdict, a failure."""
+    return "record" in first

@@ -97,5 +97,8 @@ class SharedDirectory(JobDirectory):
         del save, save_id, key
         return hear("verdict")
 
+    def late_verdict(self, peek: Callable[[str], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        return peek("verdict")
+
     def here(self, epochs: Sequence[int]) -> Sequence[int]:
         return epochs
