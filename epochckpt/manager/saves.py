@@ -396,12 +396,12 @@ class Saves:
         self.listener.claimed(epochs)
         if coordinator.processes == 1:
             self._history.forget_gone()
-        if coordinator.primary:
+        if directory.job_directory.acts:
             self._ledger.claimed(directory.job_directory.writer)
+        if coordinator.primary:
             _threads.logged(f"{directory.store.root}: its mirror's ledger", self._ledger.settle)
         claimed = ClaimedDirectory(
             local=directory.epoch_directory,
-            stager=directory.job_directory.stager,
             ledger=self._ledger,
             coordinator=coordinator,
             prefix=directory.prefix,

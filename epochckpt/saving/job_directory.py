@@ -62,12 +62,10 @@ class JobDirectory(abc.ABC):
         epoch_directory: what this process reads, once it is open.
         coordinator: the processes of the job.
         is_partial: whether it has only the parts of epochs that one host wrote, as of the last look.
-        one_per_host: whether each process has another directory, on its own disk.
         first_word: the key of what the other processes hear first of a save from the primary.
         tells_commits: whether this process sees in it that a save is committed.
     """
 
-    one_per_host: ClassVar[bool]
     first_word: ClassVar[str]
     tells_commits: ClassVar[bool]
 
@@ -132,7 +130,7 @@ class JobDirectory(abc.ABC):
         self.epoch_directory = self.place.epoch_directory(self.address(resolved))
         self.prefix = prefix
         self.nodes = nodes
-        self.epoch_directory.ignored = frozenset((*found.aside.get(self.coordinator.process, ()), *found.diverged))
+        self.epoch_directory.ignore([*found.aside.get(self.coordinator.process, ()), *found.diverged])
 
     @abc.abstractmethod
     def look(self, calls: CollectiveCalls, known: Mapping[int, ReplaceCondition]) -> Survey:

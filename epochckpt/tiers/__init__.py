@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from epochckpt.tiers.job_mirror import NO_MIRROR, ClaimedDirectory, JobMirror
     from epochckpt.tiers.layout import layout_of
     from epochckpt.tiers.ledger import Ledger, read_ledger
-    from epochckpt.tiers.ledger_file import DiskLedgerFile, LedgerFile
+    from epochckpt.tiers.ledger_file import LedgerFile
     from epochckpt.tiers.mirror import Mirror, named_mirror, viewed
     from epochckpt.tiers.shared_directory import SharedDirectory
 else:
@@ -33,7 +33,6 @@ else:
             "Ledger": "ledger",
             "NO_MIRROR": "job_mirror",
             "layout_of": "layout",
-            "DiskLedgerFile": "ledger_file",
             "LedgerFile": "ledger_file",
             "read_ledger": "ledger",
             "Mirror": "mirror",
@@ -47,7 +46,6 @@ __all__ = [
     "NO_MIRROR",
     "ClaimedDirectory",
     "DirectoryPerHost",
-    "DiskLedgerFile",
     "EpochCopy",
     "HostRecord",
     "JobMirror",

@@ -112,7 +112,8 @@ class MirrorTasks:
         self._count += 1
         task_key = f"{self._job.prefix}/task/{self._count}"
         report_key = f"{self._job.prefix}/report/{self._count}"
-        self._job.coordinator.put(task_key, {**task, **self._ledger.told()})
+        told = self._ledger.told()
+        self._job.coordinator.put(task_key, {**task, **({"record": told} if told else {})})
         self._keys.add(self._job.coordinator, task_key, report_key)
         return self._count
 

@@ -22,52 +22,11 @@ from epochckpt.errors import (
     unreadable,
 )
 from epochckpt.storage import Store
-from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.ledger import Copy, Ledger, save_id, seen_id, settled_withdrawals
+from epochckpt.tiers.ledger_kinds import RecordedLedger
 from epochckpt.tiers.standing import ForeignReader, Owner, Standing, Stranger, Successor, Unanswered, assess
 
 _NO_ANSWER = (DamagedError, FormatError, FormatVersionError, NotACheckpointDirectoryError, OSError)
-
-
-class OneLedger:
-    """The ledger in a directory that all processes see. A copy of the directory has brought it along."""
-
-    def __init__(self, local: EpochDirectory):
-        self._local = local
-
-    def read(self) -> Ledger | None:
-        """The ledger; None if it has no usable one. Raises FormatVersionError or StorageError."""
-        return ledgers.usable_ledger(self._local.store)
-
-    def is_own(self, ledger: Ledger) -> bool:
-        """Whether the ledger is this directory's, and not that of the one that this is a copy of."""
-        return ledger.identity.is_of(self._local.store)
-
-    def readable_unanswered(self, readable: Mapping[int, str]) -> Mapping[int, str]:
-        """Which of these epochs count as readable while the mirror does not answer."""
-        return readable
-
-
-class DiskLedgers:
-    """The ledgers on disks of the hosts' own, as these have told them."""
-
-    def __init__(self, local: EpochDirectory, texts: Sequence[str]):
-        self._local = local
-        self._texts = texts
-
-    def read(self) -> Ledger | None:
-        """The newest ledger; None if it has no usable one."""
-        return ledgers.newest(self._texts, self._local.store.root)
-
-    def is_own(self, ledger: Ledger) -> bool:
-        """Whether the ledger is this directory's: it is, also on a disk that has replaced another one."""
-        del ledger
-        return True
-
-    def readable_unanswered(self, readable: Mapping[int, str]) -> Mapping[int, str]:
-        """Which of these epochs count as readable while the mirror does not answer."""
-        del readable
-        return {}  # the parts that are here cannot be completed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +63,7 @@ class Looker:
         self._url = url
         self._there = there
 
-    def look(
-        self, local: EpochDirectory, epochs: Sequence[int], recorded: OneLedger | DiskLedgers, earlier: Look
-    ) -> Look:
+    def look(self, local: EpochDirectory, epochs: Sequence[int], recorded: RecordedLedger, earlier: Look) -> Look:
         """Asks the mirror which epochs it has, for a directory that has these `epochs`.
 
         What an `earlier` look has found to have diverged stays out of sight.
@@ -122,7 +79,7 @@ class Looker:
         if found is not None and found.url != self._url:
             logging.warning("%s: its mirror was %s, and is %s from now on", root, found.url, self._url)
         copies: Mapping[int, Copy] = {} if ledger is None else ledger.copies
-        own = ledger if ledger is not None and recorded.is_own(ledger) else None
+        own = ledger if ledger is not None and recorded.kind.is_own(ledger, local.store) else None
         here = sorted(epochs)
         try:
             lineage, ids = self._lineage_and_epochs()

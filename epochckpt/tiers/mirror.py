@@ -23,7 +23,6 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
-from epochckpt.directory.epoch_directory import Writer
 from epochckpt.errors import FormatVersionError, say
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
@@ -35,7 +34,8 @@ from epochckpt.tiers.copying import MirrorJob
 from epochckpt.tiers.job_mirror import NO_MIRROR, ClaimedDirectory, JobMirror
 from epochckpt.tiers.ledger import save_id
 from epochckpt.tiers.ledger_file import LedgerFile
-from epochckpt.tiers.looking import NO_LOOK, DiskLedgers, Looker, OneLedger
+from epochckpt.tiers.ledger_kinds import RecordedLedger
+from epochckpt.tiers.looking import NO_LOOK, Looker
 from epochckpt.tiers.mirror_run import Claim, Idle, MirrorRun, Unclaimed
 from epochckpt.tiers.standing import Successor, Unanswered
 
@@ -73,9 +73,8 @@ class Mirror(JobMirror):
 
     # -- looking -------------------------------------------------------------------------------------------------
 
-    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
+    def complete(self, local: EpochDirectory, survey: Survey, recorded: RecordedLedger) -> Survey:
         gone: tuple[int, ...] = ()
-        recorded = OneLedger(local) if disk_ledgers is None else DiskLedgers(local=local, texts=disk_ledgers)
         if isinstance(self._run, Unclaimed):
             self._look(local, [*survey.epochs, *survey.damaged], recorded)
             gone = self._seen.standing.diverged if isinstance(self._seen.standing, Successor) else ()
@@ -91,7 +90,7 @@ class Mirror(JobMirror):
                     self._epochs.disown([epoch])
         readable = self._epochs.readable
         if not are_seen:
-            readable = recorded.readable_unanswered(readable)
+            readable = recorded.kind.readable_unanswered(readable)
         here = [epoch for epoch in survey.epochs if epoch not in gone]
         remote = sorted(readable.keys() - {*here} - damaged.keys())
         attached = survey.attached
@@ -114,7 +113,7 @@ class Mirror(JobMirror):
             StorageError, DamagedError, …: the mirror cannot be looked at.
             InvalidArgumentError: it has the epochs of another directory, or is the directory itself.
         """
-        self._look(local, local.list_epochs(), OneLedger(local))
+        self._look(local, local.list_epochs(), RecordedLedger.in_directory(local))
         if isinstance(self._seen.standing, Unanswered):
             raise self._seen.standing.error
         return self._epochs.readable
@@ -132,7 +131,7 @@ class Mirror(JobMirror):
         readable = epoch in self._epochs.readable
         return readable and self._looker.is_of_save(local, epoch, self._epochs.ids, self._seen.copies)
 
-    def _look(self, local: EpochDirectory, epochs: Sequence[int], recorded: OneLedger | DiskLedgers) -> None:
+    def _look(self, local: EpochDirectory, epochs: Sequence[int], recorded: RecordedLedger) -> None:
         """Asks the mirror which epochs it has, before this manager writes."""
         self._seen = self._looker.look(local, epochs, recorded, self._seen)
         answered = not isinstance(self._seen.standing, Unanswered)
@@ -193,8 +192,7 @@ class Mirror(JobMirror):
             options=self._options,
             hosted=self.hosted,
         )
-        writer = directory.stager if isinstance(directory.stager, Writer) else None
-        idle = Idle(Claim(job=job, ledger=directory.ledger, writer=writer, epochs=self._epochs))
+        idle = Idle(Claim(job=job, ledger=directory.ledger, epochs=self._epochs))
         self._run = idle  # also if it cannot begin
         self._run = idle.begin(self._seen, directory.epochs, Backlog(url=self.url, options=self._options))
 
@@ -210,6 +208,9 @@ class Mirror(JobMirror):
 
     def waiting(self) -> frozenset[int]:
         return self._run.waiting()
+
+    def diverged(self) -> Mapping[int, str | None]:
+        return self._seen.diverged
 
     def has(self, epoch: int) -> bool:
         return epoch in self._epochs.readable

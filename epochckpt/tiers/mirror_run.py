@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.directory.epoch_directory import Writer
 from epochckpt.format import paths
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
@@ -30,13 +29,11 @@ class Claim:
     Attributes:
         job: what is to be copied, and where to.
         ledger: what the directory knows of the mirror.
-        writer: of the directory; None where this process only stages there.
         epochs: what the mirror has.
     """
 
     job: MirrorJob
     ledger: LedgerFile
-    writer: Writer | None
     epochs: MirrorEpochs
 
 
@@ -113,18 +110,12 @@ class Claimed(MirrorRun):
         self._claim = claim
         self._job = claim.job
         self._ledger = claim.ledger
-        self._writer = claim.writer
 
     def text(self) -> str:
         return self._ledger.text()
 
     def adopt(self, text: str) -> None:
-        if self._writer is None:
-            return
-        found = ledgers.newest([text], self._job.url)
-        own = ledgers.usable_ledger(self._job.local.store)
-        if found is not None and (own is None or found.serial > own.serial):
-            self._writer.overwrite(paths.MIRROR_RECORD, text.encode())
+        self._ledger.adopt(text)
 
     def _started(self, work: Callable[[], None]) -> _threads.Future[None] | None:
         """Starts the work in a thread of its own. If no thread can be started, logs an error and returns None."""
@@ -149,7 +140,6 @@ class Idle(Claimed):
 
     def begin(self, look: Look, epochs: Sequence[int], backlog: Backlog) -> MirrorRun:
         """Begins to work, after this `look`, in a directory that has these epochs; returns what the run does now."""
-        self._ledger.set_aside(look.diverged)
         if not self._job.coordinator.primary:
             return Following(self._claim)
         if isinstance(look.standing, ForeignReader | Stranger):  # it has said so
@@ -191,7 +181,7 @@ class Idle(Claimed):
         """The ledger with which this run begins."""
         local = self._job.local
         found = self._ledger.read()  # of a run that was alive until now, perhaps
-        if found is not None and not self._ledger.is_own(found):
+        if found is not None and not self._ledger.kind.is_own(found, local.store):
             logging.info("%s is a copy of another directory, and gets an id of its own", local.store.root)
             found = None
         identity = Identity.of(local.store, paths.new_id() if found is None else found.identity.directory)

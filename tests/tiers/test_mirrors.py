@@ -40,6 +40,7 @@ from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
 from epochckpt.tiers.ledger import Copy, Identity, Ledger, parse
 from epochckpt.tiers.ledger_file import LedgerFile
+from epochckpt.tiers.ledger_kinds import ONE_FOR_ALL
 from epochckpt.tiers.mirror import Mirror
 from epochckpt.tiers.worker import Worker
 from tests.support import lives
@@ -977,7 +978,7 @@ def test_what_is_due_at_the_end_is_copied_though_the_worker_was_at_work(place: P
     names = StepNames.of(Options())
     local = directory_of(open_store(place.root / "one"), names)
     writer = local.claim()
-    ledger = LedgerFile(local)
+    ledger = LedgerFile(local, ONE_FOR_ALL)
     ledger.claimed(writer)
     ledger.write(Ledger(url=str(place.mirror), identity=Identity.of(local.store, paths.new_id())))
     job = MirrorJob(
