@@ -33,7 +33,7 @@ from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
 from epochckpt.saving.opening import Opened
-from epochckpt.tiers import ClaimedDirectory, LedgerFile
+from epochckpt.tiers import LedgerFile, MirroredDirectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,11 +400,11 @@ class Saves:
             self._ledger.claimed(directory.job_directory.writer)
         if coordinator.primary:
             _threads.logged(f"{directory.store.root}: its mirror's ledger", self._ledger.settle)
-        claimed = ClaimedDirectory(
+        mirrored = MirroredDirectory(
             local=directory.epoch_directory,
             ledger=self._ledger,
             coordinator=coordinator,
             prefix=directory.prefix,
             epochs=epochs,
         )
-        self.listener.mirror.claimed(claimed)
+        self.listener.mirror.claimed(mirrored)

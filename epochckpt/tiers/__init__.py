@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from epochckpt.tiers.directory_per_host import DirectoryPerHost
     from epochckpt.tiers.epoch_copy import EpochCopy, check_place
     from epochckpt.tiers.host_record import HostRecord, read_host_record
-    from epochckpt.tiers.job_mirror import NO_MIRROR, ClaimedDirectory, JobMirror
+    from epochckpt.tiers.job_mirror import NO_MIRROR, JobMirror, MirroredDirectory
     from epochckpt.tiers.layout import layout_of
     from epochckpt.tiers.ledger import Ledger, read_ledger
     from epochckpt.tiers.ledger_file import LedgerFile
@@ -28,7 +28,7 @@ else:
             "read_host_record": "host_record",
             "SharedDirectory": "shared_directory",
             "check_place": "epoch_copy",
-            "ClaimedDirectory": "job_mirror",
+            "MirroredDirectory": "job_mirror",
             "JobMirror": "job_mirror",
             "Ledger": "ledger",
             "NO_MIRROR": "job_mirror",
@@ -44,7 +44,6 @@ else:
 
 __all__ = [
     "NO_MIRROR",
-    "ClaimedDirectory",
     "DirectoryPerHost",
     "EpochCopy",
     "HostRecord",
@@ -52,6 +51,7 @@ __all__ = [
     "Ledger",
     "LedgerFile",
     "Mirror",
+    "MirroredDirectory",
     "SharedDirectory",
     "check_place",
     "layout_of",

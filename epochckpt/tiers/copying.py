@@ -27,7 +27,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.tiers.epoch_copy import EpochCopy
 from epochckpt.tiers.ledger_file import LedgerFile
-from epochckpt.tiers.life import Phase, WorkLife
+from epochckpt.tiers.life import WorkLife, WorkPhase
 from epochckpt.tiers.tasks import CopyTask, EndOfTasks, Task, task_from_wire
 
 _LISTEN_SECS = 60.0  # one question of another process for the next task
@@ -135,13 +135,13 @@ class MirrorFollower:
 
     def end(self) -> None:
         """Ends the work after the task that is being done."""
-        self._life.advance(Phase.ENDED)
+        self._life.advance(WorkPhase.ENDED)
 
     def run(self) -> None:
         """Does the tasks of the primary, one after the other."""
         done = 0
         job = self._job
-        while self._life.phase is not Phase.ENDED:
+        while self._life.phase is not WorkPhase.ENDED:
             try:
                 task, done = self._newest_task(done)
             except CoordinationTimeoutError:

@@ -14,7 +14,7 @@ from epochckpt.tiers.ledger_kinds import RecordedLedger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClaimedDirectory:
+class MirroredDirectory:
     """A directory that this run has claimed, as its mirror sees it.
 
     Attributes:
@@ -61,7 +61,7 @@ class JobMirror(abc.ABC):
         """On the other processes: the ids of the copies that stand for epochs which are not here."""
 
     @abc.abstractmethod
-    def claimed(self, directory: ClaimedDirectory) -> None:
+    def claimed(self, directory: MirroredDirectory) -> None:
         """On every process, when the directory is claimed: begins to work."""
 
     # -- what a run tells ----------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class NoMirror(JobMirror):
     def learn(self, copies: Mapping[int, str]) -> None:
         del copies
 
-    def claimed(self, directory: ClaimedDirectory) -> None:
+    def claimed(self, directory: MirroredDirectory) -> None:
         del directory
 
     def committed(self, epoch: int) -> None:

@@ -30,7 +30,7 @@ _NO_ANSWER = (DamagedError, FormatError, FormatVersionError, NotACheckpointDirec
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class MirrorLook:
     """What a look at the mirror has found.
 
     Attributes:
@@ -53,7 +53,7 @@ class Look:
     known_url: str = ""
 
 
-NO_LOOK = Look(Unanswered(UnsupportedError("nobody has looked")))
+NO_LOOK = MirrorLook(Unanswered(UnsupportedError("nobody has looked")))
 
 
 class Looker:
@@ -63,7 +63,9 @@ class Looker:
         self._url = url
         self._there = there
 
-    def look(self, local: EpochDirectory, epochs: Sequence[int], recorded: RecordedLedger, earlier: Look) -> Look:
+    def look(
+        self, local: EpochDirectory, epochs: Sequence[int], recorded: RecordedLedger, earlier: MirrorLook
+    ) -> MirrorLook:
         """Asks the mirror which epochs it has, for a directory that has these `epochs`.
 
         What an `earlier` look has found to have diverged stays out of sight.
@@ -99,7 +101,7 @@ class Looker:
         diverged = earlier.diverged  # that look has hidden them, and they stay so
         if isinstance(standing, Successor):
             diverged = {epoch: save_id(local, epoch) for epoch in standing.diverged}
-        look = Look(
+        look = MirrorLook(
             standing=standing,
             ids=ids,
             ledger=own,
@@ -110,7 +112,7 @@ class Looker:
         readable = _history(look, local, ledger if isinstance(standing, ForeignReader) else own)
         return dataclasses.replace(look, readable=readable)
 
-    def explain(self, look: Look, root: str) -> None:
+    def explain(self, look: MirrorLook, root: str) -> None:
         """Logs what a look means for the directory; raises InvalidArgumentError for a stranger's mirror."""
         match look.standing:
             case Stranger():
@@ -181,7 +183,7 @@ class Looker:
             lineage = now  # it was claimed meanwhile, and may have other epochs
 
 
-def _history(look: Look, local: EpochDirectory, ledger: Ledger | None) -> dict[int, str]:
+def _history(look: MirrorLook, local: EpochDirectory, ledger: Ledger | None) -> dict[int, str]:
     """Those of the mirror's epochs that are part of this directory's history."""
     ids = look.ids
     match look.standing:

@@ -31,12 +31,12 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
-from epochckpt.tiers.job_mirror import NO_MIRROR, ClaimedDirectory, JobMirror
+from epochckpt.tiers.job_mirror import NO_MIRROR, JobMirror, MirroredDirectory
 from epochckpt.tiers.ledger import save_id
 from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.ledger_kinds import RecordedLedger
 from epochckpt.tiers.looking import NO_LOOK, Looker
-from epochckpt.tiers.mirror_run import Claim, Idle, MirrorRun, Unclaimed
+from epochckpt.tiers.mirror_run import Idle, MirrorContext, MirrorRun, NotBegun
 from epochckpt.tiers.standing import Successor, Unanswered
 
 
@@ -62,7 +62,7 @@ class Mirror(JobMirror):
         self._looker = Looker(url=self.url, there=self._there)
         self._seen = NO_LOOK
         self._epochs = MirrorEpochs()
-        self._run: MirrorRun = Unclaimed(self._epochs)
+        self._run: MirrorRun = NotBegun(self._epochs)
 
     def take_nodes(self, hosted: Sequence[str]) -> None:
         self._hosted = hosted
@@ -75,7 +75,7 @@ class Mirror(JobMirror):
 
     def complete(self, local: EpochDirectory, survey: Survey, recorded: RecordedLedger) -> Survey:
         gone: tuple[int, ...] = ()
-        if isinstance(self._run, Unclaimed):
+        if isinstance(self._run, NotBegun):
             self._look(local, [*survey.epochs, *survey.damaged], recorded)
             gone = self._seen.standing.diverged if isinstance(self._seen.standing, Successor) else ()
         damaged = dict(survey.damaged)
@@ -182,7 +182,7 @@ class Mirror(JobMirror):
 
     # -- what the manager tells ----------------------------------------------------------------------------------
 
-    def claimed(self, directory: ClaimedDirectory) -> None:
+    def claimed(self, directory: MirroredDirectory) -> None:
         job = MirrorJob(
             url=self.url,
             local=directory.local,
@@ -192,7 +192,7 @@ class Mirror(JobMirror):
             options=self._options,
             hosted=self.hosted,
         )
-        idle = Idle(Claim(job=job, ledger=directory.ledger, epochs=self._epochs))
+        idle = Idle(MirrorContext(job=job, ledger=directory.ledger, epochs=self._epochs))
         self._run = idle  # also if it cannot begin
         self._run = idle.begin(self._seen, directory.epochs, Backlog(url=self.url, options=self._options))
 
