@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from epochckpt.tiers.ledger import Ledger, read_ledger
     from epochckpt.tiers.ledger_file import LedgerFile
     from epochckpt.tiers.mirror import Mirror, named_mirror, viewed
+    from epochckpt.tiers.node_copies import CopyCommit, NodeCopies
     from epochckpt.tiers.shared_directory import SharedDirectory
 else:
 
     def __getattr__(name: str) -> Any:
         modules = {
             "DirectoryPerHost": "directory_per_host",
+            "CopyCommit": "node_copies",
             "EpochCopy": "epoch_copy",
             "HostRecord": "host_record",
             "read_host_record": "host_record",
@@ -36,6 +38,7 @@ else:
             "LedgerFile": "ledger_file",
             "read_ledger": "ledger",
             "Mirror": "mirror",
+            "NodeCopies": "node_copies",
             "named_mirror": "mirror",
             "viewed": "mirror",
         }
@@ -44,6 +47,7 @@ else:
 
 __all__ = [
     "NO_MIRROR",
+    "CopyCommit",
     "DirectoryPerHost",
     "EpochCopy",
     "HostRecord",
@@ -52,6 +56,7 @@ __all__ = [
     "LedgerFile",
     "Mirror",
     "MirroredDirectory",
+    "NodeCopies",
     "SharedDirectory",
     "check_place",
     "layout_of",

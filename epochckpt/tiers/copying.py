@@ -20,14 +20,13 @@ from epochckpt.agreement import Coordinator
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import EpochReader
 from epochckpt.directory import EpochDirectory
-from epochckpt.directory.epoch_directory import Stager
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, LateNodesError, kept
 from epochckpt.format import NodeEntry
 from epochckpt.options import StorageOptions
 from epochckpt.saving.reports import NodeReport, ProcessReport
-from epochckpt.tiers.epoch_copy import EpochCopy
 from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.life import WorkLife, WorkPhase
+from epochckpt.tiers.node_copies import NodeCopies
 from epochckpt.tiers.tasks import CopyTask, EndOfTasks, Task, task_from_wire
 
 _LISTEN_SECS = 60.0  # one question of another process for the next task
@@ -56,13 +55,10 @@ class MirrorJob:
     options: StorageOptions
     hosted: Callable[[], Sequence[str]]
 
-    def copy(self, epoch: int, mirror_id: str, stager: Stager) -> EpochCopy:
-        """The copy of an epoch under the id of an attempt of the mirror, by the run that has claimed the mirror."""
+    def reader(self, epoch: int) -> EpochReader:
+        """Reads an epoch that is to be copied."""
         record = self.local.read_record(epoch)
-        reader = EpochReader(self.local.store, self.local.folder(epoch), record, _threads.Pool(1))
-        copy = EpochCopy(reader, self.copies, mirror_id)
-        copy.join(stager)
-        return copy
+        return EpochReader(self.local.store, self.local.folder(epoch), record, _threads.Pool(1))
 
 
 class MirrorTasks:
@@ -74,7 +70,7 @@ class MirrorTasks:
         self._keys = RecentKeys(_KEPT_TASKS)
         self._count = 0
 
-    def copy(self, copy: EpochCopy, epoch: int, mirror_id: str, incarnation: str) -> list[NodeEntry]:
+    def copy(self, copy: NodeCopies, epoch: int, mirror_id: str, incarnation: str) -> list[NodeEntry]:
         """Has every process copy its nodes, as a part of the run that has claimed the mirror under this incarnation.
 
         Returns the entries of the copies. Raises LateNodesError if a process does not answer, or its error.
@@ -185,7 +181,12 @@ class MirrorFollower:
         """Copies this process's nodes for a task."""
         try:
             stager = self._job.copies.join(task.incarnation)
-            copy = self._job.copy(task.epoch, task.mirror_id, stager)
+            copy = NodeCopies(
+                reader=self._job.reader(task.epoch),
+                epoch_directory=self._job.copies,
+                stager=stager,
+                save_id=task.mirror_id,
+            )
             entries = copy.copy_nodes(self._job.hosted())
             return ProcessReport(nodes=tuple(NodeReport(entry, {}) for entry in entries))
         except Exception as error:

@@ -42,6 +42,7 @@ from epochckpt.tiers.copying import MirrorJob, MirrorTasks
 from epochckpt.tiers.ledger import NEWER_ID, UNUSABLE_ID, Copy, Ledger, save_id, seen_id
 from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.life import WorkLife, WorkPhase
+from epochckpt.tiers.node_copies import CopyCommit
 from epochckpt.tiers.standing import claim_of
 
 
@@ -329,8 +330,15 @@ class _Copier:
 
         Raises UncertainError if the copy may be there, _UnfitError if the epoch cannot be copied, or why it failed.
         """
-        copy = self._job.copy(epoch, mirror_id, writer)
-        copy.make_room(replaces)
+        copy = CopyCommit(
+            reader=self._job.reader(epoch),
+            epoch_directory=self._job.copies,
+            writer=writer,
+            save_id=mirror_id,
+            replaces=replaces,
+            is_checked=False,
+        )
+        copy.make_room()
         try:
             with _local_errors():
                 entries = self._tasks.copy(copy, epoch, mirror_id, writer.incarnation)
