@@ -31,7 +31,7 @@ from epochckpt.tiers.node_copies import CopyCommit, NodeCopies, check_whole
 
 @dataclasses.dataclass(frozen=True)
 class _Room:
-    """There is room for a copy, which takes the place of another epoch if it replaces one."""
+    """There is room for a copy; an epoch that it `replaces` gives way."""
 
     replaces: ReplaceCondition | None
 

@@ -21,7 +21,7 @@ class LedgerKind(abc.ABC):
     """What differs between the kinds.
 
     Attributes:
-        has_copies: whether the other processes keep copies of the primary's ledger, so that they are told each change.
+        has_copies: whether each of the other processes has a copy of the primary's ledger, and is told its changes.
     """
 
     has_copies: ClassVar[bool]
@@ -45,7 +45,7 @@ class _OneForAll(LedgerKind):
     has_copies = False
 
     def is_own(self, ledger: Ledger, store: Store) -> bool:
-        """It is not if the directory is a copy of another one, which has brought it along."""
+        """A directory that was copied from another one has brought that one's ledger along."""
         return ledger.identity.is_of(store)
 
     def numbered(self, ledger: Ledger) -> Ledger:
