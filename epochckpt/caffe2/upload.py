@@ -29,9 +29,10 @@ def node_upload(manager: Manager, epoch: int, requested: CopyUpload) -> Callable
             target.make_root()
             with _progress.work(f"uploading checkpoint {epoch}") as work:
                 copy = EpochCopy(reader, node_directory_of(target, node), progress=work.advance)
-                if copy.begin(requested.replace):
-                    with copy.giving_up():
-                        copy.publish()
-                        copy.leave()
+                commit = copy.begin(requested.replace)
+                if commit is not None:
+                    with commit.giving_up():
+                        commit.publish()
+                        commit.leave()
 
     return upload

@@ -163,7 +163,7 @@ class EpochDirectory(abc.ABC):
         self.store = store
         self.names = names
         self.taken_over: tuple[str, int] | None = None  # incarnation and claim of a run that had not closed it
-        self.ignored: frozenset[int] = frozenset()  # epochs on this disk that do not belong to the job, see `disks`
+        self._ignored = frozenset[int]()
         self._folders: dict[int, str] = {}
 
     @property
@@ -345,7 +345,7 @@ class EpochDirectory(abc.ABC):
             entries = self.store.list("")
         except FileNotFoundError:
             return [], {}
-        hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else self.ignored
+        hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else self._ignored
         folders: dict[int, str] = {}
         foreign: dict[int, str] = {}
         self.names.learn(entry.name for entry in entries)
@@ -369,7 +369,11 @@ class EpochDirectory(abc.ABC):
     def hidden(self) -> frozenset[int]:
         """The epochs that a rollback hides just now, or that are ignored."""
         rollback = self.rollback()
-        return self.ignored if rollback is None else self.ignored.union(rollback.epochs)
+        return self._ignored if rollback is None else self._ignored.union(rollback.epochs)
+
+    def ignore(self, epochs: Collection[int]) -> None:
+        """From now on these epochs, and no others, are left out: they lie here, and the job does not have them."""
+        self._ignored = frozenset(epochs)
 
     def rollback(self) -> Rollback | None:
         """The rollback that is under way, or was interrupted; None without one."""

@@ -29,7 +29,7 @@ from epochckpt.manager import CheckpointManager
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.saving.reports import NodeReport
 from epochckpt.storage import open_store, plain
-from epochckpt.tiers import EpochCopy, check_place
+from epochckpt.tiers import CopyCommit, EpochCopy, NodeCopies, check_place
 
 
 class CopyUpload(UploadTaskGroupBuilder):
@@ -160,14 +160,22 @@ class _EpochUpload:
         """The primary looks at the destination and makes room, every process copies, and the primary publishes."""
         calls = self._calls
         copy = calls.together("opening of the upload", lambda: self._open(progress))
-        incarnation = calls.broadcast("beginning of the upload", lambda: self._begin(copy))
+        begun: list[CopyCommit] = []  # on the primary, one if it makes the copy
+        incarnation = calls.broadcast("beginning of the upload", lambda: self._begin(copy, begun))
         if incarnation is None:  # the copy is there already
             return
         if not calls.primary:
-            copy.join(copy.epoch_directory.join(incarnation))
-        with copy.giving_up() if calls.primary else contextlib.nullcontext():
-            reports = calls.gather("upload of the nodes' folders", lambda: self._copy_own(copy))
-            calls.broadcast("end of the upload", lambda: self._publish(copy, reports))
+            self._copy_nodes(lambda: copy.joined(incarnation))
+            calls.broadcast("end of the upload", lambda: None)
+            return
+        (commit,) = begun
+        with commit.giving_up():
+            reports = self._copy_nodes(lambda: commit)
+            calls.broadcast("end of the upload", lambda: self._publish(commit, reports))
+
+    def _copy_nodes(self, copies: Callable[[], NodeCopies]) -> list[Sequence[Mapping[str, Any]]]:
+        """Every process copies; the primary gets the reports of all."""
+        return self._calls.gather("upload of the nodes' folders", lambda: self._copy_own(copies()))
 
     def _open(self, progress: Callable[[int], None]) -> EpochCopy:
         with self._uploading():
@@ -181,21 +189,25 @@ class _EpochUpload:
             check_place(reader.store, target)
             return EpochCopy(reader, directory_of(target, names), progress=progress)
 
-    def _begin(self, copy: EpochCopy) -> str | None:
+    def _begin(self, copy: EpochCopy, begun: list[CopyCommit]) -> str | None:
         """On the primary: the incarnation in which the copy is made; None if the copy is there already."""
         with self._uploading():
-            return copy.writer.incarnation if copy.begin(self._requested.replace) else None
+            commit = copy.begin(self._requested.replace)
+        if commit is None:
+            return None
+        begun.append(commit)
+        return commit.incarnation
 
-    def _copy_own(self, copy: EpochCopy) -> list[dict[str, Any]]:
+    def _copy_own(self, copies: NodeCopies) -> list[dict[str, Any]]:
         """Copies the folders of this process's nodes, and reports them."""
         with self._uploading():
-            return [NodeReport(entry, {}).to_wire() for entry in copy.copy_nodes(self._here)]
+            return [NodeReport(entry, {}).to_wire() for entry in copies.copy_nodes(self._here)]
 
-    def _publish(self, copy: EpochCopy, reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def _publish(self, commit: CopyCommit, reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """On the primary, with the reports of all processes: makes the copy visible."""
         with self._uploading():
-            copy.publish([NodeReport.from_wire(wire).entry for report in reports for wire in report])
-            copy.leave()
+            commit.publish([NodeReport.from_wire(wire).entry for report in reports for wire in report])
+            commit.leave()
 
     def _uploading(self) -> contextlib.AbstractContextManager[None]:
         return uploading(self._epoch, self._requested.destination)

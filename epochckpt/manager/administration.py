@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Generator, Sequence
 
 import orbax.checkpoint as ocp
 
-from epochckpt import _threads
 from epochckpt.agreement import CollectiveCalls
 from epochckpt.errors import EpochNotFoundError
 from epochckpt.manager.access import Access
@@ -123,12 +122,12 @@ class Administration:
         if epoch is None:
             yield
             return
-        if not _threads.start(lambda: self._mirror.pin(epoch)).result():
+        if not self._mirror.pin(epoch):
             raise EpochNotFoundError(epoch, self._epoch_directory.store.root, self._listed())
         try:
             yield
         finally:
-            _threads.start(lambda: self._mirror.pin(None)).result()
+            self._mirror.pin(None)
 
     def _is_remote(self, epoch: int) -> bool:
         """On the primary: whether only the mirror has an epoch."""

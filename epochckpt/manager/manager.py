@@ -36,7 +36,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_options, storage_options
 from epochckpt.saving import History, opening, retention
-from epochckpt.tiers import DiskLedgerFile, LedgerFile, layout_of
+from epochckpt.tiers import layout_of
 
 T = TypeVar("T")
 
@@ -147,8 +147,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._access = Access(self.root, self._options.read_only)
         self._notifier = HandlerNotifier(metadata_handler, coordinator.primary and not self._options.read_only)
         pool = _threads.Pool(max(self._storage.io_threads, opened.store.concurrency))
-        ledger_kind = DiskLedgerFile if opened.job_directory.one_per_host else LedgerFile
-        ledger = ledger_kind(opened.epoch_directory)
+        ledger = layout.ledger_file(opened.epoch_directory)
 
         policy = retention.save_policy(self._options)
         asynchronous = self._options.enable_async_checkpointing and self._handlers.asynchronous

@@ -37,7 +37,7 @@ from epochckpt.orbax.step_log import StepLog
 from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
 from epochckpt.saving.opening import Opened
 from epochckpt.saving.survey import Survey
-from epochckpt.tiers import ClaimedDirectory, JobMirror, LedgerFile
+from epochckpt.tiers import JobMirror, LedgerFile, MirroredDirectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,15 +418,15 @@ class Saves:
         self._listener.claimed(epochs)
         if coordinator.processes == 1:
             self._history.forget_gone()
-        if coordinator.primary:
+        if directory.job_directory.acts:
             self._ledger.claimed(directory.job_directory.writer)
+        if coordinator.primary:
             _threads.logged(f"{directory.store.root}: its mirror's ledger", self._ledger.settle)
-        claimed = ClaimedDirectory(
+        mirrored = MirroredDirectory(
             local=directory.epoch_directory,
-            stager=directory.job_directory.stager,
             ledger=self._ledger,
             coordinator=coordinator,
             prefix=directory.prefix,
             epochs=epochs,
         )
-        self._mirror.claimed(claimed)
+        self._mirror.claimed(mirrored)

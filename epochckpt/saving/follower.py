@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from epochckpt import _patience, _threads, errors
@@ -113,13 +114,17 @@ class Follower(ProcessSide):
         """Reads verdicts that had not come in time; `final`: the verdict of a later save has come."""
         while self._unheard:
             save = self._unheard[0]
-            verdict = self._coordinator.peek(f"{self._key('verdict', save)}/0")
+            verdict = self._directory.late_verdict(functools.partial(self._peek, save))
             if verdict is None and not final:
                 return
             self._unheard.popleft()
             self._settle(save, verdict)
 
-    def _settle(self, save: Save, verdict: dict[str, Any] | None) -> None:
+    def _peek(self, save: Save, kind: str) -> dict[str, Any] | None:
+        """What the primary has said of a save by now."""
+        return self._coordinator.peek(f"{self._key(kind, save)}/0")
+
+    def _settle(self, save: Save, verdict: Mapping[str, Any] | None) -> None:
         """Ends an uncertain save by its verdict; None: it never comes, and storage alone decides."""
         if verdict is not None and "error" in verdict:
             failure = errors.as_save_error(save.epoch, errors.from_wire(verdict["error"]))

@@ -6,8 +6,9 @@ in this order:
 1. opening: `introduce` on every process, `check` and `survey` on the primary, `open` on every process;
 2. whenever it looks at storage again: `look`;
 3. the claim, before the first write: `claimed` on the primary, `join` on every process;
-4. a save: `commit` on the primary, `verdict` on the others, `take_back` on all if it has failed; then `here` and
-   `unlisted_elsewhere` say which older epochs each process takes out of sight;
+4. a save: `commit` on the primary, `verdict` on the others, and `late_verdict` where that has not come in time;
+   `take_back` on all if it has failed; then `here` and `unlisted_elsewhere` say which older epochs each process takes
+   out of sight;
 5. a deletion or rollback: `agree_on_claim`, `order` on the primary, `follow` on every process;
 6. `release`, where `acts`.
 """
@@ -65,12 +66,10 @@ class JobDirectory(abc.ABC):
         epoch_directory: what this process reads, once it is open.
         coordinator: the processes of the job.
         is_partial: whether it has only the parts of epochs that one host wrote, as of the last look.
-        one_per_host: whether each process has another directory, on its own disk.
         first_word: the key of what the other processes hear first of a save from the primary.
         tells_commits: whether this process sees in it that a save is committed.
     """
 
-    one_per_host: ClassVar[bool]
     first_word: ClassVar[str]
     tells_commits: ClassVar[bool]
 
@@ -135,7 +134,7 @@ class JobDirectory(abc.ABC):
         self.epoch_directory = self.place.epoch_directory(self.address(resolved))
         self.prefix = prefix
         self.nodes = nodes
-        self.epoch_directory.ignored = frozenset((*found.aside.get(self.coordinator.process, ()), *found.diverged))
+        self.epoch_directory.ignore([*found.aside.get(self.coordinator.process, ()), *found.diverged])
 
     @abc.abstractmethod
     def look(self, calls: CollectiveCalls, known: Mapping[int, ReplaceCondition]) -> Survey:
@@ -186,6 +185,13 @@ class JobDirectory(abc.ABC):
         """On the other processes: the primary's verdict, once this process has done its part of the commit.
 
         `hear` waits for what the primary says first, or last, under a kind of key.
+        """
+
+    @abc.abstractmethod
+    def late_verdict(self, peek: Callable[[str], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """On the other processes: the verdict of a save for which they no longer wait, if it is there by now.
+
+        `peek` looks for what the primary has said under a kind of key.
         """
 
     def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:

@@ -213,8 +213,8 @@ class Primary(ProcessSide):
     def _publish_verdict(self, save: Save, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of saves that ended long ago."""
         problem = f"checkpoint {save.epoch}: the verdict could not be published"  # storage decides then
-        key = f"{self._key(self._directory.verdict_key(save), save)}/0"
-        _threads.logged(problem, lambda: self._coordinator.put(key, verdict))
+        said = self._key(self._directory.verdict_key(save), save)
+        _threads.logged(problem, lambda: self._coordinator.put(f"{said}/0", verdict))
         report = self._key("report", save)
         self._report_keys.add(self._coordinator, report)  # late reports of that save go with its other keys
-        self._keys.add(self._coordinator, self._key("verdict", save), self._key("claim", save), report)
+        self._keys.add(self._coordinator, said, self._key("claim", save), report)

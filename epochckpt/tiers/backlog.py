@@ -8,20 +8,24 @@ from collections.abc import Collection, Mapping, Sequence
 
 from absl import logging
 
+from epochckpt import _threads
 from epochckpt.options import StorageOptions
 
 
 class MirrorEpochs:
     """The epochs that a mirror has, as the primary knows.
 
-    Any thread may look, without a lock: each change replaces a whole mapping. Background threads change it, under the
-    lock. The training thread never takes the lock, because a signal handler may interrupt it there, save, and wait for
-    the background. What it changes (`look_was`, `learn`) it changes only while nothing runs in the background.
+    Any thread may look, without a lock: each change replaces a whole mapping. Changes are made under the lock. The
+    training thread never takes the lock, because a signal handler may interrupt it there, save, and wait for the
+    background. So what any thread may change (`pin`, `withdraw`, `disown`) is changed in another thread, for which the
+    caller waits. `look_was` and `learn` take no lock: they are called only while nothing runs in the background. The
+    other changes are made by background threads alone.
     """
 
     def __init__(self) -> None:
         self._ids: Mapping[int, str] = {}
         self._readable: Mapping[int, str] = {}
+        self._are_seen = False
         self._removed: list[int] = []
         self._lock = threading.Lock()
         self._pinned: int | None = None  # this epoch must stay
@@ -38,10 +42,16 @@ class MirrorEpochs:
         """The ids of those that are copies of this directory's history."""
         return self._readable
 
-    def look_was(self, ids: Mapping[int, str], readable: Mapping[int, str]) -> None:
-        """What the mirror has, as a look before the first claim has shown."""
+    @property
+    def are_seen(self) -> bool:
+        """Whether the mirror has shown them; else it has not answered yet, and they are as the ledger tells."""
+        return self._are_seen
+
+    def look_was(self, ids: Mapping[int, str], readable: Mapping[int, str], *, seen: bool) -> None:
+        """What the mirror has, as a look before the first claim has shown, or the ledger if the mirror was not seen."""
         self._ids = dict(ids)
         self._readable = dict(readable)
+        self._are_seen = seen
 
     def learn(self, readable: Mapping[int, str]) -> None:
         """These of its epochs are readable, too."""
@@ -54,12 +64,7 @@ class MirrorEpochs:
             self._readable = {epoch: id for epoch, id in readable.items() if epoch != self._leaving}
             if self._leaving not in self._ids:
                 self._leaving = None
-
-    def pin(self, epoch: int | None) -> bool:
-        """Has one epoch stay in the mirror, whatever `mirror_keep` says; None: none. False if it is not there."""
-        with self._lock:
-            self._pinned = epoch
-            return epoch is None or epoch in self._readable
+            self._are_seen = True
 
     def begin_leaving(self, keep: float) -> int | None:
         """The epoch that is to be removed so that the mirror keeps no more than so many; None if it has no more.
@@ -92,23 +97,36 @@ class MirrorEpochs:
             if self._leaving in epochs:
                 self._leaving = None
 
-    def withdraw(self, epochs: Collection[int]) -> None:
-        """These epochs were deleted or rolled back here, and the mirror is to follow."""
-        with self._lock:
-            self._withdrawn = self._withdrawn.union(epochs)
-            self._readable = {epoch: id for epoch, id in self._readable.items() if epoch not in epochs}
-
-    def disown(self, epochs: Collection[int]) -> None:
-        """What the mirror has under these numbers is no copy of this directory's any more."""
-        with self._lock:
-            self._readable = {epoch: id for epoch, id in self._readable.items() if epoch not in epochs}
-
     def pop_removed(self) -> list[int]:
         """Epochs that were removed for `mirror_keep` since the last call."""
         with self._lock:
             popped = self._removed
             self._removed = []
         return popped
+
+    # -- what any thread may change ------------------------------------------------------------------------------
+
+    def pin(self, epoch: int | None) -> bool:
+        """Has one epoch stay in the mirror, whatever `mirror_keep` says; None: none. False if it is not there."""
+        return _threads.start(lambda: self._pin(epoch)).result()
+
+    def _pin(self, epoch: int | None) -> bool:
+        with self._lock:
+            self._pinned = epoch
+            return epoch is None or epoch in self._readable
+
+    def withdraw(self, epochs: Collection[int]) -> None:
+        """These epochs were deleted or rolled back here, and the mirror is to follow."""
+        _threads.start(lambda: self._hide(epochs, withdrawn=epochs)).result()
+
+    def disown(self, epochs: Collection[int]) -> None:
+        """What the mirror has under these numbers is no copy of this directory's any more."""
+        _threads.start(lambda: self._hide(epochs)).result()
+
+    def _hide(self, epochs: Collection[int], withdrawn: Collection[int] = ()) -> None:
+        with self._lock:
+            self._withdrawn = self._withdrawn.union(withdrawn)
+            self._readable = {epoch: id for epoch, id in self._readable.items() if epoch not in epochs}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,7 +137,11 @@ class Due:
 
 
 class Backlog:
-    """The epochs that are to be copied, in order; only background threads use it."""
+    """The epochs that are to be copied, in order.
+
+    Only background threads use it, and take its lock. The training thread may call `withdraw`, which does so in
+    another thread.
+    """
 
     def __init__(self, url: str, options: StorageOptions):
         self._url = url
@@ -193,6 +215,9 @@ class Backlog:
 
     def withdraw(self, epochs: Collection[int]) -> None:
         """These epochs are not to be copied any more."""
+        _threads.start(lambda: self._withdraw(epochs)).result()
+
+    def _withdraw(self, epochs: Collection[int]) -> None:
         with self._lock:
             self._due = [due for due in self._due if due.epoch not in epochs]
 

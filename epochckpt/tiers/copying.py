@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import logging
@@ -20,17 +20,17 @@ from epochckpt.agreement import Coordinator
 from epochckpt.agreement.coordination import RecentKeys
 from epochckpt.arrays import EpochReader
 from epochckpt.directory import EpochDirectory
-from epochckpt.directory.epoch_directory import Stager
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, LateNodesError, kept
 from epochckpt.format import NodeEntry
 from epochckpt.options import StorageOptions
 from epochckpt.saving.reports import NodeReport, ProcessReport
-from epochckpt.tiers.epoch_copy import EpochCopy
 from epochckpt.tiers.ledger_file import LedgerFile
+from epochckpt.tiers.life import WorkLife, WorkPhase
+from epochckpt.tiers.node_copies import NodeCopies
+from epochckpt.tiers.tasks import CopyTask, EndOfTasks, Task, task_from_wire
 
 _LISTEN_SECS = 60.0  # one question of another process for the next task
 _KEPT_TASKS = 8  # in the coordination service
-_END = {"end": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,10 @@ class MirrorJob:
     options: StorageOptions
     hosted: Callable[[], Sequence[str]]
 
-    def copy(self, epoch: int, mirror_id: str, stager: Stager) -> EpochCopy:
-        """The copy of an epoch under the id of an attempt of the mirror, by the run that has claimed the mirror."""
+    def reader(self, epoch: int) -> EpochReader:
+        """Reads an epoch that is to be copied."""
         record = self.local.read_record(epoch)
-        reader = EpochReader(self.local.store, self.local.folder(epoch), record, _threads.Pool(1))
-        copy = EpochCopy(reader, self.copies, mirror_id)
-        copy.join(stager)
-        return copy
+        return EpochReader(self.local.store, self.local.folder(epoch), record, _threads.Pool(1))
 
 
 class MirrorTasks:
@@ -73,7 +70,7 @@ class MirrorTasks:
         self._keys = RecentKeys(_KEPT_TASKS)
         self._count = 0
 
-    def copy(self, copy: EpochCopy, epoch: int, mirror_id: str, incarnation: str) -> list[NodeEntry]:
+    def copy(self, copy: NodeCopies, epoch: int, mirror_id: str, incarnation: str) -> list[NodeEntry]:
         """Has every process copy its nodes, as a part of the run that has claimed the mirror under this incarnation.
 
         Returns the entries of the copies. Raises LateNodesError if a process does not answer, or its error.
@@ -82,7 +79,8 @@ class MirrorTasks:
         coordinator = job.coordinator
         if coordinator.processes == 1:
             return copy.copy_nodes(job.hosted())
-        number = self._publish({"epoch": epoch, "attempt": mirror_id, "incarnation": incarnation})
+        told = self._ledger.told()
+        number = self._publish(CopyTask(epoch=epoch, mirror_id=mirror_id, incarnation=incarnation, ledger=told))
         deadline = Deadline(job.options.save_timeout_secs)
         others = set(range(1, coordinator.processes))
         error: Exception | None = None
@@ -105,21 +103,21 @@ class MirrorTasks:
         """Tells the other processes that no further task comes."""
         if self._job.coordinator.processes > 1:
             what = f"{self._job.url}: the other processes do not hear of its end"
-            _threads.logged(what, lambda: self._publish(_END))
+            _threads.logged(what, lambda: self._publish(EndOfTasks(ledger=self._ledger.told())))
 
-    def _publish(self, task: dict[str, Any]) -> int:
+    def _publish(self, task: Task) -> int:
         """Publishes a task for the other processes; returns its number."""
         self._count += 1
         task_key = f"{self._job.prefix}/task/{self._count}"
         report_key = f"{self._job.prefix}/report/{self._count}"
-        self._job.coordinator.put(task_key, {**task, **self._ledger.told()})
+        self._job.coordinator.put(task_key, task.to_wire())
         self._keys.add(self._job.coordinator, task_key, report_key)
         return self._count
 
 
 def publish_end(job: MirrorJob) -> None:
     """On the primary: tells the other processes that there is nothing to mirror."""
-    job.coordinator.put(f"{job.prefix}/task/1", _END)
+    job.coordinator.put(f"{job.prefix}/task/1", EndOfTasks().to_wire())
 
 
 class MirrorFollower:
@@ -129,17 +127,17 @@ class MirrorFollower:
         """`adopt` takes the primary's ledger, where each process has a copy of it."""
         self._job = job
         self._adopt = adopt
-        self._ended = False
+        self._life = WorkLife()
 
     def end(self) -> None:
         """Ends the work after the task that is being done."""
-        self._ended = True
+        self._life.advance(WorkPhase.ENDED)
 
     def run(self) -> None:
         """Does the tasks of the primary, one after the other."""
         done = 0
         job = self._job
-        while not self._ended:
+        while self._life.phase is not WorkPhase.ENDED:
             try:
                 task, done = self._newest_task(done)
             except CoordinationTimeoutError:
@@ -147,24 +145,27 @@ class MirrorFollower:
             except CoordinationError as error:
                 logging.warning("%s: this process takes no more part in mirroring: %s", job.url, error)
                 return
-            if "record" in task:
-                self._take_ledger(task["record"])
-            if task.get("end"):
-                return
-            self._answer(done, task)
+            self._take_ledger(task.ledger)
+            match task:
+                case CopyTask():
+                    self._answer(done, task)
+                case EndOfTasks():
+                    return
 
     def _take_ledger(self, text: str) -> None:
+        if not text:
+            return
         what = f"{self._job.url}: this disk's ledger of it is old"
         _threads.logged(what, lambda: self._adopt(text))
 
-    def _answer(self, number: int, task: Mapping[str, Any]) -> None:
+    def _answer(self, number: int, task: CopyTask) -> None:
         coordinator = self._job.coordinator
         key = f"{self._job.prefix}/report/{number}/{coordinator.process}"
         report = self._report_of(task)
         what = f"{self._job.url}: the primary may not hear of this node"
         _threads.logged(what, lambda: coordinator.put(key, report.to_wire()))
 
-    def _newest_task(self, done: int) -> tuple[dict[str, Any], int]:
+    def _newest_task(self, done: int) -> tuple[Task, int]:
         """The newest task after those that are done, and its number."""
         found: dict[int, Any] = {}
         coordinator = self._job.coordinator
@@ -174,13 +175,18 @@ class MirrorFollower:
         newest = max(found, default=0)
         if newest <= done:
             raise CoordinationTimeoutError(f"there is no task after {done}")
-        return found[newest], newest
+        return task_from_wire(found[newest]), newest
 
-    def _report_of(self, task: Mapping[str, Any]) -> ProcessReport:
+    def _report_of(self, task: CopyTask) -> ProcessReport:
         """Copies this process's nodes for a task."""
         try:
-            stager = self._job.copies.join(task["incarnation"])
-            copy = self._job.copy(task["epoch"], task["attempt"], stager)
+            stager = self._job.copies.join(task.incarnation)
+            copy = NodeCopies(
+                reader=self._job.reader(task.epoch),
+                epoch_directory=self._job.copies,
+                stager=stager,
+                save_id=task.mirror_id,
+            )
             entries = copy.copy_nodes(self._job.hosted())
             return ProcessReport(nodes=tuple(NodeReport(entry, {}) for entry in entries))
         except Exception as error:

@@ -33,6 +33,8 @@ from epochckpt.saving import Save, opening
 from epochckpt.saving.job_directory import JobDirectory, Place
 from epochckpt.saving.survey import Survey
 from epochckpt.tiers import disks, host_record
+from epochckpt.tiers.ledger_file import LedgerFile
+from epochckpt.tiers.ledger_kinds import ONE_PER_DISK
 from epochckpt.tiers.mirror import Mirror
 
 T = TypeVar("T")
@@ -44,7 +46,6 @@ _KEPT = 64  # keys in the coordination service
 class DirectoryPerHost(JobDirectory):
     """A directory on a disk of each process; see `JobDirectory`."""
 
-    one_per_host = True
     first_word = "record"
     tells_commits = False  # the own disk does not tell of the others
 
@@ -113,7 +114,7 @@ class DirectoryPerHost(JobDirectory):
     def _ignore(self, survey: Survey) -> Sequence[int]:
         """Ignores what this disk has of epochs that the job does not have, until a claim moves it aside."""
         aside = survey.aside.get(self.coordinator.process, ())
-        self.epoch_directory.ignored = frozenset(aside)
+        self.epoch_directory.ignore(aside)
         return aside
 
     # -- the claim -----------------------------------------------------------------------------------------------
@@ -148,7 +149,9 @@ class DirectoryPerHost(JobDirectory):
         def moved() -> None:
             self._move_aside(self._ignore(survey))
             if agreed["mirror"]:
-                self.writer.overwrite(paths.MIRROR_RECORD, agreed["mirror"].encode())
+                ledger = LedgerFile(epoch_directory, ONE_PER_DISK)
+                ledger.claimed(self.writer)
+                ledger.adopt(agreed["mirror"])
             write(self.writer)
 
         # A disk whose record names this claim proves that no disk has anything that is left of earlier runs.
@@ -166,7 +169,7 @@ class DirectoryPerHost(JobDirectory):
             if store.exists(self.epoch_directory.folder(epoch)):
                 self.writer.unlist(epoch, folder)
                 logging.warning("%s/%s: what this disk has of checkpoint %d was moved there", store.root, folder, epoch)
-        self.epoch_directory.ignored = frozenset()
+        self.epoch_directory.ignore(())
 
     def _meet(self, key: str, act: Callable[[], Any], decide: Callable[[list[Any]], T], wait_secs: float) -> T:
         """A collective call of the hosts; the primary waits for the others for `wait_secs`."""
@@ -210,10 +213,17 @@ class DirectoryPerHost(JobDirectory):
         key: Callable[[str, Save], str],
     ) -> Mapping[str, Any]:
         first = hear("record")
-        if "record" not in first:
+        if not _is_offer(first):
             return first
         self._put_in_place(first["record"], key("placed", save), save, save_id)
         return hear("verdict")
+
+    def late_verdict(self, peek: Callable[[str], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        verdict = peek("verdict")
+        if verdict is not None:
+            return verdict
+        first = peek("record")
+        return None if first is None or _is_offer(first) else first
 
     def _put_in_place(self, offered: str, key: str, save: Save, save_id: str) -> None:
         """Puts this process's part in place, and tells the primary."""
@@ -270,3 +280,8 @@ class DirectoryPerHost(JobDirectory):
 
     def check_replaceable(self, epoch: int) -> None:
         raise errors.UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
+
+
+def _is_offer(first: Mapping[str, Any]) -> bool:
+    """Whether what the primary says first of a save offers its commit; else it is its verdict, a failure."""
+    return "record" in first

@@ -24,6 +24,7 @@ from epochckpt.saving import auto_interval
 from epochckpt.saving.survey import Survey
 from epochckpt.storage import Store
 from epochckpt.tiers.host_record import HostRecord
+from epochckpt.tiers.ledger_kinds import RecordedLedger
 from epochckpt.tiers.mirror import Mirror
 
 _MAX_MIRROR_BYTES = 2**26
@@ -181,7 +182,8 @@ def survey_of_disks(
     disks = JobDisks.of([*map(DiskReport.from_wire, told)], coordinator.named)
     disks.check_apart(coordinator.named, epoch_directory.store.root)
     whole = _survey_of_whole(epoch_directory, disks, options, known)
-    survey = mirror.complete(epoch_directory, whole, [disk.mirror for disk in disks.disks])
+    recorded = RecordedLedger.on_disks([disk.mirror for disk in disks.disks], epoch_directory)
+    survey = mirror.complete(epoch_directory, whole, recorded)
     return _with_unwhole(disks, survey, mirror)
 
 

@@ -8,18 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 from epochckpt.agreement import Coordinator
 from epochckpt.directory import EpochDirectory
-from epochckpt.directory.epoch_directory import Stager
 from epochckpt.saving.survey import Survey
 from epochckpt.tiers.ledger_file import LedgerFile
+from epochckpt.tiers.ledger_kinds import RecordedLedger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClaimedDirectory:
+class MirroredDirectory:
     """A directory that this run has claimed, as its mirror sees it.
 
     Attributes:
         local: the directory.
-        stager: how this process writes there; a `Writer` where it may commit.
         ledger: what the directory knows of its mirror.
         coordinator: how the processes of the job reach each other.
         prefix: of the keys of this manager.
@@ -27,7 +26,6 @@ class ClaimedDirectory:
     """
 
     local: EpochDirectory
-    stager: Stager
     ledger: LedgerFile
     coordinator: Coordinator
     prefix: str
@@ -48,10 +46,10 @@ class JobMirror(abc.ABC):
         """Says which nodes this process hosts, once that is known, and when they are renamed."""
 
     @abc.abstractmethod
-    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
+    def complete(self, local: EpochDirectory, survey: Survey, recorded: RecordedLedger) -> Survey:
         """On the primary: the survey of the directory, with the epochs that the mirror has.
 
-        `disk_ledgers`: with local disks, the records of the mirror that these have.
+        `recorded` is what the directory, or the disks of all hosts, have recorded of it.
 
         Raises:
             StorageError, DamagedError, …: the mirror cannot be looked at, and there is nothing here to go on with.
@@ -63,7 +61,7 @@ class JobMirror(abc.ABC):
         """On the other processes: the ids of the copies that stand for epochs which are not here."""
 
     @abc.abstractmethod
-    def claimed(self, directory: ClaimedDirectory) -> None:
+    def claimed(self, directory: MirroredDirectory) -> None:
         """On every process, when the directory is claimed: begins to work."""
 
     # -- what a run tells ----------------------------------------------------------------------------------------
@@ -102,6 +100,10 @@ class JobMirror(abc.ABC):
         """The ids of those of its epochs that are part of the directory's history, as of the last look."""
 
     @abc.abstractmethod
+    def diverged(self) -> Mapping[int, str | None]:
+        """The save ids of epochs here that are no part of its history, as of the last look before the claim."""
+
+    @abc.abstractmethod
     def has(self, epoch: int) -> bool:
         """Whether the mirror has an epoch, as this directory has it."""
 
@@ -124,14 +126,14 @@ class NoMirror(JobMirror):
     def take_nodes(self, hosted: Sequence[str]) -> None:
         del hosted
 
-    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
-        del local, disk_ledgers
+    def complete(self, local: EpochDirectory, survey: Survey, recorded: RecordedLedger) -> Survey:
+        del local, recorded
         return survey
 
     def learn(self, copies: Mapping[int, str]) -> None:
         del copies
 
-    def claimed(self, directory: ClaimedDirectory) -> None:
+    def claimed(self, directory: MirroredDirectory) -> None:
         del directory
 
     def committed(self, epoch: int) -> None:
@@ -154,6 +156,9 @@ class NoMirror(JobMirror):
         del epoch, epoch_directory
 
     def readable(self) -> Mapping[int, str]:
+        return {}
+
+    def diverged(self) -> Mapping[int, str | None]:
         return {}
 
     def has(self, epoch: int) -> bool:

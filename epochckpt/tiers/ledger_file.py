@@ -1,30 +1,34 @@
-"""The ledger of a directory, as a run writes it: in one directory for all processes, or on a disk of each host."""
+"""The ledger of a directory, as a run writes it."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-
-from absl import logging
+from collections.abc import Callable, Collection, Sequence
 
 from epochckpt import _threads
 from epochckpt.directory import EpochDirectory
-from epochckpt.directory.epoch_directory import Rollback, Writer
+from epochckpt.directory.epoch_directory import Writer
 from epochckpt.errors import DamagedError
 from epochckpt.format import paths
-from epochckpt.tiers.ledger import Ledger, Withdrawal, save_id, settled_withdrawals, usable_ledger
+from epochckpt.tiers.ledger import Ledger, Withdrawal, newest, settled_withdrawals, usable_ledger
+from epochckpt.tiers.ledger_kinds import LedgerKind
 
 
 class LedgerFile:
-    """The ledger of a directory that all processes see, as the primary of the run that has claimed it writes it.
+    """The ledger of a directory, as the run that has claimed it writes it.
 
-    Every change goes through the run's claim of its directory, and is a FencedError once a newer run has claimed that.
-    The lock is never taken on the caller's thread: a signal handler may call what it has interrupted.
+    The primary changes it. Where each host has a copy of it, the other processes `adopt` the primary's. Every change
+    goes through the run's claim of its directory, and is a FencedError once a newer run has claimed that. The lock is
+    never taken on the caller's thread: a signal handler may call what it has interrupted.
+
+    Attributes:
+        kind: how the directory keeps it.
     """
 
-    def __init__(self, local: EpochDirectory):
+    def __init__(self, local: EpochDirectory, kind: LedgerKind):
         self._local = local
+        self.kind = kind
         self._writer: Writer | None = None  # of the directory, once it is claimed
         self._lock = threading.Lock()
         self._acting = 0  # calls of `withdraw` that are under way
@@ -67,47 +71,36 @@ class LedgerFile:
         with self._lock:
             self._write(self.known())
 
+    def adopt(self, text: str) -> None:
+        """Writes a ledger of the primary's here, unless this one is newer; a text that cannot be used is left out."""
+        _threads.start(lambda: self._adopt(text)).result()
+
+    def _adopt(self, text: str) -> None:
+        found = newest([text], self._local.store.root)
+        if found is None:
+            return
+        with self._lock:
+            own = self.read()
+            if own is None or (own.serial <= found.serial and own != found):
+                self._put(text.encode())
+
+    def told(self) -> str:
+        """What a task of the mirror tells the other processes to adopt: all of it, or nothing where they need none."""
+        return self.known().to_bytes().decode() if self.kind.has_copies else ""
+
     def text(self) -> str:
         """The file's content; empty if there is none."""
         ledger = self.read()
         return "" if ledger is None else ledger.to_bytes().decode()
 
     def _write(self, ledger: Ledger) -> Ledger:
-        ledger = self._numbered(ledger)
+        ledger = self.kind.numbered(ledger)
+        self._put(ledger.to_bytes())
+        return ledger
+
+    def _put(self, data: bytes) -> None:
         assert self._writer is not None, "the ledger is written by the run that has claimed the directory"
-        self._writer.overwrite(paths.MIRROR_RECORD, ledger.to_bytes())
-        return ledger
-
-    # -- what differs where each host has a disk of its own, see `DiskLedgerFile` ---------------------------------
-
-    def _numbered(self, ledger: Ledger) -> Ledger:
-        """The ledger as it is written next."""
-        return ledger
-
-    def is_own(self, ledger: Ledger) -> bool:
-        """Whether a ledger that lies here is this directory's: a copy of a directory has brought it along."""
-        return ledger.identity.is_of(self._local.store)
-
-    def told(self) -> dict[str, str]:
-        """What a task of the mirror tells the other processes of the ledger: nothing, as they need none."""
-        return {}
-
-    def set_aside(self, diverged: Mapping[int, str | None]) -> None:
-        """Moves epochs that are no part of the mirror's history out of sight, by their save ids."""
-        local = self._local
-        local.ignored = frozenset()
-        if self._writer is None or not diverged:
-            return
-        listed = diverged.keys() & set(local.list_epochs())
-        # Another run may have saved one of them since.
-        gone = tuple(epoch for epoch in diverged if epoch in listed and save_id(local, epoch) == diverged[epoch])
-        if not gone:
-            return
-        id = paths.new_id()
-        folder = f"{paths.DIVERGED_PREFIX}{id}"
-        # All at once: some of them alone would be a history that never was.
-        self._writer.roll_back(Rollback(to=None, epochs=gone, id=id, kept=folder))
-        logging.warning("%s: checkpoint %s was moved to %s", local.store.root, ", ".join(map(str, gone)), folder)
+        self._writer.overwrite(paths.MIRROR_RECORD, data)
 
     # -- what is deleted or rolled back here ---------------------------------------------------------------------
 
@@ -164,23 +157,3 @@ class LedgerFile:
             if withdrawals != ledger.withdrawals:
                 self._write(dataclasses.replace(ledger, withdrawals=withdrawals))
             self._open = frozenset()
-
-
-class DiskLedgerFile(LedgerFile):
-    """The ledger on the primary's own disk. Every host keeps a copy of it, so each change is numbered."""
-
-    def _numbered(self, ledger: Ledger) -> Ledger:
-        return dataclasses.replace(ledger, serial=ledger.serial + 1)
-
-    def is_own(self, ledger: Ledger) -> bool:
-        """Whether a ledger that lies here is this directory's: the newest of all disks is, whichever wrote it."""
-        del ledger
-        return True
-
-    def told(self) -> dict[str, str]:
-        """What a task of the mirror tells the other processes of the ledger: all of it, which they adopt."""
-        return {"record": self.known().to_bytes().decode()}
-
-    def set_aside(self, diverged: Mapping[int, str | None]) -> None:
-        """`DirectoryPerHost` has done so, on each disk."""
-        del diverged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Phase(enum.IntEnum):
+class WorkPhase(enum.IntEnum):
     """Where the work is. It moves forward only.
 
         OPEN ──► CLOSING ──► ENDED
@@ -26,17 +26,17 @@ class WorkLife:
     """The phase of the work on one mirror. Any thread may look or move it, without a lock."""
 
     def __init__(self) -> None:
-        self._moves: dict[Phase, Phase] = {}  # each is made once, by whoever is first
+        self._moves: dict[WorkPhase, WorkPhase] = {}  # each is made once, by whoever is first
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> WorkPhase:
         """The phase now."""
-        phase = Phase.OPEN
+        phase = WorkPhase.OPEN
         while phase in self._moves:
             phase = self._moves[phase]
         return phase
 
-    def advance(self, to: Phase) -> None:
+    def advance(self, to: WorkPhase) -> None:
         """Moves to a phase, unless that is reached."""
         while (now := self.phase) < to:
             self._moves.setdefault(now, to)

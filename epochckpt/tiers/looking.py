@@ -22,56 +22,15 @@ from epochckpt.errors import (
     unreadable,
 )
 from epochckpt.storage import Store
-from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.ledger import Copy, Ledger, save_id, seen_id, settled_withdrawals
+from epochckpt.tiers.ledger_kinds import RecordedLedger
 from epochckpt.tiers.standing import ForeignReader, Owner, Standing, Stranger, Successor, Unanswered, assess
 
 _NO_ANSWER = (DamagedError, FormatError, FormatVersionError, NotACheckpointDirectoryError, OSError)
 
 
-class OneLedger:
-    """The ledger in a directory that all processes see. A copy of the directory has brought it along."""
-
-    def __init__(self, local: EpochDirectory):
-        self._local = local
-
-    def read(self) -> Ledger | None:
-        """The ledger; None if it has no usable one. Raises FormatVersionError or StorageError."""
-        return ledgers.usable_ledger(self._local.store)
-
-    def is_own(self, ledger: Ledger) -> bool:
-        """Whether the ledger is this directory's, and not that of the one that this is a copy of."""
-        return ledger.identity.is_of(self._local.store)
-
-    def readable_unanswered(self, readable: Mapping[int, str]) -> Mapping[int, str]:
-        """Which of these epochs count as readable while the mirror does not answer."""
-        return readable
-
-
-class DiskLedgers:
-    """The ledgers on disks of the hosts' own, as these have told them."""
-
-    def __init__(self, local: EpochDirectory, texts: Sequence[str]):
-        self._local = local
-        self._texts = texts
-
-    def read(self) -> Ledger | None:
-        """The newest ledger; None if it has no usable one."""
-        return ledgers.newest(self._texts, self._local.store.root)
-
-    def is_own(self, ledger: Ledger) -> bool:
-        """Whether the ledger is this directory's: it is, also on a disk that has replaced another one."""
-        del ledger
-        return True
-
-    def readable_unanswered(self, readable: Mapping[int, str]) -> Mapping[int, str]:
-        """Which of these epochs count as readable while the mirror does not answer."""
-        del readable
-        return {}  # the parts that are here cannot be completed
-
-
 @dataclasses.dataclass(frozen=True)
-class Look:
+class MirrorLook:
     """What a look at the mirror has found.
 
     Attributes:
@@ -94,7 +53,7 @@ class Look:
     known_url: str = ""
 
 
-NO_LOOK = Look(Unanswered(UnsupportedError("nobody has looked")))
+NO_LOOK = MirrorLook(Unanswered(UnsupportedError("nobody has looked")))
 
 
 class Looker:
@@ -105,8 +64,8 @@ class Looker:
         self._there = there
 
     def look(
-        self, local: EpochDirectory, epochs: Sequence[int], recorded: OneLedger | DiskLedgers, earlier: Look
-    ) -> Look:
+        self, local: EpochDirectory, epochs: Sequence[int], recorded: RecordedLedger, earlier: MirrorLook
+    ) -> MirrorLook:
         """Asks the mirror which epochs it has, for a directory that has these `epochs`.
 
         What an `earlier` look has found to have diverged stays out of sight.
@@ -122,7 +81,7 @@ class Looker:
         if found is not None and found.url != self._url:
             logging.warning("%s: its mirror was %s, and is %s from now on", root, found.url, self._url)
         copies: Mapping[int, Copy] = {} if ledger is None else ledger.copies
-        own = ledger if ledger is not None and recorded.is_own(ledger) else None
+        own = ledger if ledger is not None and recorded.kind.is_own(ledger, local.store) else None
         here = sorted(epochs)
         try:
             lineage, ids = self._lineage_and_epochs()
@@ -142,7 +101,7 @@ class Looker:
         diverged = earlier.diverged  # that look has hidden them, and they stay so
         if isinstance(standing, Successor):
             diverged = {epoch: save_id(local, epoch) for epoch in standing.diverged}
-        look = Look(
+        look = MirrorLook(
             standing=standing,
             ids=ids,
             ledger=own,
@@ -153,7 +112,7 @@ class Looker:
         readable = _history(look, local, ledger if isinstance(standing, ForeignReader) else own)
         return dataclasses.replace(look, readable=readable)
 
-    def explain(self, look: Look, root: str) -> None:
+    def explain(self, look: MirrorLook, root: str) -> None:
         """Logs what a look means for the directory; raises InvalidArgumentError for a stranger's mirror."""
         match look.standing:
             case Stranger():
@@ -224,7 +183,7 @@ class Looker:
             lineage = now  # it was claimed meanwhile, and may have other epochs
 
 
-def _history(look: Look, local: EpochDirectory, ledger: Ledger | None) -> dict[int, str]:
+def _history(look: MirrorLook, local: EpochDirectory, ledger: Ledger | None) -> dict[int, str]:
     """Those of the mirror's epochs that are part of this directory's history."""
     ids = look.ids
     match look.standing:

@@ -17,15 +17,12 @@ the other processes' by `copying.MirrorFollower`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import _threads
 from epochckpt.directory import EpochDirectory, attached_metrics, directory_of
-from epochckpt.directory.epoch_directory import Writer
 from epochckpt.errors import FormatVersionError, say
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
@@ -34,11 +31,12 @@ from epochckpt.storage import open_store
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
-from epochckpt.tiers.job_mirror import NO_MIRROR, ClaimedDirectory, JobMirror
+from epochckpt.tiers.job_mirror import NO_MIRROR, JobMirror, MirroredDirectory
 from epochckpt.tiers.ledger import save_id
 from epochckpt.tiers.ledger_file import LedgerFile
-from epochckpt.tiers.looking import NO_LOOK, DiskLedgers, Looker, OneLedger
-from epochckpt.tiers.mirror_run import Claim, Idle, MirrorRun, Unclaimed
+from epochckpt.tiers.ledger_kinds import RecordedLedger
+from epochckpt.tiers.looking import NO_LOOK, Looker
+from epochckpt.tiers.mirror_run import Idle, MirrorContext, MirrorRun, NotBegun
 from epochckpt.tiers.standing import Successor, Unanswered
 
 
@@ -64,7 +62,7 @@ class Mirror(JobMirror):
         self._looker = Looker(url=self.url, there=self._there)
         self._seen = NO_LOOK
         self._epochs = MirrorEpochs()
-        self._run: MirrorRun = Unclaimed(self._epochs)
+        self._run: MirrorRun = NotBegun(self._epochs)
 
     def take_nodes(self, hosted: Sequence[str]) -> None:
         self._hosted = hosted
@@ -75,24 +73,24 @@ class Mirror(JobMirror):
 
     # -- looking -------------------------------------------------------------------------------------------------
 
-    def complete(self, local: EpochDirectory, survey: Survey, disk_ledgers: Sequence[str] | None = None) -> Survey:
+    def complete(self, local: EpochDirectory, survey: Survey, recorded: RecordedLedger) -> Survey:
         gone: tuple[int, ...] = ()
-        recorded = OneLedger(local) if disk_ledgers is None else DiskLedgers(local=local, texts=disk_ledgers)
-        if isinstance(self._run, Unclaimed):
+        if isinstance(self._run, NotBegun):
             self._look(local, [*survey.epochs, *survey.damaged], recorded)
             gone = self._seen.standing.diverged if isinstance(self._seen.standing, Successor) else ()
         damaged = dict(survey.damaged)
-        if not isinstance(self._seen.standing, Unanswered):
+        are_seen = self._epochs.are_seen  # since the claim the worker may have seen them
+        if are_seen:
             for epoch in self._epochs.readable.keys() & damaged.keys():
                 if self._looker.is_of_save(local, epoch, self._epochs.ids, self._seen.copies):
                     text = "%s: checkpoint %d is read from its mirror %s"
                     logging.warning(text, local.store.root, epoch, self.url)
                     del damaged[epoch]
                 else:
-                    _threads.start(functools.partial(self._epochs.disown, [epoch])).result()
+                    self._epochs.disown([epoch])
         readable = self._epochs.readable
-        if isinstance(self._seen.standing, Unanswered):
-            readable = recorded.readable_unanswered(readable)
+        if not are_seen:
+            readable = recorded.kind.readable_unanswered(readable)
         here = [epoch for epoch in survey.epochs if epoch not in gone]
         remote = sorted(readable.keys() - {*here} - damaged.keys())
         attached = survey.attached
@@ -115,7 +113,7 @@ class Mirror(JobMirror):
             StorageError, DamagedError, …: the mirror cannot be looked at.
             InvalidArgumentError: it has the epochs of another directory, or is the directory itself.
         """
-        self._look(local, local.list_epochs(), OneLedger(local))
+        self._look(local, local.list_epochs(), RecordedLedger.in_directory(local))
         if isinstance(self._seen.standing, Unanswered):
             raise self._seen.standing.error
         return self._epochs.readable
@@ -133,10 +131,11 @@ class Mirror(JobMirror):
         readable = epoch in self._epochs.readable
         return readable and self._looker.is_of_save(local, epoch, self._epochs.ids, self._seen.copies)
 
-    def _look(self, local: EpochDirectory, epochs: Sequence[int], recorded: OneLedger | DiskLedgers) -> None:
+    def _look(self, local: EpochDirectory, epochs: Sequence[int], recorded: RecordedLedger) -> None:
         """Asks the mirror which epochs it has, before this manager writes."""
         self._seen = self._looker.look(local, epochs, recorded, self._seen)
-        self._epochs.look_was(self._seen.ids, self._seen.readable)
+        answered = not isinstance(self._seen.standing, Unanswered)
+        self._epochs.look_was(self._seen.ids, self._seen.readable, seen=answered)
         self._looker.explain(self._seen, local.store.root)
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ class Mirror(JobMirror):
 
     # -- what the manager tells ----------------------------------------------------------------------------------
 
-    def claimed(self, directory: ClaimedDirectory) -> None:
+    def claimed(self, directory: MirroredDirectory) -> None:
         job = MirrorJob(
             url=self.url,
             local=directory.local,
@@ -193,8 +192,7 @@ class Mirror(JobMirror):
             options=self._options,
             hosted=self.hosted,
         )
-        writer = directory.stager if isinstance(directory.stager, Writer) else None
-        idle = Idle(Claim(job=job, ledger=directory.ledger, writer=writer, epochs=self._epochs))
+        idle = Idle(MirrorContext(job=job, ledger=directory.ledger, epochs=self._epochs))
         self._run = idle  # also if it cannot begin
         self._run = idle.begin(self._seen, directory.epochs, Backlog(url=self.url, options=self._options))
 
@@ -210,6 +208,9 @@ class Mirror(JobMirror):
 
     def waiting(self) -> frozenset[int]:
         return self._run.waiting()
+
+    def diverged(self) -> Mapping[int, str | None]:
+        return self._seen.diverged
 
     def has(self, epoch: int) -> bool:
         return epoch in self._epochs.readable

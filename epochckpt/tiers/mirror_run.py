@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.directory.epoch_directory import Writer
 from epochckpt.format import paths
 from epochckpt.tiers import ledger as ledgers
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorFollower, MirrorJob, publish_end
 from epochckpt.tiers.ledger import Adoption, Identity, Ledger, save_id
 from epochckpt.tiers.ledger_file import LedgerFile
-from epochckpt.tiers.looking import Look, is_listed, is_unchanged
+from epochckpt.tiers.looking import MirrorLook, is_listed, is_unchanged
 from epochckpt.tiers.standing import ForeignReader, Owner, Stranger, Successor, claim_of
 from epochckpt.tiers.worker import Worker
 
@@ -24,26 +23,24 @@ _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end t
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
-    """A directory that this run has claimed, and that has a mirror.
+class MirrorContext:
+    """What a run works with for its mirror, once its directory is claimed.
 
     Attributes:
         job: what is to be copied, and where to.
         ledger: what the directory knows of the mirror.
-        writer: of the directory; None where this process only stages there.
         epochs: what the mirror has.
     """
 
     job: MirrorJob
     ledger: LedgerFile
-    writer: Writer | None
     epochs: MirrorEpochs
 
 
 class MirrorRun(abc.ABC):
     """What a run does for its mirror, on one process.
 
-        Unclaimed ──► Idle ──► Working, Following
+        NotBegun ──► Idle ──► Working, Following
 
     It stays `Idle` where it does not write to the mirror.
     """
@@ -89,7 +86,7 @@ class MirrorRun(abc.ABC):
         """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
 
 
-class Unclaimed(MirrorRun):
+class NotBegun(MirrorRun):
     """The directory is not claimed yet, so that nothing is written."""
 
     def text(self) -> str:
@@ -105,26 +102,20 @@ class Unclaimed(MirrorRun):
         del timeout_secs
 
 
-class Claimed(MirrorRun):
+class Begun(MirrorRun):
     """The directory is claimed; what `Idle`, `Working` and `Following` have in common."""
 
-    def __init__(self, claim: Claim):
-        super().__init__(claim.epochs)
-        self._claim = claim
-        self._job = claim.job
-        self._ledger = claim.ledger
-        self._writer = claim.writer
+    def __init__(self, context: MirrorContext):
+        super().__init__(context.epochs)
+        self._context = context
+        self._job = context.job
+        self._ledger = context.ledger
 
     def text(self) -> str:
         return self._ledger.text()
 
     def adopt(self, text: str) -> None:
-        if self._writer is None:
-            return
-        found = ledgers.newest([text], self._job.url)
-        own = ledgers.usable_ledger(self._job.local.store)
-        if found is not None and (own is None or found.serial > own.serial):
-            self._writer.overwrite(paths.MIRROR_RECORD, text.encode())
+        self._ledger.adopt(text)
 
     def _started(self, work: Callable[[], None]) -> _threads.Future[None] | None:
         """Starts the work in a thread of its own. If no thread can be started, logs an error and returns None."""
@@ -140,18 +131,17 @@ class Claimed(MirrorRun):
             logging.warning(text, self._job.url, timeout_secs)
 
 
-class Idle(Claimed):
+class Idle(Begun):
     """Nothing is copied: the mirror is another directory's, or the work has not begun, or there is no thread for it."""
 
-    def __init__(self, claim: Claim):
-        super().__init__(claim)
+    def __init__(self, context: MirrorContext):
+        super().__init__(context)
         self._telling: _threads.Future[None] | None = None  # the other processes that nothing is copied
 
-    def begin(self, look: Look, epochs: Sequence[int], backlog: Backlog) -> MirrorRun:
+    def begin(self, look: MirrorLook, epochs: Sequence[int], backlog: Backlog) -> MirrorRun:
         """Begins to work, after this `look`, in a directory that has these epochs; returns what the run does now."""
-        self._ledger.set_aside(look.diverged)
         if not self._job.coordinator.primary:
-            return Following(self._claim)
+            return Following(self._context)
         if isinstance(look.standing, ForeignReader | Stranger):  # it has said so
             self._leave_alone(look, epochs)
             return self
@@ -161,7 +151,7 @@ class Idle(Claimed):
         backlog.begin(epochs, {*self._epochs.readable, *outdated}, outdated)
         worker = Worker(job=self._job, ledger=self._ledger, epochs=self._epochs, backlog=backlog)
         work = self._started(worker.run)
-        return self if work is None else Working(claim=self._claim, worker=worker, work=work)
+        return self if work is None else Working(context=self._context, worker=worker, work=work)
 
     def committed(self, epoch: int) -> None:
         self._disown([epoch])
@@ -180,18 +170,18 @@ class Idle(Claimed):
 
     # -- beginning -----------------------------------------------------------------------------------------------
 
-    def _leave_alone(self, look: Look, epochs: Sequence[int]) -> None:
+    def _leave_alone(self, look: MirrorLook, epochs: Sequence[int]) -> None:
         """Writes nothing to the mirror, which is another directory's."""
         if (found := self._ledger.read()) is not None:
             self._disown(self._outdated(look, found, epochs))
         if self._job.coordinator.processes > 1:
             self._telling = self._started(lambda: publish_end(self._job))
 
-    def _first_ledger(self, look: Look) -> Ledger:
+    def _first_ledger(self, look: MirrorLook) -> Ledger:
         """The ledger with which this run begins."""
         local = self._job.local
         found = self._ledger.read()  # of a run that was alive until now, perhaps
-        if found is not None and not self._ledger.is_own(found):
+        if found is not None and not self._ledger.kind.is_own(found, local.store):
             logging.info("%s is a copy of another directory, and gets an id of its own", local.store.root)
             found = None
         identity = Identity.of(local.store, paths.new_id() if found is None else found.identity.directory)
@@ -215,7 +205,7 @@ class Idle(Claimed):
             case _:
                 return ledger
 
-    def _outdated(self, look: Look, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
+    def _outdated(self, look: MirrorLook, ledger: Ledger, epochs: Sequence[int]) -> set[int]:
         """The epochs here that the mirror has, or may have, from another save, as far as the ledger tells.
 
         The mirror is not asked: no save waits for it. The worker compares the epochs when it has claimed the mirror.
@@ -228,16 +218,16 @@ class Idle(Claimed):
         return {epoch for epoch in epochs if epoch in there and epoch not in same}
 
 
-def _is_as_seen(ledger: Ledger, look: Look) -> bool:
+def _is_as_seen(ledger: Ledger, look: MirrorLook) -> bool:
     seen = look.ledger
     return seen is not None and (ledger.claims, ledger.adopted) == (seen.claims, seen.adopted)
 
 
-class Working(Claimed):
+class Working(Begun):
     """The primary keeps the mirror as the directory is."""
 
-    def __init__(self, claim: Claim, worker: Worker, work: _threads.Future[None]):
-        super().__init__(claim)
+    def __init__(self, context: MirrorContext, worker: Worker, work: _threads.Future[None]):
+        super().__init__(context)
         self._worker = worker
         self._work = work
 
@@ -248,8 +238,7 @@ class Working(Claimed):
         self._worker.committed(epoch)
 
     def withdrawn(self, epochs: Sequence[int]) -> None:
-        # It takes locks, and a signal handler may save meanwhile.
-        _threads.start(lambda: self._worker.withdrawn(epochs)).result()
+        self._worker.withdrawn(epochs)
 
     def waiting(self) -> frozenset[int]:
         return self._worker.waiting()
@@ -269,12 +258,12 @@ class Working(Claimed):
             logging.warning(text, self._job.url, ", ".join(map(str, left)))
 
 
-class Following(Claimed):
+class Following(Begun):
     """Another process than the primary copies its own nodes."""
 
-    def __init__(self, claim: Claim):
-        super().__init__(claim)
-        self._follower = MirrorFollower(job=claim.job, adopt=self.adopt)
+    def __init__(self, context: MirrorContext):
+        super().__init__(context)
+        self._follower = MirrorFollower(job=context.job, adopt=self.adopt)
         self._work = self._started(self._follower.run)
 
     def was_copied(self, epoch: int, mirror_id: str) -> bool:

@@ -41,17 +41,18 @@ from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob, MirrorTasks
 from epochckpt.tiers.ledger import NEWER_ID, UNUSABLE_ID, Copy, Ledger, save_id, seen_id
 from epochckpt.tiers.ledger_file import LedgerFile
-from epochckpt.tiers.life import Phase, WorkLife
+from epochckpt.tiers.life import WorkLife, WorkPhase
+from epochckpt.tiers.node_copies import CopyCommit
 from epochckpt.tiers.standing import claim_of
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unclaimed:
+class _NotHeld:
     """This run has yet to claim the mirror, or to claim it again."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Claimed:
+class _Held:
     """This run has claimed the mirror, and has yet to compare its epochs, or to do so again."""
 
     writer: Writer
@@ -69,9 +70,9 @@ class Upkeep:
 
     How this run holds the mirror:
 
-        _Unclaimed ──► _Claimed ──► _Compared
-        _Compared ──► _Claimed                  it is not known what a step has left there
-        _Claimed, _Compared ──► _Unclaimed      another run has claimed it, or it has another history
+        _NotHeld ──► _Held ──► _Compared
+        _Compared ──► _Held            it is not known what a step has left there
+        _Held, _Compared ──► _NotHeld  another run has claimed it, or it has another history
     """
 
     def __init__(self, job: MirrorJob, ledger: LedgerFile, epochs: MirrorEpochs, backlog: Backlog, life: WorkLife):
@@ -82,7 +83,7 @@ class Upkeep:
         self._epochs = epochs
         self._backlog = backlog
         self._life = life
-        self._hold: _Unclaimed | _Claimed | _Compared = _Unclaimed()
+        self._hold: _NotHeld | _Held | _Compared = _NotHeld()
         self._tasks = MirrorTasks(job=job, ledger=ledger)
         self._copier = _Copier(job=job, tasks=self._tasks)
         self._metrics = _Metrics(job=job, ledger=ledger, epochs=epochs)
@@ -107,9 +108,9 @@ class Upkeep:
         if self._ledger.undecided():
             self._ledger.settle()
         match self._hold:
-            case _Unclaimed():
+            case _NotHeld():
                 self._claim()
-            case _Claimed(writer):
+            case _Held(writer):
                 self._compare(writer)
             case _Compared(writer):
                 return self._follow_directory(writer)
@@ -133,16 +134,16 @@ class Upkeep:
         """Tells the other processes that nothing more comes, and lets go of the mirror."""
         self._tasks.end()
         match self._hold:
-            case _Claimed(writer) | _Compared(writer):
+            case _Held(writer) | _Compared(writer):
                 _threads.logged(f"{self._job.url}: at its end", writer.release)
-            case _Unclaimed():
+            case _NotHeld():
                 pass
 
     # -- claiming ------------------------------------------------------------------------------------------------
 
     def forget_claim(self) -> None:
         """Another run has claimed the mirror."""
-        self._hold = _Unclaimed()
+        self._hold = _NotHeld()
 
     def may_claim_again(self) -> bool:
         """After another run has claimed the mirror: whether the mirror is this directory's all the same.
@@ -173,7 +174,7 @@ class Upkeep:
         # The ledger first, through this run's own claim of the directory: a newer run knows this claim, too.
         ledger = self._ledger.change(lambda now: now.claiming(claim))
         change = ClaimLineage(expected=found, directory=ledger.identity.directory, claim=claim)
-        self._hold = _Claimed(self._copies.claim(check=self._ledger.check, lineage=change))
+        self._hold = _Held(self._copies.claim(check=self._ledger.check, lineage=change))
 
     def _other_history(self) -> FencedError:
         return FencedError(
@@ -199,7 +200,7 @@ class Upkeep:
         claim = claim_of(self._copies.lineage())
         if not ledger.goes_on_from(claim, found):  # what was listed may be another directory's already
             if ledger.knows(claim):
-                self._hold = _Unclaimed()
+                self._hold = _NotHeld()
                 writer.release()
             raise self._other_history()
         listed = set(self._local.list_epochs())
@@ -248,7 +249,7 @@ class Upkeep:
 
     def _take(self) -> int | None:
         """The next epoch to be copied, if there is one."""
-        if self._life.phase is not Phase.OPEN:
+        if self._life.phase is not WorkPhase.OPEN:
             for epoch in self.unmirrored():
                 self._backlog.add(epoch)
         return self._backlog.take()
@@ -290,7 +291,7 @@ class Upkeep:
         try:
             ledger = self._ledger.change(lambda now: now.confirmed(epoch, copy))
         except BaseException:  # the mirror has the copy, and this run does not say so
-            self._hold = _Claimed(writer)
+            self._hold = _Held(writer)
             raise
         self._epochs.set(epoch, copy.mirror_id)
         self._epochs.disown(ledger.hidden)
@@ -306,7 +307,7 @@ class Upkeep:
         try:
             self._copier.copy(writer, epoch, copy.mirror_id, replaces)
         except UncertainError:  # it may be there
-            self._hold = _Claimed(writer)
+            self._hold = _Held(writer)
             raise
 
 
@@ -329,8 +330,15 @@ class _Copier:
 
         Raises UncertainError if the copy may be there, _UnfitError if the epoch cannot be copied, or why it failed.
         """
-        copy = self._job.copy(epoch, mirror_id, writer)
-        copy.make_room(replaces)
+        copy = CopyCommit(
+            reader=self._job.reader(epoch),
+            epoch_directory=self._job.copies,
+            writer=writer,
+            save_id=mirror_id,
+            replaces=replaces,
+            is_checked=False,
+        )
+        copy.make_room()
         try:
             with _local_errors():
                 entries = self._tasks.copy(copy, epoch, mirror_id, writer.incarnation)

@@ -12,7 +12,7 @@ from epochckpt.errors import FencedError, kept, say
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
 from epochckpt.tiers.ledger_file import LedgerFile
-from epochckpt.tiers.life import Phase, WorkLife
+from epochckpt.tiers.life import WorkLife, WorkPhase
 from epochckpt.tiers.upkeep import Upkeep
 
 _RECLAIMS = 16  # times in a row that a run may be fenced off from a mirror that is still its directory's
@@ -96,22 +96,22 @@ class Worker:
 
     def close(self) -> None:
         """Has the work end when nothing is left to do, or when the mirror refuses once more."""
-        self._life.advance(Phase.CLOSING)
+        self._life.advance(WorkPhase.CLOSING)
         self._ring()
 
     def stop(self) -> None:
         """Ends the work after the step that is being done."""
-        self._life.advance(Phase.ENDED)
+        self._life.advance(WorkPhase.ENDED)
         self._ring()
 
     def end(self) -> list[int]:
         """Ends the work now; returns the epochs that the mirror is to have, and has not."""
-        self._life.advance(Phase.ENDED)
+        self._life.advance(WorkPhase.ENDED)
         return sorted({*self._backlog.waiting(), *self._upkeep.unmirrored()})
 
     @property
     def _ended(self) -> bool:
-        return self._life.phase is Phase.ENDED
+        return self._life.phase is WorkPhase.ENDED
 
     def _ring(self) -> None:
         self._bell.set(None)
@@ -124,13 +124,13 @@ class Worker:
             self._bell = _threads.Future()
             phase = self._life.phase  # when it looked: whatever was to be done before the end is done
             outcome = self._try_step()
-            if outcome is _Outcome.FENCED or (phase is not Phase.OPEN and outcome is not _Outcome.WORKED):
+            if outcome is _Outcome.FENCED or (phase is not WorkPhase.OPEN and outcome is not _Outcome.WORKED):
                 break
             if outcome is _Outcome.FAILED:
                 self._bell.wait(self._failures.next_pause())
             elif outcome is _Outcome.IDLE:
                 self._bell.wait()
-        self._life.advance(Phase.ENDED)
+        self._life.advance(WorkPhase.ENDED)
         self._upkeep.end()
 
     def _try_step(self) -> _Outcome:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pathlib
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import epochckpt as ec
-from epochckpt.errors import CoordinationError, InvalidArgumentError, UnsupportedError
+from epochckpt.errors import CoordinationError, InvalidArgumentError, SaveError, UncertainError, UnsupportedError
 from epochckpt.storage import Store
-from epochckpt.testing import Faults
+from epochckpt.testing import Faults, StoreCall
 from tests.support import disk_walk
 from tests.support.disk_walk import Disks, Kill, Operation, Run, in_processes
 
@@ -227,3 +228,39 @@ def test_a_deletion_that_one_disk_does_not_follow_is_known_to_all(tmp_path: path
             return list(manager.all_steps())
 
     assert in_processes(Run(2), delete) == [[0, 2], [0, 2]]
+
+
+def test_a_failure_that_a_process_hears_of_late_leaves_nothing_on_its_disk(
+    tmp_path: pathlib.Path, faults: Faults, patience: Callable[..., None]
+) -> None:
+    """The primary fails before it offers the commit, when the other process has stopped to wait for it."""
+    patience(verdict_margin_secs=0.1)
+    disks = Disks(tmp_path)
+    is_uncertain = threading.Event()
+    has_failed = threading.Event()
+
+    def fail_late(call: StoreCall) -> None:
+        assert is_uncertain.wait(disk_walk.WAIT_SECS)
+        raise OSError("the disk has failed")
+
+    def save(number: int) -> list[str]:
+        with disks.open(number, save_timeout_secs=disk_walk.WAIT_SECS if number == 0 else 2.0) as manager:
+            manager.claim()
+            if number == 0:
+                store = manager.components.directory.store
+                late = faults.before(Store.open_writer, fail_late, where=lambda call: call.store is store)
+                with pytest.raises(SaveError, match="the disk has failed"):
+                    disks.do(manager, number, ("save", 0, 10))
+                late.remove()
+                has_failed.set()
+            else:
+                with pytest.raises(UncertainError, match="the primary's verdict did not arrive"):
+                    disks.do(manager, number, ("save", 0, 10))
+                is_uncertain.set()
+                assert has_failed.wait(disk_walk.WAIT_SECS)
+            disks.do(manager, number, ("save", 1, 11))
+            assert manager.all_steps() == [1]
+            manager.components.saves.queue.drain_removals()
+            return [path.name for path in (tmp_path / f"disk-{number}").glob("incarnation-*/0-0")]
+
+    assert in_processes(Run(2), save) == [[], []]

@@ -263,13 +263,13 @@ class Disks:
         self.must: dict[int, int] = {}  # tags of epochs that are to be listed
         self.may: dict[int, set[int]] = {}  # of others
 
-    def open(self, number: int) -> ec.CheckpointManager:
+    def open(self, number: int, save_timeout_secs: float = WAIT_SECS) -> ec.CheckpointManager:
         """The manager of the calling process."""
         storage = ec.StorageOptions(
             mirror=str(self.root / "mirror"),
             mirror_every=self._every,
             local_disks=True,
-            save_timeout_secs=WAIT_SECS,
+            save_timeout_secs=save_timeout_secs,
             open_timeout_secs=WAIT_SECS,
             restore_timeout_secs=WAIT_SECS,
         )

@@ -1,6 +1,12 @@
 """Which epochs are due to be copied to a mirror, and which are left out when it is behind."""
 
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
 import epochckpt as ec
+from epochckpt import _threads
 from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 
 
@@ -54,3 +60,38 @@ def test_with_mirror_every_the_epochs_between_are_not_due() -> None:
     for epoch in range(7):
         made.committed(epoch, MirrorEpochs())
     assert due(made) == [2, 5]
+
+
+class Interrupting(list[int]):
+    """Epochs; a signal arrives whenever a change under a lock looks whether they contain one."""
+
+    def __contains__(self, epoch: object) -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().__contains__(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("change", [MirrorEpochs.disown, MirrorEpochs.withdraw])
+def test_a_signal_handler_may_wait_for_the_background_wherever_it_interrupts(
+    change: Callable[[MirrorEpochs, list[int]], None],
+) -> None:
+    """It saves and waits for the commit, and the commit lane changes the same epochs."""
+    epochs = MirrorEpochs()
+    epochs.set(1, "one")
+    epochs.set(2, "two")
+    ended: list[bool] = []
+
+    def handler(*_: object) -> None:
+        ended.append(_threads.start(lambda: epochs.disown([2])).wait(5.0))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        change(epochs, Interrupting([1]))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended
+    assert all(ended)
+    assert epochs.readable == {}

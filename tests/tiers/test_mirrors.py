@@ -40,6 +40,7 @@ from epochckpt.tiers.backlog import Backlog, MirrorEpochs
 from epochckpt.tiers.copying import MirrorJob
 from epochckpt.tiers.ledger import Copy, Identity, Ledger, parse
 from epochckpt.tiers.ledger_file import LedgerFile
+from epochckpt.tiers.ledger_kinds import ONE_FOR_ALL
 from epochckpt.tiers.mirror import Mirror
 from epochckpt.tiers.worker import Worker
 from tests.support import lives
@@ -977,7 +978,7 @@ def test_what_is_due_at_the_end_is_copied_though_the_worker_was_at_work(place: P
     names = StepNames.of(Options())
     local = directory_of(open_store(place.root / "one"), names)
     writer = local.claim()
-    ledger = LedgerFile(local)
+    ledger = LedgerFile(local, ONE_FOR_ALL)
     ledger.claimed(writer)
     ledger.write(Ledger(url=str(place.mirror), identity=Identity.of(local.store, paths.new_id())))
     job = MirrorJob(
@@ -1079,6 +1080,42 @@ def begins_copy(ledger: Ledger) -> bool:
 def begins_claim(ledger: Ledger) -> bool:
     """Whether the ledger is of a run that claims the mirror, or has claimed it."""
     return bool(ledger.claims)
+
+
+def damage(directory: pathlib.Path, epoch: int) -> None:
+    """One data file of an epoch is cut."""
+    found = next((directory / str(epoch)).rglob("*.safetensors"))
+    os.truncate(found, found.stat().st_size - 1)
+
+
+def test_a_mirror_that_comes_back_stands_in_for_what_is_damaged_here(place: Place) -> None:
+    """A run that was opened and claimed while the mirror was away."""
+    with place.open("one") as manager:
+        for epoch in range(2):
+            save(manager, epoch)
+    with away(place):
+        manager = place.open("one")
+        save(manager, 2)
+    assert eventually(lambda: manager.components.mirror.has(2))
+    damage(place.root / "one", 2)
+    manager.reload()
+    assert listed(manager) == {0: 0, 1: 1, 2: 2}
+    manager.close()
+
+
+def test_on_local_disks_a_mirror_that_comes_back_has_the_epochs_that_are_only_there(place: Place) -> None:
+    """Epochs that retention has deleted here, and one that is not whole on all disks."""
+    with place.open("one", local_disks=True) as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+    with away(place):
+        manager = place.open("one", keep=2, local_disks=True)
+        save(manager, 3)
+    assert eventually(lambda: place.mirrored() == {0: 0, 1: 1, 2: 2, 3: 3})
+    damage(place.root / "one", 2)
+    manager.reload()
+    assert listed(manager) == {0: 0, 1: 1, 2: 2, 3: 3}
+    manager.close()
 
 
 @pytest.mark.parametrize(("directory", "step"), [("one", begins_copy), ("two", begins_claim)])
