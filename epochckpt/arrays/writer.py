@@ -2,9 +2,9 @@
 
 The files are durable when these functions return. `node.json` comes after them (see `saving`). For a file system a
 piece is copied to aligned memory, hashed there, and written from there (see `storage.posix`). So the hashed bytes are
-the written bytes, also where training changes the memory that they come from. To a bucket a
-block is sent from the snapshot without a copy; if its memory is not ours, it is hashed again after it was sent. The
-attempt fails if that memory has changed.
+the written bytes, also where training changes the memory that they come from. To a bucket a block is sent from the
+snapshot without a copy; if its memory is not ours, it is hashed again after it was sent. The attempt fails if that
+memory has changed.
 """
 
 import collections
