@@ -13,8 +13,8 @@ from epochckpt.storage import Store
 class PageCache:
     """The newest epoch of a directory, which the page cache of this host may hold, and what leaves the cache for it.
 
-    The lanes of one queue call it. While a save is written, the epoch before is evicted piece by piece; when the save
-    is committed, what is left of that one is. If the save fails first, the epoch before stays.
+    The lanes of one queue call it. While a save is written, the epoch before is evicted piece by piece. The commit
+    evicts the rest of it. If a save fails, the rest stays.
     """
 
     def __init__(self, store: Store, names: StepNames, newest: int | None):

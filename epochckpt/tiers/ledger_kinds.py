@@ -45,7 +45,7 @@ class _OneForAll(LedgerKind):
     has_copies = False
 
     def is_own(self, ledger: Ledger, store: Store) -> bool:
-        """A directory that was copied from another one has brought that one's ledger along."""
+        """A copied directory has brought the ledger of another directory along."""
         return ledger.identity.is_of(store)
 
     def numbered(self, ledger: Ledger) -> Ledger:
