@@ -32,7 +32,8 @@ def shapes(width: int) -> Any:
 def loss(params: Any, tokens: jax.Array, width: int, layers: int) -> jax.Array:
     """That of a causal transformer with one head, on the next token."""
     embedding = params["embedding"][0].reshape(WORDS, width)
-    x, mask = embedding[tokens], jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
+    x = embedding[tokens]
+    mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
     for number in range(layers):
         q, k, v, out, up, down, *scales = params[f"layer_{number:02d}"]
         normal = jax.nn.standardize(x) * scales[0] + scales[1]

@@ -29,7 +29,7 @@ from epochckpt.directory.epoch_directory import ReplaceCondition, Stager, Stagin
 from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
-from epochckpt.saving import memory
+from epochckpt.saving import page_cache
 from epochckpt.saving.save import Save
 from epochckpt.saving.survey import Survey
 from epochckpt.storage import open_store
@@ -51,12 +51,9 @@ class Place:
             address or self.directory,
             folder_mode=files.path_permission_mode if files else None,
             settings=self.storage.store,
-            cached_bytes=(memory.of_this_machine() or 0) // _CACHED_PART if self.storage.page_cache else 0,
+            cached_bytes=page_cache.cached_bytes(self.storage),
         )
         return directory_of(store, self.names)
-
-
-_CACHED_PART = 4  # of the machine's memory: a larger file is written past the page cache
 
 
 class JobDirectory(abc.ABC):

@@ -6,8 +6,20 @@ from collections.abc import Sequence
 
 from epochckpt.arrays.older_files import OlderFiles
 from epochckpt.format import paths
+from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
+from epochckpt.saving import memory
 from epochckpt.storage import Store
+
+_PART = 4  # of the machine's memory: a file may take so large a part of it in the page cache
+
+
+def cached_bytes(options: StorageOptions) -> int:
+    """The size in bytes up to which a file is written through the page cache; 0: every file goes past it."""
+    machine = memory.of_this_machine()
+    if machine is None or not options.page_cache:
+        return 0
+    return machine // _PART
 
 
 class PageCache:
