@@ -40,17 +40,18 @@ FileT = TypeVar("FileT", bound=DataFile)
 def write_arrays(
     store: Store,
     folder: str,
+    *,
     epoch: int,
     plan: ItemPlan,
     buffers: Sequence[Buffer | Arriving],
     block_bytes: int,
     pool: Pool,
-    kind: type[FileT] = DataFile,
-    *,
-    older: OlderFiles | None = None,
+    kind: type[FileT],
+    older: OlderFiles | None,
 ) -> list[FileT]:
     """Writes an item's data files into the node's folder, from one buffer per cell range of the plan.
 
+    They are of a `kind`: the node's own files, or replicas of another node's.
     The files of the same names among the `older` ones leave the page cache, piece by piece, as these are written.
     """
     with _collector.paused():  # their headers

@@ -29,6 +29,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers
 from epochckpt.orbax import options as checks
 from epochckpt.saving import Save, SaveRequest
+from epochckpt.saving.commit_record import commit_record
 from epochckpt.saving.node_writer import write_nodes
 from epochckpt.storage import open_store
 
@@ -85,13 +86,14 @@ class NodeEpochs:
         try:
             with self.epoch_directory.access():
                 writer.stage(epoch, staging.save_id)
-                save.reports[0] = write_nodes(
+                report = write_nodes(
                     staging=staging,
                     nodes=self._nodes,
                     save=save,
                     options=self._options,
                     pool=self._pool,
                 )
+                save.reports.add(0, report)
                 finish_later = self._publish(writer, save, staging)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
             _threads.logged("the remains of a save stay", lambda: writer.discard(staging))
@@ -127,5 +129,5 @@ class NodeEpochs:
         replaces = None
         if self.epoch_directory.is_committed(epoch):
             replaces = ReplaceCondition(self.epoch_directory.read_save_id(epoch))
-        record = save.record(staging.save_id, objects=False, per_node=True)
+        record = commit_record(save, staging.save_id, objects=False, per_node=True)
         return writer.publish(staging, record.to_bytes(), lambda: None, replaces)

@@ -442,6 +442,21 @@ class EpochDirectory(abc.ABC):
         except (errors.DamagedError, errors.FormatError, errors.EpochNotFoundError):
             return None
 
+    def replace_condition(self, epoch: int) -> ReplaceCondition:
+        """The condition that allows a save to replace an epoch as it is on storage now.
+
+        Raises:
+            InvalidArgumentError: a save cannot take its place in one step.
+        """
+        record = self.read_record(epoch)
+        folder = self.folder(epoch)
+        if record.stock or folder != self.names.build(epoch):
+            raise errors.InvalidArgumentError(
+                f"checkpoint {epoch} ({self.store.root}/{folder}) was written by stock Orbax, or under another step "
+                "name format, and cannot be replaced in one step; delete() makes room for it"
+            )
+        return ReplaceCondition(record.save_id)
+
     def seen_save_id(self, epoch: int) -> str | None:
         """The same as of the last look at the directory, where such a look tells it."""
         return self.read_save_id(epoch)

@@ -35,7 +35,7 @@ from epochckpt.manager.saves import Decisions, Saves, SaveSettings
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_options, storage_options
-from epochckpt.saving import History, opening, retention
+from epochckpt.saving import History, opening, policies
 from epochckpt.tiers import layout_of
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         pool = _threads.Pool(max(self._storage.io_threads, opened.store.concurrency))
         ledger = layout.ledger_file(opened.epoch_directory)
 
-        policy = retention.save_policy(self._options)
+        policy = policies.save_policy(self._options)
         asynchronous = self._options.enable_async_checkpointing and self._handlers.asynchronous
         self._step_log = step_log.StepLog(
             logger=logger,
@@ -336,7 +336,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def best_step(self) -> int | None:
         """The epoch with the best metrics by `options.best_fn` (NaN counts as worst); without it the latest."""
-        return retention.best(self._options, self.components.history.committed())
+        return policies.best(self._options, self.components.history.committed())
 
     def reload(self) -> None:
         """Waits for saves in flight, and looks at storage again; `status` and `verify` do so from one process alone.
@@ -781,7 +781,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         saves = self.components.saves
         self._access.after_fork()
         self._coordinator = coordination.Coordinator()
-        self.components.directory.job_directory.coordinator = self._coordinator
+        self.components.directory.job_directory.after_fork(self._coordinator)
         calls = CollectiveCalls(self._coordinator, "", saves.last_name)
         self.components.administration.connect(calls)
         self.components.restores.connect(self._coordinator, calls)

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 import orbax.checkpoint as ocp
@@ -58,15 +57,15 @@ class Listener:
 
     def announce(self, save: Save, commit: Committed) -> None:
         self.mirror.committed(commit.epoch)
-        self.notifier.committed(commit.epoch, save.node_secs)
-        nbytes = sum(file.size for report in save.node_reports for file in report.entry.files)
+        self.notifier.committed(commit.epoch, save.reports.node_secs)
+        nbytes = sum(file.size for report in save.reports.nodes for file in report.entry.files)
         self.log.committed(
             entry=save.request.log_entry,
             committed_ns=commit.summary.committed_ns,
             secs=save.elapsed_secs,
-            writing_secs=time.monotonic() - save.writing_since,
+            writing_secs=save.writing_secs,
             nbytes=nbytes,
-            nodes=save.node_secs,
+            nodes=save.reports.node_secs,
         )
         callback = getattr(self.options.async_options, "post_finalization_callback", None)
         if callback is not None:
@@ -86,7 +85,7 @@ class Listener:
                 detail="" if failure is None else failure.reason,
                 blocked_secs=save.request.blocked_secs,
                 secs=save.elapsed_secs,
-                nodes=save.node_secs,
+                nodes=save.reports.node_secs,
                 behind=isinstance(failure, StorageBehindError),
             )
         )

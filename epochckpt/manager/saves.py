@@ -34,7 +34,7 @@ from epochckpt.manager.readers import Readers
 from epochckpt.manager.status import SaveResult
 from epochckpt.options import StorageOptions
 from epochckpt.orbax.step_log import StepLog
-from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, retention
+from epochckpt.saving import Claim, History, Save, SaveQueue, SaveRequest, policies
 from epochckpt.saving.opening import Opened
 from epochckpt.saving.survey import Survey
 from epochckpt.tiers import JobMirror, LedgerFile, MirroredDirectory
@@ -181,7 +181,7 @@ class Saves:
         if requested and requested[-1].step >= step:
             logging.info("checkpoint %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
-        return retention.decide_save(
+        return policies.decide_save(
             policy=self._decisions.policy,
             options=self._options,
             step=step,
@@ -364,7 +364,7 @@ class Saves:
         if epoch in self._history.remote:  # nothing gives way here; the mirror's copy is replaced after the commit
             self._overwrites[epoch] = ReplaceCondition(self._readers.summary(epoch).save_id)
         else:
-            self._overwrites[epoch] = retention.replace_condition(self._directory.epoch_directory, epoch)
+            self._overwrites[epoch] = self._directory.epoch_directory.replace_condition(epoch)
 
     def refuse_overwrite(self, epoch: int) -> None:
         """Takes the permission back that `allow_overwrite` gave, if no save has used it."""

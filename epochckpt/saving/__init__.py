@@ -9,16 +9,16 @@ from epochckpt._lazy import lookup
 
 if TYPE_CHECKING:
     from epochckpt.saving.claiming import Claim
+    from epochckpt.saving.history import EpochInfo, History
     from epochckpt.saving.queue import SaveQueue
-    from epochckpt.saving.retention import EpochInfo, History
     from epochckpt.saving.save import Save, SaveRequest
 else:
 
     def __getattr__(name: str) -> Any:
         modules = {
             "Claim": "claiming",
-            "EpochInfo": "retention",
-            "History": "retention",
+            "EpochInfo": "history",
+            "History": "history",
             "Save": "save",
             "SaveQueue": "queue",
             "SaveRequest": "save",

@@ -13,8 +13,8 @@ from epochckpt import _threads
 from epochckpt.agreement import CollectiveCalls
 from epochckpt.errors import FencedError, UnfinishedError
 from epochckpt.saving.claiming import Claim
+from epochckpt.saving.history import History
 from epochckpt.saving.job_directory import JobDirectory
-from epochckpt.saving.retention import History
 
 
 class DirectoryCalls:

@@ -43,7 +43,7 @@ class Follower(ProcessSide):
     def begin(self, save: Save) -> None:
         if self._claim.known:
             return
-        left = max(save.deadline.left(), 0.001)
+        left = save.secs_left
         patience = Timeouts(collect_secs=left, hear_secs=left)
         try:
             claim: dict[str, Any] = broadcast(self._coordinator, self._key("claim", save), dict[str, Any], patience)
@@ -52,7 +52,7 @@ class Follower(ProcessSide):
             raise errors.LateNodesError(save.epoch, [self.nodes.names[0]], save.deadline.secs) from None
 
     def report(self, save: Save, report: ProcessReport) -> None:
-        save.reports[self._coordinator.process] = report
+        save.reports.add(self._coordinator.process, report)
         self._enter_commit(save)
         # A lane of its own: where the primary's machine is silent this takes long.
         key = f"{self._key('report', save)}/{self._coordinator.process}"
@@ -88,7 +88,7 @@ class Follower(ProcessSide):
         """What the primary says of a save, within the time that it has; else a CoordinationError."""
         while True:
             try:
-                return self._coordinator.get(f"{self._key(kind, save)}/0", max(save.deadline.left(), 0.001))
+                return self._coordinator.get(f"{self._key(kind, save)}/0", save.secs_left)
             except errors.CoordinationError as silence:
                 self._read_late_verdicts(final=False)
                 late = isinstance(silence, errors.CoordinationTimeoutError)

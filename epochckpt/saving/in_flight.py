@@ -11,8 +11,8 @@ from absl import logging
 from epochckpt import _patience, _threads, errors
 from epochckpt._threads import Deadline
 from epochckpt.format import Nodes
+from epochckpt.saving.history import History
 from epochckpt.saving.reports import Committed
-from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save
 
 

@@ -103,6 +103,10 @@ class JobDirectory(abc.ABC):
     def acts(self) -> bool:
         """Whether this process deletes, discards and releases by itself."""
 
+    def after_fork(self, alone: Coordinator) -> None:
+        """In a forked child, which is `alone`: the other processes are the parent's."""
+        self.coordinator = alone
+
     # -- opening and looking -------------------------------------------------------------------------------------
 
     @abc.abstractmethod

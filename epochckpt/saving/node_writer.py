@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 from epochckpt import _monitoring
 from epochckpt._threads import Pool
@@ -24,6 +25,8 @@ from epochckpt.saving.save import Save
 # Bytes of small contents that travel in the commit record.
 _INLINED_BYTES = 2**20  # of the primary
 _INLINED_BY_OTHERS = 16 * 2**20  # of all other processes together
+
+FileT = TypeVar("FileT", bound=DataFile)
 
 
 def write_nodes(
@@ -72,6 +75,7 @@ class _NodeWriter:
     @_monitoring.timed(*events.MADE_FOLDERS)
     def __init__(
         self,
+        *,
         staging: Staging,
         nodes: Nodes,
         number: int,
@@ -105,25 +109,35 @@ class _NodeWriter:
 
     def write_arrays(self, pool: Pool) -> None:
         began = time.monotonic()
-        epoch = self._save.epoch
-        size = self._options.block_bytes
         for plan, node, buffers in self._save.snapshot.trees:
             if node == self._number:
                 folder = self._staging.data_folder(self._name, plan.item.name)
-                self._files += writer.write_arrays(
-                    self._store, folder, epoch, plan, buffers, size, pool, older=self._older
-                )
+                self._files += self._write_item(folder, plan, buffers, DataFile, pool)
                 if plan.replicas is not None:
                     self._note_values(plan, buffers)
         for plan, _, buffers in self._save.snapshot.replicas:  # of the only node that this process hosts
             if plan.sources and not self._folders:
                 self._folders.append(paths.REPLICA_FOLDER)
                 self._store.make_folder(paths.join(self._folder, paths.REPLICA_FOLDER))
-            self._replicas += writer.write_arrays(
-                self._store, self._folder, epoch, plan, buffers, size, pool, ReplicaFile, older=self._older
-            )
+            self._replicas += self._write_item(self._folder, plan, buffers, ReplicaFile, pool)
             self._note_values(plan, buffers)
         self._secs += time.monotonic() - began
+
+    def _write_item(
+        self, folder: str, plan: ItemPlan, buffers: Sequence[Buffer | Arriving], kind: type[FileT], pool: Pool
+    ) -> list[FileT]:
+        """Writes the data files of one item."""
+        return writer.write_arrays(
+            self._store,
+            folder,
+            epoch=self._save.epoch,
+            plan=plan,
+            buffers=buffers,
+            block_bytes=self._options.block_bytes,
+            pool=pool,
+            kind=kind,
+            older=self._older,
+        )
 
     def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> None:
         """Keeps the inlined values, for the commit record, and digests of per-process values, for comparison."""

@@ -16,6 +16,7 @@ from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.format import EpochRecord, Nodes
 from epochckpt.orbax import events
 from epochckpt.saving import retention
+from epochckpt.saving.commit_record import commit_record
 from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
@@ -59,7 +60,7 @@ class Primary(ProcessSide):
     # -- 1 and 2 -------------------------------------------------------------------------------------------------
 
     def begin(self, save: Save) -> None:
-        left = max(save.deadline.left(), 0.001)
+        left = save.secs_left
         take = functools.partial(self._take_claim, save)
         patience = Timeouts(collect_secs=left, hear_secs=left)
         key = self._key("claim", save)
@@ -92,7 +93,7 @@ class Primary(ProcessSide):
             oldest.done.wait(_patience.now().report_secs / 4)
 
     def report(self, save: Save, report: ProcessReport) -> None:
-        save.reports[self._coordinator.process] = report
+        save.reports.add(self._coordinator.process, report)
 
     # -- 3 -------------------------------------------------------------------------------------------------------
 
@@ -125,15 +126,14 @@ class Primary(ProcessSide):
         self._collecting = _Collecting(save=save.name, since=time.monotonic())
         missing = self._gather(save)
         # The first error of a process is the save's; then come missing reports, and plans that differ.
-        for process, report in sorted(save.reports.items()):
-            if report.error is not None:
-                raise self._failure_of(process, report.error, save.epoch) from report.error
+        for process, error in save.reports.errors:
+            raise self._failure_of(process, error, save.epoch) from error
         if missing:
             late = [self.nodes.names[process] for process in sorted(missing)]
             raise errors.LateNodesError(save.epoch, late, save.deadline.secs)
         self._collecting = None
         self._claim_is_known = True
-        different = [process for process, report in save.reports.items() if report.plan != save.plan]
+        different = save.reports.with_another_plan(save.plan)
         if different:
             reason = (
                 f"{self._coordinator.named(different)} planned something else than {self.nodes.names[0]}: the trees, "
@@ -144,16 +144,16 @@ class Primary(ProcessSide):
     def _gather(self, save: Save) -> set[int]:
         """Gathers reports until all are there, one is an error, or the time is over; returns the late processes."""
         key = self._key("report", save)
-        missing = set(range(self.nodes.processes)) - save.reports.keys()
+        missing = set(range(self.nodes.processes)) - save.reports.processes
         # Processes that have reported before the primary asks are not late, whatever they were before.
         if missing:
-            save.receive({int(process): wire for process, wire in self._coordinator.get_all(key).items()})
-            self.lags.heard(missing & save.reports.keys())
-            missing -= save.reports.keys()
+            save.reports.receive({int(process): wire for process, wire in self._coordinator.get_all(key).items()})
+            self.lags.heard(missing & save.reports.processes)
+            missing -= save.reports.processes
             self.give_time(save, self.lags.secs(missing))
-        while missing and not any(report.error for report in save.reports.values()):
+        while missing and not save.reports.errors:
             found, missing = self._coordinator.gather(key, missing, save.deadline)
-            save.receive(found)
+            save.reports.receive(found)
             self.lags.heard(found, save)
             if not save.deadline.passed():
                 break  # all there, or one with an error
@@ -187,7 +187,7 @@ class Primary(ProcessSide):
 
     def _record(self, save: Save) -> EpochRecord:
         """The commit record, with the runs of the directory; writes the Orbax view that belongs to it."""
-        record = save.record(self.save_id(save), objects=self._epoch_directory.save_ids_in_paths)
+        record = commit_record(save, self.save_id(save), objects=self._epoch_directory.save_ids_in_paths)
         runs = self._history.run.committing(
             save.epoch,
             self._directory.incarnation,

@@ -32,11 +32,11 @@ from epochckpt.format import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.saving import retention
 from epochckpt.saving.claiming import Claim
+from epochckpt.saving.history import History
 from epochckpt.saving.in_flight import InFlight
 from epochckpt.saving.job_directory import JobDirectory
 from epochckpt.saving.lags import Lags
 from epochckpt.saving.reports import Committed, ProcessReport
-from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save
 
 
@@ -119,12 +119,7 @@ class ProcessSide(abc.ABC):
 
     def give_time(self, save: Save, lag: float) -> bool:
         """Gives a save more time, for processes that are behind; returns whether it has more than before."""
-        left = self._bound_secs + lag - save.elapsed_secs
-        if not lag or left <= max(save.deadline.left() + 0.001, 0.0):  # it has been given that already
-            return False
-        save.deadline = Deadline(left)
-        save.deadline.secs = round(self._bound_secs + lag, 1)  # of the whole save, for people
-        return True
+        return save.extend(self._bound_secs, lag)
 
     def _enter_commit(self, save: Save) -> None:
         """From here on this process may not give a save up; raises SaveError if it has done so already."""
@@ -151,7 +146,7 @@ class ProcessSide(abc.ABC):
         kept: list[int] = []
         for epoch in self._directory.here(commit.hides):
             try:
-                save.removals.append(retention.unlist(self._directory.writer, epoch, into))
+                save.remove_later(retention.unlist(self._directory.writer, epoch, into))
             except errors.UnfinishedError as error:  # no reader sees it any more
                 logging.warning("an older epoch could not be removed: %s", errors.say(error))
             except Exception as error:

@@ -28,6 +28,7 @@ from epochckpt.saving import memory, run_clock
 from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.claiming import Claim
 from epochckpt.saving.follower import Follower
+from epochckpt.saving.history import History
 from epochckpt.saving.in_flight import InFlight, SaveListener
 from epochckpt.saving.node_writer import write_nodes
 from epochckpt.saving.opening import Opened
@@ -35,7 +36,6 @@ from epochckpt.saving.page_cache import PageCache
 from epochckpt.saving.primary import Primary
 from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import ProcessReport
-from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save
 
 
@@ -165,9 +165,9 @@ class SaveQueue:
     def submit(self, save: Save) -> None:
         """Queues a save. Of two with one number (a signal handler can make them) only the first is saved."""
         if not self._coordinator.primary:  # the primary decides by its own clock, and may have begun later
-            save.deadline = self._side.deadline()
+            save.start_bound(self._side.deadline())
         if save.request.refusal is None:
-            save.spent = self._history.run.so_far()
+            save.note_spent(self._history.run.so_far())
             self._history.run.spend(run_clock.BLOCKED, save.request.blocked_secs)
         self.last = save.name
         self._history.pace.begun(save.done, save.deadline.secs + _patience.now().verdict_margin_secs)
@@ -249,13 +249,12 @@ class SaveQueue:
             save = waiting[0]
             if save.request.number < self._tries.get(save.epoch, 0):  # a signal handler saved inside this very `save`
                 self._in_flight.drop(save)
-            elif save.advance(Phase.CLAIMING):  # else it was given up just now, while an older write hung
+            elif save.take_up():  # else it was given up just now, while an older write hung
                 self._write(save)
 
     def _write(self, save: Save) -> None:
         """Writes the nodes of this process, and reports them; every failure becomes this process's report."""
         self._tries[save.epoch] = save.request.number + 1
-        save.writing_since = time.monotonic()
         if save.request.refusal is None:
             self._in_flight.forget_failure(save.epoch)
             queued_secs = save.elapsed_secs - save.request.blocked_secs
@@ -281,8 +280,7 @@ class SaveQueue:
 
     def _write_nodes(self, save: Save) -> ProcessReport:
         save.check_not_cancelled()
-        save.written_before = self._store.written.nbytes
-        save.advance(Phase.WRITING)
+        save.begin_writing(self._store.written)
         return write_nodes(
             staging=self._side.staging(save),
             nodes=self._nodes,
@@ -299,7 +297,7 @@ class SaveQueue:
         failure: errors.SaveError | None = None
         try:
             commit = self._side.conclude(save, error)
-            save.cost = SaveCost.of(save.epoch, commit.summary)
+            save.note_cost(SaveCost.of(save.epoch, commit.summary))
             self._history.commit(commit)
             self._side.follow_commit(save, commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(save, commit))
@@ -311,7 +309,7 @@ class SaveQueue:
         # Deleted epochs are out of sight by now. Their bytes are removed once the save has ended.
         began = time.monotonic()
         self._in_flight.finish(save, outcome)
-        for remove in save.removals:
+        for remove in save.pop_removals():
             _threads.logged("a deleted epoch could not be removed", remove)
         if failure is None:
             nodes = self._nodes.hosted_names

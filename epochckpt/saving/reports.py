@@ -7,9 +7,10 @@ the commit (`Committed`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
+from epochckpt import _collector
 from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import from_wire, to_wire
 from epochckpt.format import NodeEntry, checksums, codec
@@ -76,6 +77,47 @@ class ProcessReport:
         if "error" in wire:
             return cls(error=from_wire(wire["error"]))
         return cls(wire["plan"], tuple(map(NodeReport.from_wire, wire["nodes"])))
+
+
+class Reports:
+    """What the processes have reported of one save, as far as this process has heard."""
+
+    def __init__(self) -> None:
+        self._by_process: dict[int, ProcessReport] = {}
+
+    def add(self, process: int, report: ProcessReport) -> None:
+        """Enters the report of a process."""
+        self._by_process[process] = report
+
+    def receive(self, found: Mapping[int, Any]) -> None:
+        """Enters the reports of other processes, as JSON by process."""
+        with _collector.paused():  # those of a thousand nodes are many objects, which stay until the commit
+            self._by_process.update({process: ProcessReport.from_wire(wire) for process, wire in found.items()})
+
+    @property
+    def processes(self) -> Set[int]:
+        """The processes that have reported."""
+        return self._by_process.keys()
+
+    @property
+    def errors(self) -> list[tuple[int, Exception]]:
+        """The processes that have failed, ascending, each with its error."""
+        by_process = sorted(self._by_process.items())
+        return [(process, report.error) for process, report in by_process if report.error is not None]
+
+    def with_another_plan(self, plan: str) -> list[int]:
+        """The processes that have planned something else than this."""
+        return [process for process, report in self._by_process.items() if report.plan != plan]
+
+    @property
+    def nodes(self) -> list[NodeReport]:
+        """The reports of all nodes, in node order, without the nodes of processes that failed."""
+        return [node for _, report in sorted(self._by_process.items()) for node in report.nodes]
+
+    @property
+    def node_secs(self) -> dict[str, float]:
+        """How long each node wrote, by name."""
+        return {node.entry.name: node.entry.secs for node in self.nodes}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from epochckpt import _collector, _progress, _threads, _units
+from epochckpt import _progress, _threads, _units
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import Snapshot
 from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import SaveError, StorageBehindError
-from epochckpt.format import EpochRecord, ItemKind, paths
+from epochckpt.format import EpochRecord
 from epochckpt.saving.auto_interval import SaveCost
-from epochckpt.saving.reports import NodeReport, ProcessReport
+from epochckpt.saving.reports import Reports
 from epochckpt.storage import Tally
 
 
@@ -137,17 +137,17 @@ class Save:
     def __init__(self, request: SaveRequest, snapshot: Snapshot, deadline: Deadline):
         self.request = request
         self.snapshot = snapshot  # dropped as soon as it is written
-        self.deadline = deadline
-        self.cancel_requested = False  # by its caller: it fails at the next step before the commit
-        self.reports: dict[int, ProcessReport] = {}  # by process
+        self.reports = Reports()  # of what the processes have written: on the primary of all, elsewhere of this one
         self.written: _threads.Future[Any] = _threads.Future()  # its nodes here, or a failure
-        self.done: _threads.Future[SaveCost | None] = _threads.Future()
-        self.cost: SaveCost | None = None  # once it is committed
-        self.spent: Mapping[str, float] = {}  # by the run until the save began, see `RunClock`
-        self.writing_since = 0.0  # monotonic; 0 before
-        self.written_before: int | None = None  # bytes that the store had written when this process began to write
-        self.removals: list[Callable[[], None]] = []  # of older epochs, once this save has ended
+        self.done: _threads.Future[SaveCost | None] = _threads.Future()  # with its cost, if it was committed at once
         self.told = _threads.Once()  # by the thread that tells the manager how it has ended
+        self._deadline = deadline
+        self._was_cancelled = False
+        self._cost: SaveCost | None = None  # once it is committed
+        self._spent: Mapping[str, float] = {}
+        self._taken_up_at = 0.0  # monotonic; 0 before
+        self._bytes_before: int | None = None  # that the store had written when this process began to write
+        self._removals: list[Callable[[], None]] = []
         # The move out of each phase. Threads and signal handlers share it without a lock: `setdefault` is one step, so
         # that of two moves out of one phase exactly one is made.
         self._moves: dict[Phase, _Move] = {}
@@ -191,11 +191,106 @@ class Save:
                 return True
         return False
 
+    # -- its time ------------------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> Deadline:
+        """When it fails, or is uncertain, if nothing has ended it. Processes that are behind give it more time."""
+        return self._deadline
+
+    @property
+    def secs_left(self) -> float:
+        """The time until its deadline, for a wait; never quite 0."""
+        return max(self._deadline.left(), 0.001)
+
+    def start_bound(self, deadline: Deadline) -> None:
+        """Another deadline counts, before any thread waits for the save."""
+        self._deadline = deadline
+
+    def extend(self, bound_secs: float, lag_secs: float) -> bool:
+        """Moves the deadline: a save may take `bound_secs`, and other processes are `lag_secs` behind.
+
+        Returns whether it has more time than before.
+        """
+        left = bound_secs + lag_secs - self.elapsed_secs
+        if not lag_secs or left <= max(self._deadline.left() + 0.001, 0.0):  # it has been given that already
+            return False
+        deadline = Deadline(left)
+        deadline.secs = round(bound_secs + lag_secs, 1)  # of the whole save, for people
+        self._deadline = deadline
+        return True
+
+    @property
+    def elapsed_secs(self) -> float:
+        """Seconds since `save` was called."""
+        return time.monotonic() - self.request.started
+
+    @property
+    def writing_secs(self) -> float:
+        """Seconds since the write lane took it up."""
+        return time.monotonic() - self._taken_up_at
+
+    @property
+    def spent(self) -> Mapping[str, float]:
+        """What the run had spent its time on when the save began, see `RunClock`."""
+        return self._spent
+
+    def note_spent(self, spent: Mapping[str, float]) -> None:
+        """Notes what the run has spent its time on until now."""
+        self._spent = spent
+
+    # -- in the lanes --------------------------------------------------------------------------------------------
+
+    def take_up(self) -> bool:
+        """The write lane takes it up; returns False if it was given up before."""
+        self._taken_up_at = time.monotonic()
+        return self.advance(Phase.CLAIMING)
+
     @property
     def was_taken_up(self) -> bool:
         """Whether the write lane has taken it up, and so lets go of its snapshot."""
         first = self._moves.get(Phase.QUEUED)
         return first is not None and first.to is Phase.CLAIMING
+
+    def begin_writing(self, tally: Tally) -> None:
+        """The directory has a place for it, and this process writes its nodes now; `tally` is that of its store."""
+        self._bytes_before = tally.nbytes
+        self.advance(Phase.WRITING)
+
+    def cancel(self) -> None:
+        """Its caller does not want it any more: it fails at the next step before the commit."""
+        self._was_cancelled = True
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether its caller has cancelled it."""
+        return self._was_cancelled
+
+    def check_not_cancelled(self) -> None:
+        """Raises SaveError if its caller has cancelled it."""
+        if self._was_cancelled:
+            raise SaveError(self.epoch, "it was cancelled")
+
+    def note_cost(self, cost: SaveCost | None) -> None:
+        """The verdict says that it is committed, and what it has cost."""
+        self._cost = cost
+
+    @property
+    def cost(self) -> SaveCost | None:
+        """What it has cost; None unless a verdict has said that it is committed."""
+        return self._cost
+
+    def remove_later(self, remove: Callable[[], None]) -> None:
+        """An older epoch is out of sight for it; its bytes are removed once this save has ended."""
+        self._removals.append(remove)
+
+    def pop_removals(self) -> list[Callable[[], None]]:
+        """What `remove_later` was told since the last call."""
+        removals = self._removals
+        self._removals = []
+        return removals
+
+    # -- for people ----------------------------------------------------------------------------------------------
 
     def summary_without_record(self) -> EpochSummary:
         """What this process knows of the epoch when it is committed, and its record was not read."""
@@ -205,11 +300,6 @@ class Save:
         """Its phase in words, for people."""
         return _WORDS[self.phase]
 
-    @property
-    def elapsed_secs(self) -> float:
-        """Seconds since `save` was called."""
-        return time.monotonic() - self.request.started
-
     @contextlib.contextmanager
     def shown(self, tally: Tally) -> Generator[None]:
         """Shows how much of its share this process has written, while it is awaited; `tally` is that of its store."""
@@ -217,108 +307,16 @@ class Save:
         def written() -> float:
             if self.written.done():
                 return math.inf
-            return 0.0 if self.written_before is None else tally.nbytes - self.written_before
+            return 0.0 if self._bytes_before is None else tally.nbytes - self._bytes_before
 
         with _progress.work(f"saving checkpoint {self.epoch}") as work:
             work.follow(written, self.request.nbytes)
             yield
 
-    def check_not_cancelled(self) -> None:
-        """Raises SaveError if its caller has cancelled it."""
-        if self.cancel_requested:
-            raise SaveError(self.epoch, "it was cancelled")
-
     @property
     def plan(self) -> str:
         """The digest of this process's plan for the save; it must be the same on all processes."""
         return self.snapshot.digest
-
-    # -- the commit record, on the primary -----------------------------------------------------------------------
-
-    def receive(self, found: Mapping[int, Any]) -> None:
-        """Takes the reports of other processes, as JSON by process."""
-        with _collector.paused():  # those of a thousand nodes are many objects, which stay until the commit
-            self.reports.update({process: ProcessReport.from_wire(wire) for process, wire in found.items()})
-
-    @property
-    def node_reports(self) -> list[NodeReport]:
-        """The reports of all nodes, in node order, without the nodes of processes that failed."""
-        return [node for _, report in sorted(self.reports.items()) for node in report.nodes]
-
-    @property
-    def node_secs(self) -> dict[str, float]:
-        """How long each node wrote, by name, as far as that was reported to this process."""
-        return {node.entry.name: node.entry.secs for node in self.node_reports}
-
-    def record(self, save_id: str, *, objects: bool, per_node: bool = False) -> EpochRecord:
-        """The commit record, as of now, from the reports of all nodes.
-
-        SaveError says that two nodes wrote a file of one name, or one a file where another has a folder, or that hosts
-        with disks of their own have different values of a leaf.
-
-        Args:
-            save_id: the save's id, which the record keeps as `attempt`.
-            objects: see `EpochDirectory.save_ids_in_paths`.
-            per_node: this is the epoch of one node by itself.
-        """
-        nodes = self.node_reports
-        self._check_file_names()
-        inlined: dict[str, dict[str, bytes]] = {}
-        for local in filter(None, (node.local for node in nodes)):
-            for item, contents in local.inlined.items():
-                inlined[item] = {**inlined.get(item, {}), **contents}
-        self._check_alike()
-        items = dict(self.snapshot.items)
-        for name, item in items.items():
-            if item.kind is ItemKind.NODE:
-                digests = {node.own.get(name) for node in nodes}
-                items[name] = dataclasses.replace(item, same=len(digests) == 1 and None not in digests)
-        request = self.request
-        return EpochRecord(
-            epoch=request.epoch,
-            save_id=save_id,
-            objects=objects,
-            plan=self.plan,
-            nodes=tuple(node.entry for node in nodes),
-            items=items,
-            default_item=request.default_item,
-            metrics=request.metrics,
-            custom_metadata=request.custom_metadata,
-            started_ns=request.started_ns,
-            committed_ns=time.time_ns(),
-            timings={"blocked_secs": round(request.blocked_secs, 6), "secs": round(self.elapsed_secs, 6)},
-            per_node=per_node,
-            inlined=inlined,
-        )
-
-    def _check_alike(self) -> None:
-        """Where each host has a disk of its own, the hosts have the same values of large NumPy leaves."""
-        first: dict[str, tuple[str, str]] = {}  # digest and node by leaf
-        for node in self.node_reports:
-            if node.local is None:
-                continue
-            for leaf, digest in node.local.alike.items():
-                expected, other = first.setdefault(leaf, (digest, node.entry.name))
-                if digest != expected:
-                    raise SaveError(
-                        self.epoch,
-                        f"{leaf} is no jax array, and has other values on {node.entry.name} than on {other}. With "
-                        "local_disks a large one must be the same on every process: make it a jax array of the whole "
-                        "job, or save what differs with NodeSave",
-                    )
-
-    def _check_file_names(self) -> None:
-        """Handlers' files of all nodes share one folder in the Orbax view."""
-        writers: dict[str, str] = {}  # node by file
-        folders: dict[str, str] = {}  # node by folder
-        for node in (report.entry for report in self.node_reports):
-            for path in (file.path for file in node.files if file.name):
-                parents = paths.parents(path)
-                other = writers.get(path) or folders.get(path) or next(filter(None, map(writers.get, parents)), None)
-                if other is not None:
-                    raise SaveError(self.epoch, f"nodes {other} and {node.name} both wrote {path}")
-                writers[path] = node.name
-                folders.update(dict.fromkeys(parents, node.name))
 
     def summary(self, record: EpochRecord) -> str:
         """The commit in a few words, for the log."""

@@ -186,7 +186,7 @@ class Engine:
 
     def _hear(self, save: Save, failure: SaveError | None) -> None:
         """Enters how a save has ended."""
-        if failure is not None and save.cancel_requested:
+        if failure is not None and save.was_cancelled:
             self.told(failure)
         self._ends.setdefault(save.name, Future()).set((save, failure))
         if self._continuous is not None:
@@ -207,7 +207,7 @@ class Engine:
     def cancel(self) -> None:
         """No save that is in flight is committed any more, unless it is just being committed; all processes call it."""
         for save in self._saves.queue.pending():
-            save.cancel_requested = True
+            save.cancel()
 
     # -- restoring and looking -----------------------------------------------------------------------------------
 

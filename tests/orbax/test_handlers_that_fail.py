@@ -25,6 +25,7 @@ from google.protobuf import empty_pb2, struct_pb2
 import epochckpt as ec
 from epochckpt.arrays import writer
 from epochckpt.format import DataFile, NodeEntry, paths
+from epochckpt.saving.commit_record import commit_record
 from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.storage import PosixStore, Store
 from epochckpt.testing import Faults
@@ -274,9 +275,9 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
         for written in (("a", "a/b"), ("a/b", "a")):
             for node, name in enumerate(written):
                 entry = NodeEntry(f"n{node}", node, 1, "", (DataFile("k", 0, 1, name=name),))
-                save.reports[node] = ProcessReport("", (NodeReport(entry, {}),))
+                save.reports.add(node, ProcessReport("", (NodeReport(entry, {}),)))
             with pytest.raises(ec.errors.SaveError, match=r"nodes n0 and n1 both wrote k/a"):
-                save.record("id", objects=False)
+                commit_record(save, "id", objects=False)
 
 
 def test_a_proto_whose_text_would_lose_something_is_refused(tmp_path: pathlib.Path) -> None:

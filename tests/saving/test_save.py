@@ -16,9 +16,9 @@ from epochckpt.arrays.snapshot import Snapshot
 from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.errors import LateNodesError, SaveError, StorageBehindError, UncertainError
 from epochckpt.format import Nodes
+from epochckpt.saving.history import History
 from epochckpt.saving.in_flight import InFlight
 from epochckpt.saving.reports import Committed
-from epochckpt.saving.retention import History
 from epochckpt.saving.save import Phase, Save, SaveRequest
 from epochckpt.storage import Tally
 from epochckpt.tiers import NO_MIRROR
@@ -146,7 +146,7 @@ def test_a_wait_beyond_the_last_bound_fails_a_save_that_is_not_committing(
     """It names this process's node, and its late outcome changes nothing."""
     patience(verdict_margin_secs=0.0)
     save = in_phase(phase)
-    save.deadline = Deadline(0.0)
+    save.start_bound(Deadline(0.0))
     in_flight.add(save)
     assert in_flight.wait(save, save.done)
     in_flight.finish(save, SaveError(3, "the nodes differ"))
@@ -162,7 +162,7 @@ def test_a_wait_for_a_commit_that_hangs_ends_uncertain_and_the_commit_settles_it
     """The manager is told once; the log says when the commit is known after all."""
     patience(verdict_margin_secs=0.0)
     save = in_phase(Phase.COMMITTING)
-    save.deadline = Deadline(0.0)
+    save.start_bound(Deadline(0.0))
     in_flight.add(save)
     assert in_flight.wait(save, save.done)
     assert save.phase is Phase.UNCERTAIN
@@ -216,7 +216,7 @@ def test_a_wait_shows_what_this_process_has_written_of_the_save() -> None:
     save = Save(SaveRequest(epoch=3, number=0, nbytes=400), Snapshot(), Deadline(60.0))
     with _progress.work("waiting") as outer, save.shown(tally):
         assert outer.figures() == (0.0, 400)
-        save.written_before = tally.nbytes
+        save.begin_writing(tally)
         tally.add(250)
         assert outer.figures() == (250.0, 400)
         save.written.set(None)
