@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from epochckpt import _text, errors
 from epochckpt._metrics import numbers
-from epochckpt.directory import owners
+from epochckpt.directory import contents, owners
 from epochckpt.inspection import configs, opening, scan, suggest
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import NamedContents
@@ -208,8 +208,8 @@ def _visit(store: Store, path: str, depth: int) -> Iterator[tuple[str, bool]]:
 
 def _folders(store: Store, folder: str) -> list[str]:
     """The folders in a folder that may be runs, or have runs in them."""
-    entries = listing.names(store, folder)
-    return [f"{folder}/{name}".lstrip("/") for name, is_folder in entries if is_folder and not name.startswith(".")]
+    folders = [name for name, is_folder in listing.names(store, folder) if is_folder and not name.startswith(".")]
+    return [f"{folder}/{name}".lstrip("/") for name in folders if contents.kind_of(name) is None]
 
 
 class Owners(enum.Enum):

@@ -274,6 +274,17 @@ def test_folders_with_a_prefix_are_found(run_cli: Any, tmp_path: pathlib.Path) -
     assert "ckpt_000003" in said.err
 
 
+def test_after_a_rollback_a_directory_with_a_prefix_is_no_folder_of_runs(run_cli: Any, tmp_path: pathlib.Path) -> None:
+    """What was rolled back lies in a folder in it, which holds epochs, too."""
+    save(tmp_path, (1, 2), step_prefix="ckpt")
+    options = ocp.CheckpointManagerOptions(step_prefix="ckpt")
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        manager.rollback_to(1)
+    said = run_cli("ls", tmp_path)
+    assert (said.code, said.out) == (3, "")
+    assert "ckpt_1" in said.err
+
+
 # -- exit codes ------------------------------------------------------------------------------------------------------
 
 
