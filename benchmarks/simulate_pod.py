@@ -53,6 +53,7 @@ from epochckpt.format.grid import box_shape, cell_box
 from epochckpt.orbax import linked_view, view
 from epochckpt.saving import opening
 from epochckpt.saving.node_writer import write_nodes
+from epochckpt.saving.reports import ProcessReport
 from epochckpt.saving.save import Save
 from epochckpt.storage import PosixStore
 
@@ -191,7 +192,8 @@ class Pod:
         (save,) = manager.components.saves.queue.pending()
         item, staging = save.snapshot.items["default"].arrays, manager.components.saves.queue._side.staging(save)
         assert item is not None
-        report, again = save.reports[1], len(self.reports) == len(self.crowd)
+        report = ProcessReport(save.plan, tuple(save.reports.nodes))
+        again = len(self.reports) == len(self.crowd)
         bases = view.bases(save.snapshot.items, report.nodes[0].entry.files)
         for node in self.crowd:
             unread = min(node, abs(node - self.nodes // 2)) > 24

@@ -36,10 +36,13 @@ HEAR_SIGNALS_SECS = 1.0
 
 
 class Deadline:
-    """A point in time on the monotonic clock."""
+    """A point in time on the monotonic clock.
 
-    def __init__(self, secs: float, clock: Callable[[], float] | None = None):
-        self.secs = secs
+    `secs` is the time until then from now on, and for people, too, unless there is a `whole_secs` of what began before.
+    """
+
+    def __init__(self, secs: float, clock: Callable[[], float] | None = None, *, whole_secs: float | None = None):
+        self.secs = secs if whole_secs is None else whole_secs
         self._clock = clock or time.monotonic
         self._end = self._clock() + secs
 

@@ -146,6 +146,7 @@ class Saves:
         store = self._directory.store
         self.nodes = nodes
         self.queue.name_nodes(nodes)
+        self._directory.job_directory.name_nodes(nodes)
         self.planner = Planner(
             nodes,
             self._storage,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 class Claim:
     """One manager's claim to its directory.
 
-    `refused` says why this process may not write there, as far as the open could see that. `on_claim` is called once on
+    `refused` says why this process may not write there, as far as the open could see that. `on_claim` is called on
     every process, with the epochs that are committed when the directory is claimed: another run may have saved and
-    deleted some since it was opened. The `root_files`, by (folder, name), are written with the claim unless they exist.
+    deleted some since it was opened. If it fails, the next save calls it again. The `root_files`, by (folder, name),
+    are written with the claim unless they exist.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Claim:
         self._root_files = root_files
         self._lock = threading.Lock()
         self._taken: dict[str, Any] | None = None  # on the primary: a claim that it has yet to learn
+        self._joined: Sequence[int] | None = None  # the epochs of the job, once this process has joined the claim
         self._known: dict[str, Any] | None = None
         self.fenced: FencedError | None = None  # how this manager learned that a newer run has taken over
 
@@ -103,12 +105,13 @@ class Claim:
         with self._lock:
             if self._known is not None:
                 return
-            try:
-                epochs = self._directory.join(claim, self._write_root_files, wait_secs)
-            except BaseException as error:
-                self._failed(error)
-                raise
-            self._on_claim(list(epochs))
+            if self._joined is None:
+                try:
+                    self._joined = self._directory.join(claim, self._write_root_files, wait_secs)
+                except BaseException as error:
+                    self._failed(error)
+                    raise
+            self._on_claim(list(self._joined))
             self._known = claim
 
     def _failed(self, error: BaseException) -> None:

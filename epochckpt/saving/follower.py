@@ -11,6 +11,7 @@ from typing import Any
 from epochckpt import _patience, _threads, errors
 from epochckpt.agreement.collective import Timeouts, broadcast
 from epochckpt.format import Nodes
+from epochckpt.saving.auto_interval import SaveCost
 from epochckpt.saving.process_side import ProcessSide, SaveContext
 from epochckpt.saving.reports import Committed, ProcessReport
 from epochckpt.saving.save import Save
@@ -135,6 +136,7 @@ class Follower(ProcessSide):
                 commit = Committed(epoch=save.epoch, summary=save.summary_without_record())
             else:
                 commit = Committed.from_wire(save.epoch, verdict)
+                save.note_cost(SaveCost.of(save.epoch, commit.summary))
             self._history.commit(commit)
             self._in_flight.finish(save, commit)
 

@@ -128,7 +128,7 @@ class History:
     def reset(self, survey: Survey, known: Collection[int] | None = None) -> None:
         """Starts anew from a look at storage; what is not `known`, as of its beginning, was committed meanwhile."""
         self.damaged = survey.damaged
-        self.run.earlier = survey.runs
+        self.run.begin_after(survey.runs)
         found = {e: EpochInfo(e, self._load) for e in survey.epochs}  # any may have been replaced
         self._committed.update(found)
         for epoch in self._committed.keys() - found.keys() if known is None else {*known} - found.keys():

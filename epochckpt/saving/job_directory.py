@@ -137,6 +137,10 @@ class JobDirectory(abc.ABC):
         self.nodes = nodes
         self.epoch_directory.ignore([*found.aside.get(self.coordinator.process, ()), *found.diverged])
 
+    def name_nodes(self, nodes: Nodes) -> None:
+        """Gives the nodes of the job other names, before the claim."""
+        self.nodes = nodes
+
     @abc.abstractmethod
     def look(self, calls: CollectiveCalls, known: Mapping[int, ReplaceCondition]) -> Survey:
         """On every process: what is on storage now."""
@@ -170,10 +174,10 @@ class JobDirectory(abc.ABC):
         `key` gives the prefixes of a save's keys. The result is that of `Writer.publish`.
         """
 
-    def verdict_key(self, save: Save) -> str:
-        """On the primary: the key of what the other processes wait for now, under which its verdict is published."""
+    def verdict_keys(self, save: Save) -> Sequence[str]:
+        """On the primary: the kinds of keys that the other processes may wait for now. The verdict goes to each."""
         del save
-        return self.first_word
+        return [self.first_word]
 
     @abc.abstractmethod
     def verdict(

@@ -110,13 +110,17 @@ class Primary(ProcessSide):
             if failure is not caught:
                 raise failure from caught
             raise
-        try:
-            commit = retention.retire(self._epoch_directory, self._history, self._policies, commit)
-        except Exception:  # a policy of the user's: a failure there must not harm the commit
-            logging.exception("checkpoint %d is committed, but deciding what to delete failed", save.epoch)
-        commit = self._delete_old(save, commit, errors.RetentionError)
+        commit = self._retire(save, commit)
         self._publish_verdict(save, commit.to_wire(self._directory.unlisted_elsewhere(commit.hides)))
         return commit
+
+    def _retire(self, save: Save, commit: Committed) -> Committed:
+        """Takes the epochs out of sight that no policy keeps. Whatever happens here, the save stays committed."""
+        try:
+            commit = retention.retire(self._epoch_directory, self._history, self._policies, commit)
+        except Exception:  # a policy of the user's
+            logging.exception("checkpoint %d is committed, but deciding what to delete failed", save.epoch)
+        return self._delete_old(save, commit, errors.RetentionError)
 
     def follow_commit(self, save: Save, commit: Committed) -> None:
         pass  # it was done before the verdict
@@ -124,14 +128,16 @@ class Primary(ProcessSide):
     def _collect(self, save: Save) -> None:
         """Waits for the report of every process; raises for processes that failed, differ, or are late."""
         self._collecting = _Collecting(save=save.name, since=time.monotonic())
-        missing = self._gather(save)
+        try:
+            missing = self._gather(save)
+        finally:
+            self._collecting = None
         # The first error of a process is the save's; then come missing reports, and plans that differ.
         for process, error in save.reports.errors:
             raise self._failure_of(process, error, save.epoch) from error
         if missing:
             late = [self.nodes.names[process] for process in sorted(missing)]
             raise errors.LateNodesError(save.epoch, late, save.deadline.secs)
-        self._collecting = None
         self._claim_is_known = True
         different = save.reports.with_another_plan(save.plan)
         if different:
@@ -213,8 +219,10 @@ class Primary(ProcessSide):
     def _publish_verdict(self, save: Save, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of saves that ended long ago."""
         problem = f"checkpoint {save.epoch}: the verdict could not be published"  # storage decides then
-        said = self._key(self._directory.verdict_key(save), save)
-        _threads.logged(problem, lambda: self._coordinator.put(f"{said}/0", verdict))
+        said = [self._key(kind, save) for kind in self._directory.verdict_keys(save)]
+        for key in said:
+            put = functools.partial(self._coordinator.put, f"{key}/0", verdict)
+            _threads.logged(problem, put)
         report = self._key("report", save)
         self._report_keys.add(self._coordinator, report)  # late reports of that save go with its other keys
-        self._keys.add(self._coordinator, said, self._key("claim", save), report)
+        self._keys.add(self._coordinator, *said, self._key("claim", save), report)

@@ -144,7 +144,13 @@ class ProcessSide(abc.ABC):
         """
         into = self._policies.todelete_subdir
         kept: list[int] = []
-        for epoch in self._directory.here(commit.hides):
+        try:
+            here = self._directory.here(commit.hides)
+        except Exception as error:  # all of them stay
+            for epoch in commit.hides:
+                self._note_undeleted(epoch, error, kind)
+            return commit.keeping(commit.hides)
+        for epoch in here:
             try:
                 save.remove_later(retention.unlist(self._directory.writer, epoch, into))
             except errors.UnfinishedError as error:  # no reader sees it any more

@@ -300,7 +300,8 @@ class SaveQueue:
             save.note_cost(SaveCost.of(save.epoch, commit.summary))
             self._history.commit(commit)
             self._side.follow_commit(save, commit)
-            _threads.logged("the logger of the manager failed", lambda: self._listener.announce(save, commit))
+            problem = f"checkpoint {save.epoch} is committed, but its mirror, handler or log has not heard of it"
+            _threads.logged(problem, lambda: self._listener.announce(save, commit))
             outcome = commit
         except BaseException as caught:
             failure = errors.kept(errors.as_save_error(save.epoch, caught))

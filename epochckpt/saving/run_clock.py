@@ -23,7 +23,11 @@ class RunClock:
         self._began_ns = time.time_ns()
         self._spent: dict[str, float] = {}
         self._saves = 0
-        self.earlier: Sequence[RunEntry] = ()  # oldest first; may end with this run itself
+        self._earlier: Sequence[RunEntry] = ()  # oldest first; may end with this run itself
+
+    def begin_after(self, runs: Sequence[RunEntry]) -> None:
+        """Learns the runs before this one, the oldest first, as the newest record has them."""
+        self._earlier = runs
 
     def spend(self, on: str, secs: float) -> None:
         """Counts seconds that training was held up: BLOCKED, RESTORING or WAITING."""
@@ -54,7 +58,7 @@ class RunClock:
         `spent`: `so_far` when its save began; `times`: when that was, and now, in Unix nanoseconds. `killed`: the
         incarnation before this one, and when it claimed the directory, if it did not close it.
         """
-        earlier = [run for run in self.earlier if run.incarnation != incarnation]
+        earlier = [run for run in self._earlier if run.incarnation != incarnation]
         if killed is not None and killed[1] and killed[0] not in [run.incarnation for run in earlier]:
             # It has committed nothing. Whether the run before it was killed, it has told nobody.
             name, claimed_ns = killed

@@ -215,9 +215,7 @@ class Save:
         left = bound_secs + lag_secs - self.elapsed_secs
         if not lag_secs or left <= max(self._deadline.left() + 0.001, 0.0):  # it has been given that already
             return False
-        deadline = Deadline(left)
-        deadline.secs = round(bound_secs + lag_secs, 1)  # of the whole save, for people
-        self._deadline = deadline
+        self._deadline = Deadline(left, whole_secs=round(bound_secs + lag_secs, 1))
         return True
 
     @property

@@ -43,6 +43,14 @@ _PLACING_SECS = 30.0  # what other processes get at least to put their part of a
 _KEPT = 64  # keys in the coordination service
 
 
+@dataclasses.dataclass(frozen=True)
+class _Offer:
+    """The primary has told the others to put the record of a save in place, or has tried to."""
+
+    save: str  # its name
+    is_made: bool  # else the others may hear of it, or not
+
+
 class DirectoryPerHost(JobDirectory):
     """A directory on a disk of each process; see `JobDirectory`."""
 
@@ -54,7 +62,7 @@ class DirectoryPerHost(JobDirectory):
         self._mirror = mirror
         self.is_partial = True
         self._keys = RecentKeys(_KEPT)
-        self._offered = ""  # on the primary: the last save whose record it has told the others to put in place
+        self._offer: _Offer | None = None  # on the primary: its last one
 
     @property
     def acts(self) -> bool:
@@ -154,11 +162,16 @@ class DirectoryPerHost(JobDirectory):
                 ledger.adopt(agreed["mirror"])
             write(self.writer)
 
-        # A disk whose record names this claim proves that no disk has anything that is left of earlier runs.
+        def recorded() -> None:
+            node = self.nodes.names[self.coordinator.process]
+            record = dataclasses.replace(self._record, node=node, disks=tuple(agreed["disks"]), claim=incarnation)
+            self.writer.overwrite(paths.HOST_RECORD, record.to_bytes())
+            self._record = record
+
+        # A disk whose record names this claim proves that no disk has anything that is left of earlier runs. Where a
+        # record cannot be written, no process has joined: all of them take part in the next claim.
         self._meet(f"{key}/moved", moved, lambda _: None, wait_secs)
-        node = self.nodes.names[self.coordinator.process]
-        self._record = dataclasses.replace(self._record, node=node, disks=tuple(agreed["disks"]), claim=incarnation)
-        self.writer.overwrite(paths.HOST_RECORD, self._record.to_bytes())
+        self._meet(f"{key}/recorded", recorded, lambda _: None, wait_secs)
         self._keys.add(self.coordinator, key)
         return survey.epochs
 
@@ -192,9 +205,10 @@ class DirectoryPerHost(JobDirectory):
         """
         check()
         text = base64.b64encode(zlib.compress(record, 1)).decode()
-        self.coordinator.put(f"{key('record', save)}/0", {"record": text})
-        self._offered = save.name
         self._keys.add(self.coordinator, key("record", save), key("placed", save))
+        self._offer = _Offer(save=save.name, is_made=False)
+        self.coordinator.put(f"{key('record', save)}/0", {"record": text})
+        self._offer = _Offer(save=save.name, is_made=True)
         self.writer.publish(staging, record, lambda: None, save.request.replaces)
         patience = Timeouts(collect_secs=max(save.deadline.left(), _PLACING_SECS), hear_secs=0.0)
         try:
@@ -202,8 +216,12 @@ class DirectoryPerHost(JobDirectory):
         except errors.CoordinationTimeoutError as error:
             raise errors.SaveError(save.epoch, f"its commit is not on all disks: {error}") from error
 
-    def verdict_key(self, save: Save) -> str:
-        return "verdict" if self._offered == save.name else self.first_word
+    def verdict_keys(self, save: Save) -> Sequence[str]:
+        if self._offer is None or self._offer.save != save.name:
+            return [self.first_word]
+        if self._offer.is_made:
+            return ["verdict"]
+        return [self.first_word, "verdict"]  # the first is taken if the offer has arrived after all
 
     def verdict(
         self,
@@ -241,7 +259,7 @@ class DirectoryPerHost(JobDirectory):
 
     def take_back(self, save: Save, save_id: str, failure: BaseException) -> BaseException:
         """Takes this process's part of a failed save out of sight, if it is in place, and removes it."""
-        if self.coordinator.primary and self._offered != save.name:
+        if self.coordinator.primary and self._offer != _Offer(save=save.name, is_made=True):
             return failure
         try:
             if self.incarnation and self.epoch_directory.read_save_id(save.epoch) == save_id:

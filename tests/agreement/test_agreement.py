@@ -291,7 +291,7 @@ def test_processes_agree_again_after_a_commit_that_hung(
         assert save(manager, 1)
         assert hang.reached.wait(WAIT_SECS)
         if number == 0:
-            manager.components.saves.queue.pending()[0].deadline = Deadline(0)
+            manager.components.saves.queue.pending()[0].start_bound(Deadline(0))
         manager.components.saves.queue.drain()
         with pytest.raises(UncertainError, match="uncertain whether checkpoint 1 was committed"):
             manager.check_for_errors()
@@ -300,9 +300,10 @@ def test_processes_agree_again_after_a_commit_that_hung(
         job.meet()
         hang.let_go()
         commit(manager, 2)
-        return *between, list(manager.all_steps())
+        costs = [cost.epoch for cost in manager.components.history.pace.costs()]  # `auto_interval` decides from them
+        return *between, list(manager.all_steps()), costs
 
-    assert job.run(process) == [("uncertain", [], [1, 2])] * 2
+    assert job.run(process) == [("uncertain", [], [1, 2], [1])] * 2
 
 
 @pytest.mark.long

@@ -152,7 +152,7 @@ def test_directories_without_a_ledger_have_an_empty_one(tmp_path: pathlib.Path) 
 
 def test_the_newest_hundred_runs_are_kept() -> None:
     clock = RunClock()
-    clock.earlier = [RunEntry(f"{n:016d}", n, n, n, 1, n, 0.0, 0.0, 0.0, False) for n in range(150)]
+    clock.begin_after([RunEntry(f"{n:016d}", n, n, n, 1, n, 0.0, 0.0, 0.0, False) for n in range(150)])
     clock.spend(BLOCKED, 2.0)
     runs = clock.committing(7, "own", clock.so_far(), (1, 2), (f"{149:016d}", 1))
     assert (len(runs), runs[0].epoch, runs[-1].incarnation, runs[-1].blocked_secs) == (100, 51, "own", 2.0)

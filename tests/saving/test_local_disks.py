@@ -11,9 +11,18 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import epochckpt as ec
-from epochckpt.errors import CoordinationError, InvalidArgumentError, SaveError, UncertainError, UnsupportedError
+from epochckpt.errors import (
+    CoordinationError,
+    InvalidArgumentError,
+    RemovalError,
+    SaveError,
+    UncertainError,
+    UnsupportedError,
+)
+from epochckpt.format import paths
 from epochckpt.storage import Store
 from epochckpt.testing import Faults, StoreCall
+from epochckpt.tiers import read_host_record
 from tests.support import disk_walk
 from tests.support.disk_walk import Disks, Kill, Operation, Run, in_processes
 
@@ -264,3 +273,96 @@ def test_a_failure_that_a_process_hears_of_late_leaves_nothing_on_its_disk(
             return [path.name for path in (tmp_path / f"disk-{number}").glob("incarnation-*/0-0")]
 
     assert in_processes(Run(2), save) == [[], []]
+
+
+def is_on(manager: ec.CheckpointManager, path: str) -> Callable[[StoreCall], bool]:
+    """Whether a call is about a path on the disk of a manager."""
+    root = manager.components.directory.store.root
+    return lambda call: call.store.root == root and call.path == path
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_commit_stays_one_where_older_epochs_cannot_be_listed(
+    tmp_path: pathlib.Path, faults: Faults, failing: int
+) -> None:
+    """The epoch is saved on every process, and the one that was to be deleted stays where it is."""
+    disks = Disks(tmp_path, every=100)
+    newest = tmp_path / f"disk-{failing}" / "2"
+
+    def save(number: int) -> bool:
+        with disks.open(number) as manager:
+            for operation in SAVES[:2]:
+                disks.do(manager, number, operation)
+            if number == failing:
+                is_root = is_on(manager, "")
+                blind = faults.fail(
+                    Store.list,
+                    OSError("the disk cannot be read now"),
+                    where=lambda call: is_root(call) and newest.exists(),
+                )
+                with pytest.raises(RemovalError, match=r"checkpoint 0.*the disk cannot be read now"):
+                    disks.do(manager, number, SAVES[2])
+                blind.remove()
+            else:
+                disks.do(manager, number, SAVES[2])
+            assert manager.all_steps() == ([0, 1, 2] if failing == 0 else [1, 2])
+            manager.components.saves.queue.drain_removals()
+            return (tmp_path / f"disk-{number}" / "0").exists()
+
+    assert in_processes(Run(2), save) == [failing == 0, True]
+
+
+@pytest.mark.parametrize(
+    ("failing", "file"), [(0, paths.HOST_RECORD), (1, paths.HOST_RECORD), (0, paths.MIRROR_RECORD)]
+)
+def test_a_write_that_fails_during_the_claim_costs_one_save(
+    tmp_path: pathlib.Path, faults: Faults, failing: int, file: str
+) -> None:
+    """All processes take part in the next one."""
+    disks = Disks(tmp_path)
+
+    def save(number: int) -> list[int]:
+        with disks.open(number) as manager:
+            if number == failing:
+                full = faults.fail(Store.put, OSError("the disk is full"), where=is_on(manager, file))
+            with pytest.raises(SaveError, match="the disk is full"):
+                disks.do(manager, number, SAVES[0])
+            if number == failing:
+                full.remove()
+            disks.do(manager, number, SAVES[1])
+            return list(manager.all_steps())
+
+    assert in_processes(Run(2), save) == [[1], [1]]
+
+
+def test_an_offer_whose_answer_is_lost_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    """The other process puts its part in place, hears at once that the save has failed, and takes it back."""
+    disks = Disks(tmp_path)
+    run = Run(2)
+
+    def save(number: int) -> list[int]:
+        with disks.open(number) as manager:
+            run.lost_answers.add("record/0-0/0")
+            with pytest.raises(SaveError, match="DEADLINE_EXCEEDED") as failed:
+                disks.do(manager, number, SAVES[0])
+            assert not isinstance(failed.value, UncertainError)
+            disks.do(manager, number, ("save", 0, 20))
+            assert manager.restore(0, args=ec.args.NodeRestore())["tag"] == 20
+            return list(manager.all_steps())
+
+    assert in_processes(run, save) == [[0], [0]]
+
+
+def test_the_record_of_a_disk_has_the_name_that_its_node_was_given(tmp_path: pathlib.Path) -> None:
+    """Also a name that the manager was given once it was open."""
+    disks = Disks(tmp_path)
+
+    def save(number: int) -> str:
+        with disks.open(number) as manager:
+            manager.set_nodes(["east", "west"])
+            disks.do(manager, number, SAVES[0])
+            record = read_host_record(manager.components.directory.store)
+            assert record is not None
+            return record.node
+
+    assert in_processes(Run(2), save) == ["east", "west"]

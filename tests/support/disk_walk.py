@@ -68,6 +68,7 @@ class Run:
         self.steps = [list[str]() for _ in range(processes)]
         self.dead: set[int] = set()
         self.gone: set[int] = set()
+        self.lost_answers: set[str] = set()  # ends of keys whose values arrive, and whose writer does not hear of it
         self._under_way = 0
 
     def step(self, process: int, what: str) -> None:
@@ -133,6 +134,8 @@ class InMemory(coordination.Coordinator):
                 raise CoordinationError(f"ALREADY_EXISTS: {key}")
             self._run.values[key] = json.dumps(value)
             self._run.changed.notify_all()
+        if any(key.endswith(end) for end in self._run.lost_answers):
+            raise CoordinationError(f"DEADLINE_EXCEEDED: {key}")
 
     def get(self, key: str, timeout_secs: float) -> Any:
         with self._run.changed:
