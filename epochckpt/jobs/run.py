@@ -169,6 +169,8 @@ class TrainingRun:
         if self.calls.primary and all(condition is stop.preempted for condition in self.job.stop_conditions):
             remedy = "job.stop_when(ec.stop.max_epochs(…)), for example, ends it"
             logging.warning("the job has no stop condition: it trains until it is preempted or killed; %s", remedy)
+        if self.backend is not None and self.settings.resume is not Resume.NEVER:
+            self.backend.read_ahead(self.resume_from_epoch)
         from_setup = self._set_up()
         try:
             restored = self._restore()

@@ -35,7 +35,7 @@ from epochckpt.manager.saves import Decisions, Saves, SaveSettings
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_options, storage_options
-from epochckpt.saving import History, opening, policies
+from epochckpt.saving import History, opening, page_cache, policies
 from epochckpt.tiers import layout_of
 
 T = TypeVar("T")
@@ -561,6 +561,22 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         restores = self.components.restores
         return restores.begin(step, restores.request(items, restore_kwargs, directory, args))
+
+    def read_ahead(self, step: int | None = None) -> None:
+        """Begins to read an epoch into the page cache of this host, so that a restore finds it there.
+
+        To be called while the program still imports modules, or compiles its step. It waits for nothing, raises nothing
+        that storage causes, and is no collective call. It reads what this process needs of an epoch that as many nodes
+        have saved, on local disks, and at most a quarter of the machine's memory. `StorageOptions(page_cache=False)`
+        and other stores leave it out. `JobRunner.train` does it by itself. Where the targets of the restore are known
+        already, `restore_async` does more.
+
+        Args:
+            step: the epoch; None: the newest one.
+        """
+        epoch = self.latest_step() if step is None else epoch_number(step)
+        if epoch is not None:
+            self.components.readers.read_ahead(epoch, page_cache.cached_bytes(self._storage))
 
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Like `restore(None)`, with the caller's own function; returns the epoch, and what `restore(epoch)` returned.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt import _monitoring, _progress
+from epochckpt import _monitoring, _progress, _threads
 from epochckpt._threads import Pool
 from epochckpt.agreement import CollectiveCalls, Coordinator
 from epochckpt.agreement.collective import hear_secs
@@ -28,6 +28,7 @@ from epochckpt.errors import (
     FormatVersionError,
 )
 from epochckpt.format import EpochRecord, Nodes
+from epochckpt.manager import read_ahead
 from epochckpt.manager.orbax_reader import OrbaxReader
 from epochckpt.manager.reader import CheckpointReader, NativeReader
 from epochckpt.manager.status import EpochStatus, Verification
@@ -122,6 +123,10 @@ class Readers:
             if elsewhere is None:
                 raise
             return use(elsewhere._open(epoch, sharing))
+
+    def read_ahead(self, epoch: int, limit_bytes: int) -> _threads.Future[None]:
+        """Begins to read an epoch into the page cache of this host, see `read_ahead.begin`."""
+        return read_ahead.begin(self.epoch_directory, epoch, self._context.nodes, limit_bytes)
 
     def summary(self, epoch: int) -> EpochSummary:
         """The summary of an epoch; raises as `open` does."""

@@ -29,6 +29,7 @@ from epochckpt.storage.mounts import FileSystem, file_system_of
 from epochckpt.storage.store import Entry, Reader, Store, Tally, Writer, check_path, check_piece, patiently, writing
 
 WRITE_BACK_BYTES = 1 << 20  # a write of at least this size goes to the disk at once, as direct I/O or write-back
+_AHEAD_BYTES = 1 << 17  # Linux reads no more for one such request than the device takes at once
 _DIRECT = getattr(os, "O_DIRECT", 0)
 ALIGNMENT = max(4096, mmap.PAGESIZE)  # of direct I/O, in memory and in the file
 CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
@@ -194,6 +195,12 @@ class PosixStore(Store):
         with self.open_reader(path) as reader, reader.handle.use() as fd:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, start, nbytes or 0, os.POSIX_FADV_DONTNEED)
+
+    def read_ahead(self, path: str) -> None:
+        with self.open_reader(path) as reader, reader.handle.use() as fd:
+            if hasattr(os, "posix_fadvise") and reader.size <= self._cached_bytes:
+                for start in range(0, reader.size, _AHEAD_BYTES):
+                    os.posix_fadvise(fd, start, min(_AHEAD_BYTES, reader.size - start), os.POSIX_FADV_WILLNEED)
 
     @property
     def leaves_files_cached(self) -> bool:

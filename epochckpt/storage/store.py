@@ -265,6 +265,13 @@ class Store(ABC):
         check_path(path, root_allowed=False)
         del start, nbytes
 
+    def read_ahead(self, path: str) -> None:
+        """Asks the system to read a file into the page cache, if the store has one, and waits for no byte of it.
+
+        Raises FileNotFoundError if there is no such file.
+        """
+        check_path(path, root_allowed=False)
+
     @property
     def leaves_files_cached(self) -> bool:
         """Whether large files that are written here are in the page cache of this host afterwards."""

@@ -383,6 +383,9 @@ class FaultyStore(Store):
     def uncache(self, path: str, start: int = 0, nbytes: int | None = None) -> None:
         return self.make(Store.uncache, lambda: self.inner.uncache(path, start, nbytes), (path,))
 
+    def read_ahead(self, path: str) -> None:
+        return self.make(Store.read_ahead, lambda: self.inner.read_ahead(path), (path,))
+
     @property
     def leaves_files_cached(self) -> bool:
         return self.inner.leaves_files_cached

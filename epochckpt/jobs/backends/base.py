@@ -101,6 +101,10 @@ class CheckpointBackend(abc.ABC, Generic[P]):
         """How this process learned that a newer run has taken over; None as long as it has not."""
         return None
 
+    def read_ahead(self, named: int | None) -> None:
+        """Begins to read the epoch that `resume` will restore, as far as the manager can do that; waits for nothing."""
+        del named
+
     @abc.abstractmethod
     def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
         """Restores the epoch that a run goes on from into the workspaces; None: from scratch.

@@ -102,6 +102,9 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
     def fenced_off(self) -> str | None:
         return self._manager.fenced_off or None
 
+    def read_ahead(self, named: int | None) -> None:
+        self._manager.read_ahead(named)
+
     def resume(self, named: int | None, resume: Resume, handler: HandlerNotifier) -> Restored | None:
         self._manager.claim()
         return super().resume(named, resume, handler)
