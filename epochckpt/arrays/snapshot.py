@@ -35,6 +35,7 @@ from epochckpt.format import ItemRecord
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import HandlerSave
 from epochckpt.storage import mmap as memory_map
+from epochckpt.storage.mapped import Mapped
 
 _SAMPLES = 16  # each is a miss of the processor's cache, and the training thread waits for it
 
@@ -214,7 +215,7 @@ class Buffer:
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Some bytes have been written: those of a mapped file may leave this process's memory."""
-        if isinstance(self.array, memory_map.Mapped):
+        if isinstance(self.array, Mapped):
             memory_map.release(self.array, start, stop)
 
 
@@ -300,7 +301,7 @@ def _content(plan: ItemPlan, leaves: Sequence[Any], source: CellSource) -> np.nd
         view = np.asarray(_shard(plan, leaves, source))
         return _bytes(view if source.cut is None else view[source.cut])
     buffer = _host(leaves[source.leaf], plan.item.leaves[source.leaf].dtype, source.cut)
-    content = _bytes(buffer.array.copy() if isinstance(buffer.array, memory_map.Mapped) else buffer.array)
+    content = _bytes(buffer.array.copy() if isinstance(buffer.array, Mapped) else buffer.array)
     buffer.release()
     return content
 
@@ -355,7 +356,7 @@ def _host(value: Any, dtype: np.dtype[Any] | None, cut: tuple[slice, ...] | None
     if isinstance(value, memory_map.Assembled):
         is_small = value.nbytes <= plan_lib.SLAB_CELL_BYTES
         return Buffer(value.read().reshape(value.shape)) if is_small else AssembledBuffer(value)
-    if isinstance(value, memory_map.Mapped) and value.dtype == dtype and value.flags.c_contiguous and value.size:
+    if isinstance(value, Mapped) and value.dtype == dtype and value.flags.c_contiguous and value.size:
         buffer = Buffer(value, _sample(value))
         buffer.release()
         return buffer

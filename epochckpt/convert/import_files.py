@@ -27,7 +27,7 @@ from epochckpt.manager import CheckpointManager, EpochStatus
 from epochckpt.manager.numbers import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
-from epochckpt.storage import expanded, mmap, open_store, path_text, plain
+from epochckpt.storage import expanded, mapped, mmap, open_store, path_text, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
     """An array of another dtype; one of a mapped file is cast while it is written."""
     if isinstance(value, mmap.Assembled):
         return mmap.Assembled(value.shape, dtype, value.pieces)
-    if isinstance(value, mmap.Mapped):
+    if isinstance(value, mapped.Mapped):
         return mmap.Assembled(value.shape, dtype, [(grid.slices(grid.whole(value.shape)), value)])
     with np.errstate(all="ignore"):
         return value.astype(dtype)

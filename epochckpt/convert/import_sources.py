@@ -13,7 +13,7 @@ from epochckpt.convert.formats import IMPORTED
 from epochckpt.errors import FormatError, InvalidArgumentError
 from epochckpt.format import flax_msgpack, safetensors
 from epochckpt.format import tree as tree_lib
-from epochckpt.storage import mmap
+from epochckpt.storage import mapped
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 * 2**20
@@ -169,7 +169,7 @@ def _tensors(path: str, separator: str | None, listed: set[str] | None) -> list[
     if separator is not None and safetensors.NOTES_KEY in metadata:
         notes = safetensors.parse_notes(path, metadata[safetensors.NOTES_KEY])
         separator = notes.separator
-    data = mmap.open_map(path)
+    data = mapped.open_map(path)
     pairs: list[tuple[tree_lib.KeyPath, Any]] = []
     for name, tensor in tensors.items():
         array: np.ndarray = data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)

@@ -83,7 +83,7 @@ def _floating(dtype: Any) -> np.dtype[Any] | None:
     if dtype is None:
         return None
     try:
-        parsed = tree_lib.DTYPES[dtype] if isinstance(dtype, str) else np.dtype(dtype)
+        parsed = tree_lib.dtypes()[dtype] if isinstance(dtype, str) else np.dtype(dtype)
     except (KeyError, TypeError):
         parsed = None
     if parsed is None or not tree_lib.issubdtype(parsed, np.floating):

@@ -26,8 +26,8 @@ import numpy as np
 from epochckpt.errors import DamagedError, EpochCheckpointError, FormatError, UnsupportedError
 from epochckpt.format import Box
 from epochckpt.format.grid import box_shape, slices, whole
-from epochckpt.format.tree import DTYPES
-from epochckpt.storage import mmap
+from epochckpt.format.tree import dtypes
+from epochckpt.storage import mapped, mmap
 
 METADATA = ".metadata"
 
@@ -206,7 +206,7 @@ class _Unpickler(_PurePython):
                 return tuple
             if name in _STORAGES:
                 return _Storage("", _STORAGES[name])
-            if name in DTYPES or _OTHER_DTYPES.match(name):
+            if name in dtypes() or _OTHER_DTYPES.match(name):
                 return _Dtype(name)
         raise _UnknownName(f"its pickle names {module[:80]}.{name[:80]}, which is not loaded: that may be code")
 
@@ -264,10 +264,10 @@ class _Files:
         self._sums: list[tuple[str, np.ndarray, int]] = []
         self._map = functools.cache(self._open)
 
-    def _open(self, path: str) -> mmap.Mapped:
+    def _open(self, path: str) -> mapped.Mapped:
         if not os.path.isfile(path):
             raise FormatError(path, f"is missing; {METADATA} lists it")
-        return mmap.open_map(path)
+        return mapped.open_map(path)
 
     def archive(self, place: Mapping[str, Any]) -> "_Archive":
         """What `torch.save` wrote to a place."""
@@ -326,26 +326,26 @@ class _Archive:
 
     def array(self, tensor: _Tensor) -> np.ndarray:
         """The elements of a tensor, as a view of the file."""
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in dtypes():
             raise UnsupportedError(f"{self.path}: a tensor is of torch.{tensor.dtype[:40]}, which NumPy and JAX lack")
         name = f"data/{tensor.storage.key}"
-        dtype = DTYPES[tensor.dtype]
+        dtype = dtypes()[tensor.dtype]
         raw = self.bytes_of(name)
         if any(by < 0 for by in tensor.stride) or tensor.offset < 0 or len(tensor.size) > 32:
             raise ValueError("a tensor has a negative stride, or too many dimensions")
         strides = [by * dtype.itemsize for by in tensor.stride]
         array = np.ndarray(tensor.size, dtype, raw, tensor.offset * dtype.itemsize, strides)  # checks its bounds
         self._sums.append((self.path, raw, self._members[name].CRC))
-        return array.view(mmap.Mapped)
+        return array.view(mapped.Mapped)
 
 
 def _tensor(files: _Files, name: str, kind: Mapping[str, Any], places: Mapping[Any, Any]) -> Any:
     """One tensor, put together from its chunks."""
     shape = kind["size"]
     dtype_name = kind["properties"].state[0].name
-    if dtype_name not in DTYPES:
+    if dtype_name not in dtypes():
         return Unread(f"its type torch.{dtype_name[:40]} exists neither in NumPy nor in JAX")
-    dtype = DTYPES[dtype_name]
+    dtype = dtypes()[dtype_name]
     if not math.prod(shape):
         return np.empty(shape, dtype)
     pieces = []

@@ -129,7 +129,7 @@ class _Unpacker:
         if not all(type(d) is int and d >= 0 for d in dims) or not isinstance(name, bytes):
             raise self.problem(f"has an array whose shape is no list of at most {MAX_DIMS} sizes")
         text = name.decode("utf-8", "replace")
-        dtype = tree_lib.DTYPES.get(text) or (np.dtype(text) if _TIMES.match(text) else None)
+        dtype = tree_lib.dtypes().get(text) or (np.dtype(text) if _TIMES.match(text) else None)
         if dtype is None:
             raise UnsupportedError(f"{self.path}: arrays of dtype {text[:40]!r} cannot be imported")
         size = len(data) if isinstance(data, bytes) else -1

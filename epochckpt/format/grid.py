@@ -12,6 +12,8 @@ In a job whose hosts have local disks (`StorageOptions.local_disks`), each disk 
 holds and another node owns (`ArrayItem.replicas`). Their files are laid out alike.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools
@@ -21,9 +23,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from epochckpt import _text
+from epochckpt._lazy import np
 from epochckpt.format import checksums, safetensors
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import ARRAY_KINDS, KeyPath
@@ -245,11 +246,11 @@ class ArrayItem:
         of = [numbers[leaf.after_name] for leaf in self.leaves]
         return of, np.unique(of, return_index=True)[1].tolist()
 
-    def each(self, of: Callable[[Leaf], Any], dtype: type = np.int64) -> np.ndarray:
+    def each(self, of: Callable[[Leaf], Any], dtype: type | str = "int64") -> np.ndarray:
         """What a function gives for every leaf; it does not depend on path and name, and is called a few times."""
         numbers, firsts = self._forms
         values = [of(self.leaves[i]) for i in firsts]
-        return np.array(values, dtype)[numbers]  # pyright: ignore[reportUnknownVariableType]
+        return np.array(values, dtype)[numbers]
 
     @functools.cached_property
     def _file_order(self) -> np.ndarray:

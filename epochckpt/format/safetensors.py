@@ -11,16 +11,16 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from epochckpt._lazy import jax, jnp
+from epochckpt._lazy import jax, jnp, np
 from epochckpt.errors import FormatError, UnsupportedError
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.json_kinds import is_list, is_object
-from epochckpt.format.tree import DTYPES, KeyPath, fits
+from epochckpt.format.tree import KeyPath, dtypes, fits
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 NOTES_KEY = "epochckpt"
 """The entry of `__metadata__` that holds `Notes`."""
@@ -49,7 +49,7 @@ _TYPES = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 _FNUZ = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}  # not in our data files, only read
-_DTYPES = {kind: DTYPES[name] for name, kind in {**_TYPES, **_FNUZ}.items()}
+_NAMES = {kind: name for name, kind in {**_TYPES, **_FNUZ}.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +140,9 @@ def _tensor(path: str, name: str, entry: Any, start: int) -> Tensor:
         raise problem
     if len(offsets) != 2 or len(shape) > 32 or not all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *offsets)):
         raise problem
-    dtype = _DTYPES.get(kind)
-    if dtype is None:
+    if kind not in _NAMES:
         raise UnsupportedError(f"{path}: tensor {name[:200]!r} is of type {kind[:40]!r}, which NumPy and JAX lack")
+    dtype = dtypes()[_NAMES[kind]]
     if offsets[0] + math.prod(shape) * dtype.itemsize != offsets[1] or not fits(shape, dtype):
         raise problem
     return Tensor(dtype, tuple(shape), start + offsets[0], start + offsets[1])

@@ -12,14 +12,11 @@ import functools
 import math
 import re
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 from urllib.parse import quote
 
-import ml_dtypes
-import numpy as np
-
-from epochckpt._lazy import jax, jnp
+from epochckpt._lazy import jax, jnp, np
 from epochckpt.errors import FormatError, InvalidArgumentError
 from epochckpt.format.json_kinds import is_list
 from epochckpt.storage.mmap import Assembled
@@ -40,16 +37,20 @@ TIME_UNIT = r"(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
 """The unit in the name of a datetime type. NumPy accepts a multiplier of 0, too, and then divides by it."""
 _TIME = re.compile(f"<[mM]8{TIME_UNIT}")
 
-_EXTRA_DTYPES = {
-    name: np.dtype(getattr(ml_dtypes, name))
-    for name in dir(ml_dtypes)
-    if isinstance(getattr(ml_dtypes, name), type) and issubclass(getattr(ml_dtypes, name), np.generic)
-}
-_NUMPY_DTYPES = {
-    np.dtype(t).name: np.dtype(t)
-    for t in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
-}
-DTYPES: dict[str, np.dtype[Any]] = {**_NUMPY_DTYPES, **_EXTRA_DTYPES}
+_NUMPY_TYPES = ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+
+
+@functools.cache
+def dtypes() -> Mapping[str, np.dtype[Any]]:
+    """The dtypes of numbers that arrays may have, by the names that the format has for them."""
+    import ml_dtypes
+
+    found = {np.dtype(each).name: np.dtype(each) for each in _NUMPY_TYPES}
+    for name in dir(ml_dtypes):
+        kind: Any = getattr(ml_dtypes, name)
+        if isinstance(kind, type) and issubclass(kind, np.generic):
+            found[name] = np.dtype(cast(Any, kind))
+    return found
 
 
 def is_prng_dtype(dtype: Any) -> bool:
@@ -75,7 +76,7 @@ def dtype_name(dtype: np.dtype[Any], where: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _dtype_name(dtype: np.dtype[Any]) -> str | None:
-    if dtype.name in DTYPES:  # the name of no dtype says its order of bytes
+    if dtype.name in dtypes():  # the name of no dtype says its order of bytes
         return dtype.name
     name = dtype.newbyteorder("<").str if dtype.kind in "mM" else ""
     return name if _TIME.match(name) else None  # a unit that `parse_dtype` would refuse is not written
@@ -89,8 +90,8 @@ def fits(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
 def parse_dtype(path: str, name: object) -> np.dtype[Any]:
     """The NumPy dtype for a name that `dtype_name` made; FormatError naming `path` otherwise."""
     if isinstance(name, str):
-        if name in DTYPES:
-            return DTYPES[name]
+        if name in dtypes():
+            return dtypes()[name]
         if _TIME.match(name):
             return np.dtype(name)
     raise FormatError(path, f"unknown dtype {str(name)[:40]!r}")

@@ -10,8 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-
+from epochckpt._lazy import np
 from epochckpt.inspection.rows import LeafRow, LeafStats
 
 ARRAYS = frozenset({"jax", "numpy", "scalar", "prng"})
@@ -106,15 +105,15 @@ def _chunks(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
             yield _floats(piece[start : start + _CHUNK])
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _floats(values: np.ndarray) -> np.ndarray:
     """Numbers as float64: complex ones as their absolute values, times as their counts, NaT as NaN."""
-    if values.dtype.kind in "mM":
-        return np.where(np.isnat(values), np.nan, values.view(np.int64))
-    if values.dtype.kind == "c":
-        wide = values.astype(np.complex128)
-        return np.where(np.isnan(wide), np.nan, np.abs(wide))
-    return values.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if values.dtype.kind in "mM":
+            return np.where(np.isnat(values), np.nan, values.view(np.int64))
+        if values.dtype.kind == "c":
+            wide = values.astype(np.complex128)
+            return np.where(np.isnan(wide), np.nan, np.abs(wide))
+        return values.astype(np.float64)
 
 
 class _Moments:
@@ -126,27 +125,27 @@ class _Moments:
         self.greatest = -math.inf
         self.mean = self.squared_distances = self.squares = 0.0
 
-    @np.errstate(over="ignore", invalid="ignore")
     def add(self, values: np.ndarray) -> None:
-        finite = values[np.isfinite(values)]
-        nans = int(np.count_nonzero(np.isnan(values)))
-        self.count += values.size
-        self.nans += nans
-        self.infs += values.size - finite.size - nans
-        if not finite.size:
-            return
-        self.zeros += finite.size - int(np.count_nonzero(finite))
-        self.least = min(self.least, float(finite.min()))
-        self.greatest = max(self.greatest, float(finite.max()))
-        self.squares += float(np.square(finite).sum())
-        mean = float(finite.mean())
-        total = self.finite + finite.size
-        off = mean - self.mean
-        self.squared_distances += float(np.square(finite - mean).sum())
-        if self.finite:  # else there is no distance, and its square may be beyond float64
-            self.squared_distances += off * off * (self.finite * finite.size / total)
-        self.mean += off * (finite.size / total)
-        self.finite = total
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = values[np.isfinite(values)]
+            nans = int(np.count_nonzero(np.isnan(values)))
+            self.count += values.size
+            self.nans += nans
+            self.infs += values.size - finite.size - nans
+            if not finite.size:
+                return
+            self.zeros += finite.size - int(np.count_nonzero(finite))
+            self.least = min(self.least, float(finite.min()))
+            self.greatest = max(self.greatest, float(finite.max()))
+            self.squares += float(np.square(finite).sum())
+            mean = float(finite.mean())
+            total = self.finite + finite.size
+            off = mean - self.mean
+            self.squared_distances += float(np.square(finite - mean).sum())
+            if self.finite:  # else there is no distance, and its square may be beyond float64
+                self.squared_distances += off * off * (self.finite * finite.size / total)
+            self.mean += off * (finite.size / total)
+            self.finite = total
 
 
 class ArrayChange:
@@ -184,32 +183,32 @@ class ArrayChange:
         counts = [(self.lost, "became NaN or infinite"), (self.gained, "became finite")]
         return ", ".join(f"{count} {what}" for count, what in counts if count)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def _add(self, before: np.ndarray, after: np.ndarray) -> None:
-        if self._numbers:
-            floats = _floats(before)
-            self._squares_before += float(np.square(floats[np.isfinite(floats)]).sum())
-        before, after = _comparable(before, after)
-        changed = before != after
-        if before.dtype.kind in "fc":
-            changed &= ~(np.isnan(before) & np.isnan(after))
-        before = before[changed]
-        after = after[changed]
-        self.elements += before.size
-        if not self._numbers:
-            return
-        if before.dtype.kind in "iu":  # exact up to 2**53, and never wrapped around
-            high = np.maximum(before, after)
-            low = np.minimum(before, after)
-            distances = (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
-        else:
-            was = np.isfinite(before)
-            is_now = np.isfinite(after)
-            self.lost += int(np.count_nonzero(was & ~is_now))
-            self.gained += int(np.count_nonzero(is_now & ~was))
-            distances = np.abs(after - before)[was & is_now]
-        self._squares += float(np.square(distances).sum())
-        self.largest = max(self.largest or 0.0, float(distances.max(initial=0.0)))
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self._numbers:
+                floats = _floats(before)
+                self._squares_before += float(np.square(floats[np.isfinite(floats)]).sum())
+            before, after = _comparable(before, after)
+            changed = before != after
+            if before.dtype.kind in "fc":
+                changed &= ~(np.isnan(before) & np.isnan(after))
+            before = before[changed]
+            after = after[changed]
+            self.elements += before.size
+            if not self._numbers:
+                return
+            if before.dtype.kind in "iu":  # exact up to 2**53, and never wrapped around
+                high = np.maximum(before, after)
+                low = np.minimum(before, after)
+                distances = (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
+            else:
+                was = np.isfinite(before)
+                is_now = np.isfinite(after)
+                self.lost += int(np.count_nonzero(was & ~is_now))
+                self.gained += int(np.count_nonzero(is_now & ~was))
+                distances = np.abs(after - before)[was & is_now]
+            self._squares += float(np.square(distances).sum())
+            self.largest = max(self.largest or 0.0, float(distances.max(initial=0.0)))
 
 
 def _comparable(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -524,10 +524,10 @@ def _shape(value: Sequence[Any]) -> tuple[int, ...]:
 
 def _dtype(name: Any) -> np.dtype[Any]:
     """The dtype that zarr calls by this name."""
-    if isinstance(name, str) and name in tree_lib.DTYPES:
-        return tree_lib.DTYPES[name]
+    if isinstance(name, str) and name in tree_lib.dtypes():
+        return tree_lib.dtypes()[name]
     found = np.dtype(str(name))
-    if found.newbyteorder("=").name not in tree_lib.DTYPES:
+    if found.newbyteorder("=").name not in tree_lib.dtypes():
         raise ValueError(f"dtype {str(name)[:40]!r}")
     return found.newbyteorder("=")
 

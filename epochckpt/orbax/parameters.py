@@ -16,9 +16,7 @@ import struct
 from collections.abc import Container, Mapping
 from typing import Any
 
-import numpy as np
-
-from epochckpt._lazy import jax
+from epochckpt._lazy import jax, np
 from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPath, paths
 from epochckpt.orbax import ocdbt
 from epochckpt.orbax.handler_types import key_folders, takes_array

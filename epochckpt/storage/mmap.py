@@ -1,4 +1,4 @@
-"""Memory maps: files as read-only NumPy arrays, whose bytes lie in the page cache, and memory without a file."""
+"""Memory maps: memory without a file, arrays that are made of mapped files when they are read, and their pages."""
 
 from __future__ import annotations
 
@@ -6,27 +6,13 @@ import contextlib
 import errno
 import math
 import mmap
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
+from epochckpt._lazy import np
 
 _HUGE_BYTES = 2**21
 JAX_ALIGNMENT = 64  # jax uses the memory of a NumPy buffer that is aligned to this, without a copy
-
-
-class Mapped(np.memmap[Any, Any]):
-    """A read-only map of a file that does not change while the array is used, so that `save()` need not copy it.
-
-    The type makes that promise. The file behind another `np.memmap` may be changed, or cut short, which kills a process
-    that reads the map.
-    """
-
-
-def open_map(file: str | os.PathLike[str]) -> Mapped:
-    """A file as a read-only uint8 array, of which slices and views are `Mapped`, too; ValueError if it is empty."""
-    return cast(Mapped, Mapped(file, np.uint8, "r"))
 
 
 def anonymous(nbytes: int) -> mmap.mmap:

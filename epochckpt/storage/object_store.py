@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
 from absl import logging
 
 from epochckpt import _patience, _threads
+from epochckpt._lazy import np
 from epochckpt.errors import AccessError, InvalidArgumentError, MismatchError, StorageError, say
 from epochckpt.storage.object_client import CHUNK_BYTES, Client, existing, missing, wait
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece

@@ -22,8 +22,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 
-import numpy as np
-
+from epochckpt._lazy import np
 from epochckpt.errors import NotACheckpointDirectoryError, StorageError
 from epochckpt.storage.mounts import FileSystem, file_system_of
 from epochckpt.storage.store import Entry, Reader, Store, Tally, Writer, check_path, check_piece, patiently, writing

@@ -31,10 +31,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from absl import logging
 
 from epochckpt import _patience, _threads
+from epochckpt._lazy import np
 from epochckpt.errors import StorageError, is_passing
 from epochckpt.options import BucketSettings
 

@@ -33,7 +33,7 @@ from epochckpt.errors import (
     NotACheckpointDirectoryError,
     UnsupportedError,
 )
-from epochckpt.format.tree import DTYPES
+from epochckpt.format.tree import dtypes
 from epochckpt.orbax import parameters
 from epochckpt.storage import Store, Writer, open_store
 from epochckpt.testing import Faults, StoreCall
@@ -199,7 +199,7 @@ def test_tensors_have_every_bit_of_every_type(tmp_path: pathlib.Path) -> None:
     """Each dtype is a tensor of its own type, or refused by name; with leave to do so it is left out and reported."""
     rng = np.random.default_rng(1)
     tree: dict[str, Any] = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in dtypes().items():
         raw = rng.integers(0, 2 if name == "bool" else 256, size=24 * dtype.itemsize, dtype=np.uint8)
         narrow = name in ("int1", "int2", "int4", "uint1", "uint2", "uint4")
         tree[name] = (

@@ -36,8 +36,8 @@ from epochckpt.errors import (
 from epochckpt.format import flax_msgpack
 from epochckpt.format import safetensors as headers
 from epochckpt.format import tree as tree_lib
-from epochckpt.format.tree import DTYPES
-from epochckpt.storage import Store, mmap
+from epochckpt.format.tree import dtypes
+from epochckpt.storage import Store, mapped, mmap
 from epochckpt.testing import Faults, StoreCall
 from tests.support import stock_states
 from tests.support.processes import run_worker
@@ -63,7 +63,7 @@ def all_types() -> dict[str, np.ndarray]:
     """An array of every dtype that flax can write."""
     rng = np.random.default_rng(1)
     tree = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in dtypes().items():
         raw = rng.integers(0, 2, size=24 * dtype.itemsize, dtype=np.uint8)
         narrow = name in ("int1", "int2", "int4", "uint1", "uint2", "uint4")
         tree[name] = (raw.astype(np.int8).astype(dtype) if narrow else raw.view(dtype)).reshape(2, 3, -1)
@@ -686,13 +686,13 @@ def test_maps_of_an_import_are_not_copied_and_those_of_a_caller_are(tmp_path: pa
     data = np.arange(300_000, dtype=np.float32)
     for name in ("ours", "theirs"):
         data.tofile(tmp_path / name)
-    ours = mmap.open_map(tmp_path / "ours").view(np.float32)
+    ours = mapped.open_map(tmp_path / "ours").view(np.float32)
     pieces = {"part": ours[7:100_001], "rows": ours.reshape(3, -1)[1:], "strided": ours[::3], "none": ours[:0]}
     pieces["odd"] = ours.view(np.uint8)[3:-1].view(np.float32)
     theirs = {mode: np.memmap(tmp_path / "theirs", np.float32, mode) for mode in ("r", "r+", "c")}  # type: ignore[call-overload]
     tree: dict[str, Any] = {**pieces, **theirs, "swapped": np.memmap(tmp_path / "ours", ">f4", "r")[:10]}
-    assert all(isinstance(piece, mmap.Mapped) for piece in pieces.values())
-    assert not any(isinstance(value, mmap.Mapped) for value in theirs.values())
+    assert all(isinstance(piece, mapped.Mapped) for piece in pieces.values())
+    assert not any(isinstance(value, mapped.Mapped) for value in theirs.values())
     expected = {name: np.array(x, x.dtype.newbyteorder("=")) for name, x in tree.items()}
     with ec.CheckpointManager(tmp_path / "run") as manager:
         planner = manager.components.saves.planner
@@ -711,7 +711,7 @@ def test_maps_of_an_import_are_not_copied_and_those_of_a_caller_are(tmp_path: pa
 def test_arrays_in_pieces_are_read_from_anywhere_to_anywhere(tmp_path: pathlib.Path) -> None:
     """Every range of elements, whole and of parts, as NumPy has them; also of no dimension."""
     np.arange(64, dtype=np.float64).tofile(tmp_path / "data")
-    data = mmap.open_map(tmp_path / "data").view(np.float64)[:60].reshape(4, 3, 5)
+    data = mapped.open_map(tmp_path / "data").view(np.float64)[:60].reshape(4, 3, 5)
     where = [(slice(0, 4), slice(j, j + 1), k) for j in range(3) for k in (slice(0, 2), slice(2, 5))]
     whole = mmap.Assembled(data.shape, np.dtype(np.int16), [(place, data[place]) for place in where])
     part = slice(1, 4), slice(0, 2), slice(1, 4)
@@ -726,7 +726,7 @@ def test_arrays_in_pieces_are_read_from_anywhere_to_anywhere(tmp_path: pathlib.P
 def test_pages_that_were_released_come_back(tmp_path: pathlib.Path) -> None:
     """Also of pieces that begin and end anywhere in a page."""
     np.arange(100_000, dtype=np.uint16).tofile(tmp_path / "data")
-    whole = mmap.open_map(tmp_path / "data").view(np.uint16)
+    whole = mapped.open_map(tmp_path / "data").view(np.uint16)
     for start, stop in ((0, None), (1, 4097), (5000, 5001), (199_999, 200_000)):
         mmap.release(whole, start, stop)
         mmap.release(whole[3:70_000], start, stop)

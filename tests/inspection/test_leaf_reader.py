@@ -20,7 +20,7 @@ import tensorstore as ts
 import epochckpt as ec
 from epochckpt.errors import DamagedError, EpochDeletedError, FormatError, InvalidArgumentError
 from epochckpt.format import grid
-from epochckpt.format.tree import DTYPES
+from epochckpt.format.tree import dtypes
 from epochckpt.inspection.leaf_reader import open_reader
 from tests.support import stock_states
 from tests.support.files import unchanged
@@ -105,7 +105,7 @@ def test_types_and_names_of_stock_orbax(tmp_path: pathlib.Path) -> None:
         "12": jnp.ones(2),
         "t/ext": {"/": "x/y"},
     }
-    for name, dtype in DTYPES.items():
+    for name, dtype in dtypes().items():
         try:
             ts.open({"driver": "zarr", "kvstore": "memory://", "dtype": name}, shape=[1], create=True).result()
         except ValueError:

@@ -27,7 +27,7 @@ from flax import nnx
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.format import grid
-from epochckpt.format.tree import DTYPES
+from epochckpt.format.tree import dtypes
 from epochckpt.orbax import leaves as orbax_leaves
 from epochckpt.orbax import small_files
 from epochckpt.storage import open_store
@@ -276,7 +276,7 @@ def test_every_dtype_that_orbax_knows_is_restored(tmp_path: pathlib.Path) -> Non
     unknown = {"int1", "uint1", "uint2", "uint4", "float8_e4m3", "complex32", "bcomplex32"}
     unknown |= {"float6_e2m3fn", "float6_e3m2fn"}
     tree: dict[str, Any] = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in dtypes().items():
         if name not in unknown:
             values = np.array([1, 0, 1, 1]).astype(dtype).reshape(2, 2)
             tree[f"numpy {name}"] = values

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 
 import epochckpt as ec
 from epochckpt.arrays import plan
-from epochckpt.format.tree import DTYPES
+from epochckpt.format.tree import dtypes
 from epochckpt.orbax import Views, linked_view, ocdbt, parameters
 from epochckpt.storage import Store
 from epochckpt.testing import Faults, StoreCall
@@ -436,13 +436,13 @@ def test_all_types(tmp_path: pathlib.Path) -> None:
     """Every dtype is either read by TensorStore with the same bits, or left out and said so."""
     rng = np.random.default_rng(1)
     tree = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in dtypes().items():
         raw = rng.integers(0, 2 if name == "bool" else 256, size=24 * dtype.itemsize, dtype=np.uint8)
         narrow = name in ("int1", "int2", "int4", "uint1", "uint2", "uint4")
         tree[name] = raw.astype(np.int8).astype(dtype) if narrow else (raw & 15 if "4_" in name else raw).view(dtype)
     save(tmp_path, tree)
     noted = set(unsupported(tmp_path)["default"])
-    for name in DTYPES.keys() - noted:
+    for name in dtypes().keys() - noted:
         assert array(tmp_path / "5" / "default", name).tobytes() == tree[name].tobytes(), name
     for name in noted:  # TensorStore's zarr has no such type
         metadata = {"dtype": name, "shape": [1], "chunks": [1], "compressor": None}

@@ -14,7 +14,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.directory import EpochDirectory, directory_of
-from epochckpt.format.tree import DTYPES
+from epochckpt.format.tree import dtypes
 from epochckpt.manager import CheckpointReader
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -37,7 +37,7 @@ def bits(array: np.ndarray, dtype: Any) -> np.ndarray:
 def every_type() -> dict[str, Any]:
     """An array of every dtype, NumPy's and, where jax takes it, a jax array cut over devices."""
     out: dict[str, Any] = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in dtypes().items():
         out[name] = bits(np.empty((8, 6)), dtype)
         if name not in ("int64", "uint64", "float64", "complex128"):  # those need jax_enable_x64
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # jax has no such arrays
