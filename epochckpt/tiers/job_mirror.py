@@ -80,7 +80,7 @@ class JobMirror(abc.ABC):
 
     @abc.abstractmethod
     def close(self, timeout_secs: float) -> None:
-        """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
+        """Waits until the newest epoch is mirrored, at most so long; then looks what is not, as long, and logs it."""
 
     @abc.abstractmethod
     def longest_close_secs(self, timeout_secs: float) -> float:

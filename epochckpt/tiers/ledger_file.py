@@ -66,8 +66,8 @@ class LedgerFile:
             changed = edit(ledger)
             return ledger if changed == ledger else self._write(changed)
 
-    def check(self) -> None:
-        """Raises FencedError if a newer run has claimed the directory."""
+    def confirm_claim(self) -> None:
+        """Writes the ledger as it is; raises FencedError if a newer run has claimed the directory."""
         with self._lock:
             self._write(self.known())
 

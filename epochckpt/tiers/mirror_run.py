@@ -22,6 +22,11 @@ from epochckpt.tiers.worker import Worker
 _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
 
 
+def longest_close_secs(timeout_secs: float) -> float:
+    """How long `MirrorRun.close` may take with this timeout, on any process."""
+    return timeout_secs + max(timeout_secs, _MARGIN_SECS)
+
+
 @dataclasses.dataclass(frozen=True)
 class MirrorContext:
     """What a run works with for its mirror, once its directory is claimed.
@@ -83,7 +88,7 @@ class MirrorRun(abc.ABC):
 
     @abc.abstractmethod
     def close(self, timeout_secs: float) -> None:
-        """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
+        """Waits until the newest epoch is mirrored, at most so long; then looks what is not, as long, and logs it."""
 
 
 class NotBegun(MirrorRun):
@@ -250,9 +255,9 @@ class Working(Begun):
     def close(self, timeout_secs: float) -> None:
         self._worker.close()
         self._wait(self._work, timeout_secs, timeout_secs)
-        # The directory itself may be away by now, and the manager closes all the same.
+        # The directory itself may be away or silent by now, and the manager closes all the same.
         what = f"{self._job.url}: what is not mirrored cannot be seen"
-        left = _threads.logged(what, lambda: _threads.start(self._worker.end).result())
+        left = _threads.logged(what, lambda: _threads.start(self._worker.end).result(timeout_secs))
         if left:
             text = "%s: not mirrored: checkpoint %s. The next run that saves goes on with that"
             logging.warning(text, self._job.url, ", ".join(map(str, left)))

@@ -1161,3 +1161,54 @@ def test_what_a_copy_of_a_directory_has_replaced_does_not_come_back_from_the_mir
         save(manager, 3)
     with place.open("two", keep=3) as manager:
         assert listed(manager) == {1: 1, 2: 2, 3: 3}
+
+
+# -- metrics
+
+
+def attached_in(directory: pathlib.Path, epoch: int) -> Any:
+    """The metrics that were attached to an epoch, as a reader of the directory sees them."""
+    with ec.CheckpointManager(directory, options=Options(read_only=True)) as manager:
+        return manager.metrics(epoch)
+
+
+@pytest.mark.parametrize("change", ["replaced", "rolled back"])
+def test_equal_metrics_of_an_epoch_that_is_saved_again_are_attached_to_its_new_copy(place: Place, change: str) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+        ec.attach_metrics(place.root / "one", 1, {"accuracy": 0.5}, "evaluator")
+        save(manager, 2)
+        assert eventually(lambda: attached_in(place.mirror, 1) == {"accuracy": 0.5})
+        if change == "rolled back":
+            manager.rollback_to(0)
+        save(manager, 1, 1.5, replace=change == "replaced")
+        assert eventually(lambda: place.mirrored().get(1) == 1.5)
+        assert attached_in(place.mirror, 1) is None
+        ec.attach_metrics(place.root / "one", 1, {"accuracy": 0.5}, "evaluator")
+        save(manager, 3)
+    assert place.mirrored()[1] == 1.5
+    assert attached_in(place.mirror, 1) == {"accuracy": 0.5}
+
+
+# -- what a manager does beside a mirror that it cannot write to
+
+
+def lists(directory: pathlib.Path) -> Callable[[StoreCall], bool]:
+    """The calls that look which epochs a directory has."""
+    return lambda call: call.store.root == str(directory) and call.path == ""
+
+
+def test_a_mirror_closes_though_the_directory_does_not_answer(
+    place: Place, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        assert eventually(lambda: place.mirrored() == {0: 0})
+        with faults.hold(Store.list, where=lists(place.root / "one")) as held:
+            closing = threading.Thread(target=manager.components.mirror.close, args=[0.1])
+            closing.start()
+            assert held.reached.wait(60)
+            closing.join(60)
+            assert not closing.is_alive()
+    assert "what is not mirrored cannot be seen: no result within 0.1 s" in caplog.text
