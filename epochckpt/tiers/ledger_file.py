@@ -105,12 +105,19 @@ class LedgerFile:
     # -- what is deleted or rolled back here ---------------------------------------------------------------------
 
     def disown(self, epochs: Collection[int], there: Collection[int]) -> None:
-        """Notes that what the mirror has `there` of these epochs is no copy any more, and must not come back as one."""
-        if set(there).isdisjoint(epochs) or self.read() is None:
+        """Notes that what the mirror has `there` of these epochs is no copy any more, and must not come back as one.
+
+        If that cannot be noted, it is logged: no commit fails by it, and no thread ends.
+        """
+        if set(there).isdisjoint(epochs):
             return
         what = f"{self._local.store.root}: that its mirror's copies of {sorted(epochs)} are outdated is not noted"
-        change = _threads.start(lambda: self.change(lambda now: now.without(epochs)))
+        change = _threads.start(lambda: self._disown(epochs))
         _threads.logged(what, change.result)
+
+    def _disown(self, epochs: Collection[int]) -> None:
+        if self.read() is not None:
+            self.change(lambda now: now.without(epochs))
 
     def withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
         """Has the mirror follow what `act` does here: epochs are deleted, or rolled back.
