@@ -68,7 +68,7 @@ class JobMirror(abc.ABC):
 
     @abc.abstractmethod
     def committed(self, epoch: int) -> None:
-        """On the primary: an epoch was committed here."""
+        """An epoch was committed here."""
 
     @abc.abstractmethod
     def withdrawn(self, epochs: Sequence[int], ledger: LedgerFile) -> None:

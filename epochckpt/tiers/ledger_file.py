@@ -31,7 +31,7 @@ class LedgerFile:
         self.kind = kind
         self._writer: Writer | None = None  # of the directory, once it is claimed
         self._lock = threading.Lock()
-        self._acting = 0  # calls of `withdraw` that are under way
+        self._acting = set[object]()  # one for each call of `withdraw` that is under way
         self._open = frozenset[int]()  # epochs of withdrawals that were written, and may not hold
 
     def claimed(self, writer: Writer) -> None:
@@ -67,7 +67,7 @@ class LedgerFile:
             return ledger if changed == ledger else self._write(changed)
 
     def confirm_claim(self) -> None:
-        """Writes the ledger as it is; raises FencedError if a newer run has claimed the directory."""
+        """Writes the ledger once more, as it is; raises FencedError if a newer run has claimed the directory."""
         with self._lock:
             self._write(self.known())
 
@@ -125,12 +125,13 @@ class LedgerFile:
         The ledger says so first. Whatever happens then, what is listed here decides: an epoch that is still listed
         does not leave the mirror. If that cannot be written now, `settle` does so later.
         """
-        self._acting += 1
+        call = object()
         try:
+            self._acting.add(call)
             _threads.start(lambda: self._plan(to, epochs)).result()
             act()
         finally:
-            self._acting -= 1
+            self._acting.discard(call)
             what = f"{self._local.store.root}: its mirror's ledger"
             _threads.logged(what, lambda: _threads.start(self.settle).result())
 

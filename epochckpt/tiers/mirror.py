@@ -86,7 +86,7 @@ class Mirror(JobMirror):
                     text = "%s: checkpoint %d is read from its mirror %s"
                     logging.warning(text, local.store.root, epoch, self.url)
                     del damaged[epoch]
-                else:
+                else:  # the mirror has another save of it, which nobody may read as this one
                     self._epochs.disown([epoch])
         readable = self._epochs.readable
         if not are_seen:

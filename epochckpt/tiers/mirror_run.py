@@ -71,12 +71,12 @@ class MirrorRun(abc.ABC):
         """See `Mirror.adopt`."""
 
     def committed(self, epoch: int) -> None:
-        """On the primary: an epoch was committed here."""
-        self._epochs.disown([epoch])
+        """An epoch was committed here."""
+        self._epochs.disown([epoch])  # of an older save, if the mirror has one under this number
 
     def withdrawn(self, epochs: Sequence[int]) -> None:
         """On the primary: epochs were deleted here, or rolled back, and the ledger says so."""
-        self._epochs.disown(epochs)
+        self._epochs.disown(epochs)  # they no longer count, though nobody removes them from the mirror
 
     def waiting(self) -> frozenset[int]:
         """On the primary: epochs that are to be copied, or are being copied, and must stay until then."""
@@ -152,17 +152,23 @@ class Idle(Begun):
             return self
         begun = self._ledger.write(self._first_ledger(look))
         outdated = self._outdated(look, begun, epochs)
-        self._epochs.disown(outdated)
+        self._epochs.disown(outdated)  # until the worker has compared them, or has made new copies
         backlog.begin(epochs, {*self._epochs.readable, *outdated}, outdated)
         worker = Worker(job=self._job, ledger=self._ledger, epochs=self._epochs, backlog=backlog)
         work = self._started(worker.run)
-        return self if work is None else Working(context=self._context, worker=worker, work=work)
+        if work is None:
+            self._tell_end()
+            return self
+        return Working(context=self._context, worker=worker, work=work)
 
     def committed(self, epoch: int) -> None:
-        self._disown([epoch])
+        self._replaced([epoch])
 
-    def _disown(self, epochs: Collection[int]) -> None:
-        """What the mirror has of these epochs is no copy any more, and must not come back as one."""
+    def _replaced(self, epochs: Collection[int]) -> None:
+        """What the mirror has of these epochs are older saves: neither this run nor the next may take them for copies.
+
+        A run that writes to the mirror makes new copies instead, and its ledger says so then.
+        """
         self._epochs.disown(epochs)
         self._ledger.disown(epochs, self._epochs.ids)
 
@@ -178,9 +184,13 @@ class Idle(Begun):
     def _leave_alone(self, look: MirrorLook, epochs: Sequence[int]) -> None:
         """Writes nothing to the mirror, which is another directory's."""
         if (found := self._ledger.read()) is not None:
-            self._disown(self._outdated(look, found, epochs))
+            self._replaced(self._outdated(look, found, epochs))
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Tells the other processes that nothing is copied: in the background, if there is a thread for it."""
         if self._job.coordinator.processes > 1:
-            self._telling = self._started(lambda: publish_end(self._job))
+            self._telling = _threads.start(lambda: publish_end(self._job))
 
     def _first_ledger(self, look: MirrorLook) -> Ledger:
         """The ledger with which this run begins."""

@@ -221,6 +221,7 @@ class Upkeep:
         readable = {epoch: copy.mirror_id for epoch, copy in copies.items() if epoch not in unread}
         self._epochs.take(ids=found, readable=readable)
         self._hold = _Compared(writer)
+        # Of what was committed since the comparison began, it has found older saves.
         self._epochs.disown(self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys()))
 
     # -- following -----------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class Upkeep:
             self._hold = _Held(writer)
             raise
         self._epochs.set(epoch, copy.mirror_id)
-        self._epochs.disown(ledger.hidden)
+        self._epochs.disown(ledger.hidden)  # it may have been deleted here meanwhile, and is to go there, too
 
     def _copy_anew(self, writer: Writer, epoch: int, copy: Copy, there: str) -> None:
         """Makes a copy in place of what the mirror has `there`, if it has anything."""
