@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import _monitoring
+from epochckpt import _monitoring, _threads
 from epochckpt.directory import EpochDirectory
 from epochckpt.errors import SaveError, StorageBehindError
 from epochckpt.manager.notifier import HandlerNotifier
@@ -56,7 +56,9 @@ class Listener:
             logging.warning(text, self.epoch_directory.store.root, told)
 
     def announce(self, save: Save, commit: Committed) -> None:
-        self.mirror.committed(commit.epoch)
+        # Whatever is wrong with the mirror, the metadata handler hears of the commit.
+        what = f"{self.epoch_directory.store.root}: its mirror may not hear of checkpoint {commit.epoch}"
+        _threads.logged(what, lambda: self.mirror.committed(commit.epoch))
         self.notifier.committed(commit.epoch, save.reports.node_secs)
         nbytes = sum(file.size for report in save.reports.nodes for file in report.entry.files)
         self.log.committed(

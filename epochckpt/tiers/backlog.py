@@ -61,7 +61,8 @@ class MirrorEpochs:
         """After a look at the mirror: what it has."""
         with self._lock:
             self._ids = dict(ids)
-            self._readable = {epoch: id for epoch, id in readable.items() if epoch != self._leaving}
+            going = {*self._withdrawn, self._leaving}  # perhaps since the look
+            self._readable = {epoch: id for epoch, id in readable.items() if epoch not in going}
             if self._leaving not in self._ids:
                 self._leaving = None
             self._are_seen = True

@@ -100,10 +100,11 @@ class MirrorTasks:
         return [*entries, *(node.entry for report in reports for node in report.nodes)]
 
     def end(self) -> None:
-        """Tells the other processes that no further task comes."""
+        """Tells the other processes that no further task comes; if the ledger cannot be read, without it."""
         if self._job.coordinator.processes > 1:
-            what = f"{self._job.url}: the other processes do not hear of its end"
-            _threads.logged(what, lambda: self._publish(EndOfTasks(ledger=self._ledger.told())))
+            url = self._job.url
+            told = _threads.logged(f"{url}: the other disks' ledgers of it may be old", self._ledger.told) or ""
+            _threads.logged(_unheard(url), lambda: self._publish(EndOfTasks(ledger=told)))
 
     def _publish(self, task: Task) -> int:
         """Publishes a task for the other processes; returns its number."""
@@ -117,7 +118,11 @@ class MirrorTasks:
 
 def publish_end(job: MirrorJob) -> None:
     """On the primary: tells the other processes that there is nothing to mirror."""
-    job.coordinator.put(f"{job.prefix}/task/1", EndOfTasks().to_wire())
+    _threads.logged(_unheard(job.url), lambda: job.coordinator.put(f"{job.prefix}/task/1", EndOfTasks().to_wire()))
+
+
+def _unheard(url: str) -> str:
+    return f"{url}: the other processes do not hear of its end"
 
 
 class MirrorFollower:

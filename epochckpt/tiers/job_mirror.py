@@ -68,7 +68,7 @@ class JobMirror(abc.ABC):
 
     @abc.abstractmethod
     def committed(self, epoch: int) -> None:
-        """On the primary: an epoch was committed here."""
+        """An epoch was committed here."""
 
     @abc.abstractmethod
     def withdrawn(self, epochs: Sequence[int], ledger: LedgerFile) -> None:
@@ -80,7 +80,7 @@ class JobMirror(abc.ABC):
 
     @abc.abstractmethod
     def close(self, timeout_secs: float) -> None:
-        """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
+        """Waits until the newest epoch is mirrored, at most so long; then looks what is not, as long, and logs it."""
 
     @abc.abstractmethod
     def longest_close_secs(self, timeout_secs: float) -> float:

@@ -31,7 +31,7 @@ class LedgerFile:
         self.kind = kind
         self._writer: Writer | None = None  # of the directory, once it is claimed
         self._lock = threading.Lock()
-        self._acting = 0  # calls of `withdraw` that are under way
+        self._acting = set[object]()  # one for each call of `withdraw` that is under way
         self._open = frozenset[int]()  # epochs of withdrawals that were written, and may not hold
 
     def claimed(self, writer: Writer) -> None:
@@ -66,8 +66,8 @@ class LedgerFile:
             changed = edit(ledger)
             return ledger if changed == ledger else self._write(changed)
 
-    def check(self) -> None:
-        """Raises FencedError if a newer run has claimed the directory."""
+    def confirm_claim(self) -> None:
+        """Writes the ledger once more, as it is; raises FencedError if a newer run has claimed the directory."""
         with self._lock:
             self._write(self.known())
 
@@ -105,12 +105,19 @@ class LedgerFile:
     # -- what is deleted or rolled back here ---------------------------------------------------------------------
 
     def disown(self, epochs: Collection[int], there: Collection[int]) -> None:
-        """Notes that what the mirror has `there` of these epochs is no copy any more, and must not come back as one."""
-        if set(there).isdisjoint(epochs) or self.read() is None:
+        """Notes that what the mirror has `there` of these epochs is no copy any more, and must not come back as one.
+
+        If that cannot be noted, it is logged: no commit fails by it, and no thread ends.
+        """
+        if set(there).isdisjoint(epochs):
             return
         what = f"{self._local.store.root}: that its mirror's copies of {sorted(epochs)} are outdated is not noted"
-        change = _threads.start(lambda: self.change(lambda now: now.without(epochs)))
+        change = _threads.start(lambda: self._disown(epochs))
         _threads.logged(what, change.result)
+
+    def _disown(self, epochs: Collection[int]) -> None:
+        if self.read() is not None:
+            self.change(lambda now: now.without(epochs))
 
     def withdraw(self, to: int | None, epochs: Sequence[int], act: Callable[[], None]) -> None:
         """Has the mirror follow what `act` does here: epochs are deleted, or rolled back.
@@ -118,12 +125,13 @@ class LedgerFile:
         The ledger says so first. Whatever happens then, what is listed here decides: an epoch that is still listed
         does not leave the mirror. If that cannot be written now, `settle` does so later.
         """
-        self._acting += 1
+        call = object()
         try:
+            self._acting.add(call)
             _threads.start(lambda: self._plan(to, epochs)).result()
             act()
         finally:
-            self._acting -= 1
+            self._acting.discard(call)
             what = f"{self._local.store.root}: its mirror's ledger"
             _threads.logged(what, lambda: _threads.start(self.settle).result())
 

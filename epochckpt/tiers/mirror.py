@@ -36,7 +36,7 @@ from epochckpt.tiers.ledger import save_id
 from epochckpt.tiers.ledger_file import LedgerFile
 from epochckpt.tiers.ledger_kinds import RecordedLedger
 from epochckpt.tiers.looking import NO_LOOK, Looker
-from epochckpt.tiers.mirror_run import Idle, MirrorContext, MirrorRun, NotBegun
+from epochckpt.tiers.mirror_run import Idle, MirrorContext, MirrorRun, NotBegun, longest_close_secs
 from epochckpt.tiers.standing import Successor, Unanswered
 
 
@@ -86,7 +86,7 @@ class Mirror(JobMirror):
                     text = "%s: checkpoint %d is read from its mirror %s"
                     logging.warning(text, local.store.root, epoch, self.url)
                     del damaged[epoch]
-                else:
+                else:  # the mirror has another save of it, which nobody may read as this one
                     self._epochs.disown([epoch])
         readable = self._epochs.readable
         if not are_seen:
@@ -225,7 +225,7 @@ class Mirror(JobMirror):
         self._run.close(timeout_secs)
 
     def longest_close_secs(self, timeout_secs: float) -> float:
-        return timeout_secs
+        return longest_close_secs(timeout_secs)
 
 
 def named_mirror(url: str | None, local: EpochDirectory) -> JobMirror:

@@ -22,6 +22,11 @@ from epochckpt.tiers.worker import Worker
 _MARGIN_SECS = 60.0  # by how much the other processes wait longer for the end than the primary
 
 
+def longest_close_secs(timeout_secs: float) -> float:
+    """How long `MirrorRun.close` may take with this timeout, on any process."""
+    return timeout_secs + max(timeout_secs, _MARGIN_SECS)
+
+
 @dataclasses.dataclass(frozen=True)
 class MirrorContext:
     """What a run works with for its mirror, once its directory is claimed.
@@ -66,12 +71,12 @@ class MirrorRun(abc.ABC):
         """See `Mirror.adopt`."""
 
     def committed(self, epoch: int) -> None:
-        """On the primary: an epoch was committed here."""
-        self._epochs.disown([epoch])
+        """An epoch was committed here."""
+        self._epochs.disown([epoch])  # of an older save, if the mirror has one under this number
 
     def withdrawn(self, epochs: Sequence[int]) -> None:
         """On the primary: epochs were deleted here, or rolled back, and the ledger says so."""
-        self._epochs.disown(epochs)
+        self._epochs.disown(epochs)  # they no longer count, though nobody removes them from the mirror
 
     def waiting(self) -> frozenset[int]:
         """On the primary: epochs that are to be copied, or are being copied, and must stay until then."""
@@ -83,7 +88,7 @@ class MirrorRun(abc.ABC):
 
     @abc.abstractmethod
     def close(self, timeout_secs: float) -> None:
-        """Waits until the newest epoch is mirrored, at most so long, and logs what is not."""
+        """Waits until the newest epoch is mirrored, at most so long; then looks what is not, as long, and logs it."""
 
 
 class NotBegun(MirrorRun):
@@ -147,17 +152,23 @@ class Idle(Begun):
             return self
         begun = self._ledger.write(self._first_ledger(look))
         outdated = self._outdated(look, begun, epochs)
-        self._epochs.disown(outdated)
+        self._epochs.disown(outdated)  # until the worker has compared them, or has made new copies
         backlog.begin(epochs, {*self._epochs.readable, *outdated}, outdated)
         worker = Worker(job=self._job, ledger=self._ledger, epochs=self._epochs, backlog=backlog)
         work = self._started(worker.run)
-        return self if work is None else Working(context=self._context, worker=worker, work=work)
+        if work is None:
+            self._tell_end()
+            return self
+        return Working(context=self._context, worker=worker, work=work)
 
     def committed(self, epoch: int) -> None:
-        self._disown([epoch])
+        self._replaced([epoch])
 
-    def _disown(self, epochs: Collection[int]) -> None:
-        """What the mirror has of these epochs is no copy any more, and must not come back as one."""
+    def _replaced(self, epochs: Collection[int]) -> None:
+        """What the mirror has of these epochs are older saves: neither this run nor the next may take them for copies.
+
+        A run that writes to the mirror makes new copies instead, and its ledger says so then.
+        """
         self._epochs.disown(epochs)
         self._ledger.disown(epochs, self._epochs.ids)
 
@@ -173,9 +184,13 @@ class Idle(Begun):
     def _leave_alone(self, look: MirrorLook, epochs: Sequence[int]) -> None:
         """Writes nothing to the mirror, which is another directory's."""
         if (found := self._ledger.read()) is not None:
-            self._disown(self._outdated(look, found, epochs))
+            self._replaced(self._outdated(look, found, epochs))
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Tells the other processes that nothing is copied: in the background, if there is a thread for it."""
         if self._job.coordinator.processes > 1:
-            self._telling = self._started(lambda: publish_end(self._job))
+            self._telling = _threads.start(lambda: publish_end(self._job))
 
     def _first_ledger(self, look: MirrorLook) -> Ledger:
         """The ledger with which this run begins."""
@@ -250,9 +265,9 @@ class Working(Begun):
     def close(self, timeout_secs: float) -> None:
         self._worker.close()
         self._wait(self._work, timeout_secs, timeout_secs)
-        # The directory itself may be away by now, and the manager closes all the same.
+        # The directory itself may be away or silent by now, and the manager closes all the same.
         what = f"{self._job.url}: what is not mirrored cannot be seen"
-        left = _threads.logged(what, lambda: _threads.start(self._worker.end).result())
+        left = _threads.logged(what, lambda: _threads.start(self._worker.end).result(timeout_secs))
         if left:
             text = "%s: not mirrored: checkpoint %s. The next run that saves goes on with that"
             logging.warning(text, self._job.url, ", ".join(map(str, left)))

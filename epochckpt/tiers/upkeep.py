@@ -152,7 +152,7 @@ class Upkeep:
         it claims the mirror after this one has looked, and before this one claims it.
         """
         try:
-            self._ledger.check()
+            self._ledger.confirm_claim()
             claim = claim_of(self._copies.lineage())
             ledger = self._ledger.known()
             there = {} if ledger.adopted is None else self._ids()
@@ -174,7 +174,7 @@ class Upkeep:
         # The ledger first, through this run's own claim of the directory: a newer run knows this claim, too.
         ledger = self._ledger.change(lambda now: now.claiming(claim))
         change = ClaimLineage(expected=found, directory=ledger.identity.directory, claim=claim)
-        self._hold = _Held(self._copies.claim(check=self._ledger.check, lineage=change))
+        self._hold = _Held(self._copies.claim(check=self._ledger.confirm_claim, lineage=change))
 
     def _other_history(self) -> FencedError:
         return FencedError(
@@ -221,6 +221,7 @@ class Upkeep:
         readable = {epoch: copy.mirror_id for epoch, copy in copies.items() if epoch not in unread}
         self._epochs.take(ids=found, readable=readable)
         self._hold = _Compared(writer)
+        # Of what was committed since the comparison began, it has found older saves.
         self._epochs.disown(self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys()))
 
     # -- following -----------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class Upkeep:
             self._hold = _Held(writer)
             raise
         self._epochs.set(epoch, copy.mirror_id)
-        self._epochs.disown(ledger.hidden)
+        self._epochs.disown(ledger.hidden)  # it may have been deleted here meanwhile, and is to go there, too
 
     def _copy_anew(self, writer: Writer, epoch: int, copy: Copy, there: str) -> None:
         """Makes a copy in place of what the mirror has `there`, if it has anything."""
@@ -367,7 +368,8 @@ class _Metrics:
         self._job = job
         self._ledger = ledger
         self._epochs = epochs
-        self._attached: dict[tuple[int, str], Any] = {}
+        # By epoch and source: the id of the copy, and what was attached to it. A new copy of the epoch has none of it.
+        self._attached: dict[tuple[int, str], tuple[str, Any]] = {}
         # Since the last look. It is no part of the life cycle: any thread sets it, whatever the work is at.
         self._changed = True
 
@@ -397,12 +399,13 @@ class _Metrics:
                 continue
             here = local.read_save_id(epoch) or ""
             for source, metrics in attached_metrics.read(local, files, epoch, here).items():
-                if self._attached.get((epoch, source)) != metrics:
+                attached = (copy.mirror_id, metrics)
+                if self._attached.get((epoch, source)) != attached:
                     try:
                         attaching.attach(self._job.copies, epoch, metrics, source, copy.mirror_id)
                     except (EpochNotFoundError, InvalidArgumentError) as error:
                         logging.warning("%s: metrics of %s are left out: %s", self._job.url, source, error)
-                    self._attached[epoch, source] = metrics
+                    self._attached[epoch, source] = attached
 
 
 class _UnfitError(Exception):

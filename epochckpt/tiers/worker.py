@@ -77,8 +77,9 @@ class Worker:
 
     def committed(self, epoch: int) -> None:
         """An epoch was committed here."""
-        self._epochs.disown([epoch])
+        self._epochs.disown([epoch])  # of an older save, if the mirror has one under this number
         if self._ended:
+            # Nothing takes its place there any more, and the next run must not take it for a copy.
             self._ledger.disown([epoch], self._epochs.ids)
             return
         self._upkeep.committed(epoch)
@@ -143,6 +144,7 @@ class Worker:
                 return _Outcome.WORKED
             if not self._ended:
                 logging.error("%s: nothing more is mirrored: %s", self._url, error.reason)
+                # The mirror keeps the older saves that it has of these: the next run must not take them for copies.
                 self._ledger.disown(self._backlog.waiting(), self._epochs.ids)
             return _Outcome.FENCED
         except Exception as error:  # whatever it is, training does not depend on it

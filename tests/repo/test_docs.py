@@ -1,5 +1,6 @@
 """The code in the documentation runs as it stands there."""
 
+import ast
 import importlib
 import importlib.util
 import pathlib
@@ -119,3 +120,18 @@ def test_every_name_in_the_pages_on_the_code_exists(page: str) -> None:
         if thing is None:
             missing.append(name)
     assert missing == []
+
+
+@pytest.mark.parametrize("package", ["directory", "saving", "tiers"])
+def test_the_table_of_the_modules_of_a_package_has_each_below_those_that_it_imports(package: str) -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = text.partition(f"| module of `{package}` |")[2].partition("\n\n")[0].splitlines()[2:]
+    modules = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    folder = pathlib.Path(ec.__file__).parent / package
+    assert sorted(modules) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    for place, module in enumerate(modules):
+        nodes = ast.walk(ast.parse((folder / f"{module}.py").read_text(encoding="utf-8")))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        used = {(node.module or "").removeprefix(f"epochckpt.{package}.") for node in imports}
+        used |= {alias.name for node in imports if node.module == f"epochckpt.{package}" for alias in node.names}
+        assert used.isdisjoint(modules[place:]), module

@@ -95,3 +95,17 @@ def test_a_signal_handler_may_wait_for_the_background_wherever_it_interrupts(
     assert ended
     assert all(ended)
     assert epochs.readable == {}
+
+
+def test_what_is_withdrawn_while_the_mirror_is_looked_at_is_not_readable_by_that_look() -> None:
+    """It was seen before it was deleted here, and stays in the mirror until that is followed."""
+    epochs = MirrorEpochs()
+    seen = {1: "one", 2: "two"}
+    epochs.take(ids=seen, readable=seen)
+    epochs.withdraw([2])
+    epochs.take(ids=seen, readable=seen)
+    assert epochs.ids == seen
+    assert epochs.readable == {1: "one"}
+    epochs.drop([2])
+    epochs.set(2, "saved again")
+    assert epochs.readable == {1: "one", 2: "saved again"}

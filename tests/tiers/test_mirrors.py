@@ -31,7 +31,7 @@ from epochckpt.directory import directory_of
 from epochckpt.directory.lineage import ClaimLineage, Lineage
 from epochckpt.directory.posix import PosixDirectory
 from epochckpt.errors import FencedError, InvalidArgumentError
-from epochckpt.format import paths
+from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import PosixStore, Store, open_store
 from epochckpt.testing import Faults, StoreCall
@@ -70,9 +70,15 @@ class Place:
         self.root = root
         self.mirror = root / "mirror"
 
-    def open(self, name: str, keep: int | None = None, mirror: Any = None, **storage: Any) -> ec.CheckpointManager:
-        options = ec.StorageOptions(mirror=str(mirror or self.mirror), orbax_view=False, **storage)
-        return ec.CheckpointManager(self.root / name, options=Options(max_to_keep=keep), storage=options)
+    def open(
+        self, name: str, keep: int | None = None, mirror: Any = None, metadata_handler: Any = None, **storage: Any
+    ) -> ec.CheckpointManager:
+        return ec.CheckpointManager(
+            self.root / name,
+            options=Options(max_to_keep=keep),
+            storage=ec.StorageOptions(mirror=str(mirror or self.mirror), orbax_view=False, **storage),
+            metadata_handler=metadata_handler,
+        )
 
     def mirrored(self) -> dict[int, float]:
         """The values of the epochs that the mirror has; none before the first copy has made it."""
@@ -429,8 +435,6 @@ def test_looking_at_a_downloaded_directory_asks_no_server(
     data = json.loads(record.read_text())
     data["url"] = f"s3://bucket/run?endpoint={endpoint}"
     data["address"] = data["url"]
-    from epochckpt.format import checksums
-
     data.pop("checksum")
     record.write_bytes(checksums.seal(data))
     found = ec.inspect(directory)
@@ -574,9 +578,11 @@ def put_a_file(mirror: pathlib.Path) -> None:
 
 
 def newer_version(mirror: pathlib.Path) -> None:
-    record = mirror / paths.LINEAGE_RECORD
-    from epochckpt.format import checksums
+    rewrite_by_a_newer_version(mirror / paths.LINEAGE_RECORD)
 
+
+def rewrite_by_a_newer_version(record: pathlib.Path) -> None:
+    """A newer epochckpt has written this record, in a form that this one cannot read."""
     data = json.loads(record.read_text())
     data.pop("checksum")
     record.write_bytes(checksums.seal({**data, "version": 99}))
@@ -866,15 +872,11 @@ def test_an_epoch_that_is_replaced_while_it_is_copied_reaches_the_mirror(place: 
 
 
 def test_an_epoch_of_a_newer_epochckpt_in_the_mirror_stays(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    from epochckpt.format import checksums
-
     with place.open("one") as manager:
         for epoch in range(3):
             save(manager, epoch)
     record = place.mirror / "1" / "epoch.json"
-    data = json.loads(record.read_text())
-    data.pop("checksum")
-    record.write_bytes(checksums.seal({**data, "version": 99}))
+    rewrite_by_a_newer_version(record)
     newer = record.read_bytes()
     with caplog.at_level(logging.ERROR), place.open("one") as manager:
         save(manager, 1, 1.5, replace=True)
@@ -1161,3 +1163,118 @@ def test_what_a_copy_of_a_directory_has_replaced_does_not_come_back_from_the_mir
         save(manager, 3)
     with place.open("two", keep=3) as manager:
         assert listed(manager) == {1: 1, 2: 2, 3: 3}
+
+
+# -- metrics
+
+
+def attached_in(directory: pathlib.Path, epoch: int) -> Any:
+    """The metrics that were attached to an epoch, as a reader of the directory sees them."""
+    with ec.CheckpointManager(directory, options=Options(read_only=True)) as manager:
+        return manager.metrics(epoch)
+
+
+@pytest.mark.parametrize("change", ["replaced", "rolled back"])
+def test_equal_metrics_of_an_epoch_that_is_saved_again_are_attached_to_its_new_copy(place: Place, change: str) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+        ec.attach_metrics(place.root / "one", 1, {"accuracy": 0.5}, "evaluator")
+        save(manager, 2)
+        assert eventually(lambda: attached_in(place.mirror, 1) == {"accuracy": 0.5})
+        if change == "rolled back":
+            manager.rollback_to(0)
+        save(manager, 1, 1.5, replace=change == "replaced")
+        assert eventually(lambda: place.mirrored().get(1) == 1.5)
+        assert attached_in(place.mirror, 1) is None
+        ec.attach_metrics(place.root / "one", 1, {"accuracy": 0.5}, "evaluator")
+        save(manager, 3)
+    assert place.mirrored()[1] == 1.5
+    assert attached_in(place.mirror, 1) == {"accuracy": 0.5}
+
+
+# -- what a manager does beside a mirror that it cannot write to
+
+
+def lists(directory: pathlib.Path) -> Callable[[StoreCall], bool]:
+    """The calls that look which epochs a directory has."""
+    return lambda call: call.store.root == str(directory) and call.path == ""
+
+
+def test_a_mirror_closes_though_the_directory_does_not_answer(
+    place: Place, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        assert eventually(lambda: place.mirrored() == {0: 0})
+        with faults.hold(Store.list, where=lists(place.root / "one")) as held:
+            closing = threading.Thread(target=manager.components.mirror.close, args=[0.1])
+            closing.start()
+            assert held.reached.wait(60)
+            closing.join(60)
+            assert not closing.is_alive()
+    assert "what is not mirrored cannot be seen: no result within 0.1 s" in caplog.text
+
+
+class Commits:
+    """A metadata handler that notes which commits it hears of."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_params(self, db_prefix: str, db_type: str, node_names: list[str], path_prefix: Any, path_type: Any) -> None:
+        pass
+
+    def last_epoch(self, user_epoch: int | None = None) -> int | None:
+        return user_epoch
+
+    def write(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def report(self, action_name: str, all_stats: Any) -> None:
+        pass
+
+    def cp_accessible(self, epoch: int | None = None) -> bool:
+        return True
+
+
+def test_a_worker_that_is_fenced_off_ends_though_a_newer_version_has_rewritten_the_ledger(
+    place: Place, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps no epoch from being deleted from then on, and the metadata handler hears of every commit."""
+    handler = Commits()
+    with place.open("one", metadata_handler=handler) as first:
+        save(first, 0)
+        save(first, 1)
+        assert eventually(lambda: place.mirrored() == {0: 0, 1: 1})
+        with place.open("two") as second:
+            save(second, 2, 2.5)
+
+        def rewrite(call: StoreCall) -> None:
+            rewrite_by_a_newer_version(place.root / "one" / paths.MIRROR_RECORD)
+
+        faults.after(Store.put, rewrite, where=writes_ledger(place, "one", begins_copy))
+        save(first, 1, 1.5, replace=True)
+        assert eventually(lambda: "nothing more is mirrored" in caplog.text)
+        assert eventually(lambda: not first.components.mirror.waiting())
+        assert "that its mirror's copies of [1] are outdated is not noted" in caplog.text
+        save(first, 0, 0.5, replace=True)
+    assert "that its mirror's copies of [0] are outdated is not noted" in caplog.text
+    assert handler.epochs == [0, 1, 1, 0]
+
+
+def test_a_commit_beside_a_mirror_of_another_directory_is_heard_of_though_the_ledger_cannot_be_read(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.open("one") as manager:
+        save(manager, 0)
+        save(manager, 1)
+    shutil.copytree(place.root / "one", place.root / "copy")
+    handler = Commits()
+    with place.open("copy", metadata_handler=handler) as copy:
+        save(copy, 2)
+        rewrite_by_a_newer_version(place.root / "copy" / paths.MIRROR_RECORD)
+        save(copy, 1, 1.5, replace=True)
+    assert "that its mirror's copies of [1] are outdated is not noted" in caplog.text
+    assert handler.epochs == [2, 1]
+    assert place.mirrored() == {0: 0, 1: 1}
