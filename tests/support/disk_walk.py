@@ -61,6 +61,8 @@ class Killed(BaseException):
 class Run:
     """One job: its processes, what they have published, and which of them are dead, or do not answer any more."""
 
+    lost_answers: frozenset[str] = frozenset()  # ends of keys whose values arrive, and whose writer hears of no answer
+
     def __init__(self, processes: int, kill: Kill | None = None, together: bool = False):
         self.processes, self._kill, self._together = processes, kill, together
         self.values: dict[str, str] = {}
@@ -68,7 +70,6 @@ class Run:
         self.steps = [list[str]() for _ in range(processes)]
         self.dead: set[int] = set()
         self.gone: set[int] = set()
-        self.lost_answers: set[str] = set()  # ends of keys whose values arrive, and whose writer does not hear of it
         self._under_way = 0
 
     def step(self, process: int, what: str) -> None:
