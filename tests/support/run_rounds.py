@@ -646,9 +646,12 @@ class Session:
             raise error
         model = self.world.model
         for operation in self._operations:
-            tag = self._known.get(operation.epoch)
-            if operation.value is not None and tag is not None:  # whoever attaches has claimed nothing
-                model.attached[tag] = model.attached.get(tag, {None}) | {operation.value}
+            if operation.value is None:
+                continue
+            # Whoever attaches has claimed nothing, and attaches to the save that is there then.
+            for found in (self._known, {} if newer is None else newer.listed):
+                if (tag := found.get(operation.epoch)) is not None:
+                    model.attached[tag] = model.attached.get(tag, {None}) | {operation.value}
         for operation in self._late:
             assert newer is not None
             lost = operation.tag and newer.opened.get(operation.epoch) != operation.tag
