@@ -1,6 +1,6 @@
 """Reading ahead: an epoch comes into the page cache of this host while the program still imports, builds and compiles.
 
-The system reads then, in its own order. Nothing is verified: a restore does that with what it reads from the cache.
+The system reads then, in its own order. This verifies nothing. The restore does, when it reads the cache.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class Save:
             raise SaveError(self.epoch, "it was cancelled")
 
     def note_cost(self, cost: SaveCost | None) -> None:
-        """The verdict says that it is committed, and what it has cost."""
+        """Notes the cost that the verdict has named."""
         self._cost = cost
 
     @property

@@ -221,7 +221,7 @@ class Upkeep:
         readable = {epoch: copy.mirror_id for epoch, copy in copies.items() if epoch not in unread}
         self._epochs.take(ids=found, readable=readable)
         self._hold = _Compared(writer)
-        # Of what was committed since the comparison began, it has found older saves.
+        # The comparison has found older saves of epochs that were committed since it began.
         self._epochs.disown(self._backlog.correct(outdated - ledger.hidden, self._epochs.readable.keys()))
 
     # -- following -----------------------------------------------------------------------------------------------
