@@ -190,6 +190,8 @@ class Job:
         together: if one dies all do.
     """
 
+    lost_answers: frozenset[str] = frozenset()  # see `disk_walk.Run`
+
     def __init__(
         self, processes: int, kill: tuple[int, int] | None = None, *, hold: bool = False, together: bool = False
     ):
