@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import email.parser
 import email.policy
-import functools
 import hashlib
 import itertools
 import json
@@ -31,9 +30,9 @@ class Blob:
     generation: int
     created: datetime.datetime
 
-    @functools.cached_property
+    @property
     def etag(self) -> str:
-        return f'"{hashlib.md5(self.data).hexdigest()}"'
+        return f'"{self.generation}"'
 
 
 class Refused(Exception):
@@ -288,8 +287,9 @@ class _Handler(Handler):
         if parts is None:
             raise Refused(404, "NoSuchUpload")
         if self.command == "PUT":
-            parts[int(self.query["partNumber"])] = self.body
-            return self.send(200, ETag=f'"{hashlib.md5(self.body).hexdigest()}"')
+            number = int(self.query["partNumber"])
+            parts[number] = self.body
+            return self.send(200, ETag=f'"{upload}-{number}"')
         if self.command == "DELETE":
             del self.buckets.uploads[upload]
             return self.send(204)

@@ -1,0 +1,185 @@
+"""Bytes a second to and from a bucket: epochckpt beside the bare client, in one run and in turns.
+
+The server is the emulator of Google Cloud Storage that the tests use, in another process of this machine. The bare
+client is obstore, which epochckpt uses too: it uploads the same bytes from memory in multipart uploads of 8 MiB parts,
+and downloads the same ranges as the restore in as many threads. What it downloads is dropped in one row, and kept until
+the end in the other one, as a restore keeps it.
+
+    python benchmarks/bucket_rate.py --arrays=20 --megabytes=100
+
+With `--stalled` only this: how long a ranged read takes, the median and the 99th percentile, while the server lets
+every hundredth one wait for two seconds; with and without reads that are asked a second time.
+
+    python benchmarks/bucket_rate.py --stalled
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import common
+import jax
+import numpy as np
+import obstore
+import orbax.checkpoint as ocp
+from absl import app, flags
+from obstore.store import GCSStore
+
+import epochckpt as ec
+from tests.support.gcs_server import gcs_server
+
+ARRAYS = flags.DEFINE_integer("arrays", 20, "Arrays in the state.")
+MEGABYTES = flags.DEFINE_integer("megabytes", 100, "Size of an array.")
+CONCURRENCY = flags.DEFINE_integer("concurrency", 16, "Requests under way at once.")
+RANGE_MIB = flags.DEFINE_integer("range_mib", 16, "Length of the bare client's ranged reads.")
+SERVE = flags.DEFINE_bool("serve", False, "Is the server; for the benchmark's own use.")
+
+_BUCKET = "bucket"
+_PART_BYTES = 8 << 20
+_UPLOADS = 4  # of the bare client at the same time: each has its share of the requests
+
+
+def serve() -> None:
+    """The server, until its input ends."""
+    with gcs_server(_BUCKET) as (port, _):
+        print(json.dumps(port), flush=True)
+        sys.stdin.read()
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """The URL of a server in another process."""
+    command = [sys.executable, os.path.abspath(__file__), "--serve"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{json.loads(child.stdout.readline())}"
+    finally:
+        child.stdin.close()
+        child.wait()
+
+
+class Bare:
+    """The client without epochckpt."""
+
+    def __init__(self, url: str):
+        self.store = GCSStore(
+            _BUCKET,
+            config={"base_url": url, "skip_signature": True, "google_bearer_token": "none"},
+            client_options={"allow_http": True, "timeout": "90s"},
+        )
+
+    def remove(self, prefix: str) -> None:
+        for page in obstore.list(self.store, prefix):
+            obstore.delete(self.store, [meta["path"] for meta in page])
+
+    def save(self, prefix: str, state: Mapping[str, Any]) -> None:
+        """Uploads each array as an object."""
+
+        async def upload() -> None:
+            gate = asyncio.Semaphore(_UPLOADS)
+
+            async def one(name: str, array: Any) -> None:
+                async with gate:
+                    await obstore.put_async(
+                        self.store,
+                        f"{prefix}/{name}",
+                        memoryview(np.asarray(array).view(np.uint8)),
+                        use_multipart=True,
+                        chunk_size=_PART_BYTES,
+                        max_concurrency=CONCURRENCY.value // _UPLOADS,
+                    )
+
+            await asyncio.gather(*(one(name, array) for name, array in state.items()))
+
+        asyncio.run(upload())
+
+    def restore(self, prefix: str, state: Mapping[str, Any], *, keep: bool) -> None:
+        """Downloads each object by ranges."""
+        length = RANGE_MIB.value << 20
+        kept = list[Any]()
+
+        def read(name: str, start: int, stop: int) -> None:
+            data = obstore.get_range(self.store, f"{prefix}/{name}", start=start, end=stop)
+            if keep:
+                kept.append(data)
+
+        pieces = list[Callable[[], None]]()
+        for name, array in state.items():
+            for start in range(0, array.nbytes, length):
+                stop = min(start + length, array.nbytes)
+                pieces.append(lambda name=name, start=start, stop=stop: read(name, start, stop))
+        common.parallel(pieces, CONCURRENCY.value)
+
+
+def timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def measure_rate() -> dict[str, common.Times]:
+    state = common.state_of(f"{ARRAYS.value}x{MEGABYTES.value}MB")
+    target = common.target_of(state)
+    numbers = itertools.count()
+    with server() as url, common.scratch() as base:
+        os.environ["STORAGE_EMULATOR_HOST"] = url
+        bare = Bare(url)
+
+        def ours(_: Any) -> common.Times:
+            directory = f"gs://{_BUCKET}/ours{next(numbers)}?concurrency={CONCURRENCY.value}"
+            with ec.CheckpointManager(directory) as manager:
+
+                def save() -> None:
+                    manager.save(0, args=ocp.args.PyTreeSave(state))
+                    manager.wait_until_finished()
+
+                manager.claim()
+                saved = timed(save)
+
+            def restore() -> None:
+                with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+                    jax.block_until_ready(manager.restore(0, args=target))
+
+            restored = timed(restore)
+            bare.remove("ours")
+            return {"save": saved, "restore": restored}
+
+        def raw(keep: bool) -> common.Times:
+            prefix = f"raw{next(numbers)}"
+            saved = timed(lambda: bare.save(prefix, state))
+            restored = timed(lambda: bare.restore(prefix, state, keep=keep))
+            bare.remove(prefix)
+            return {"save": saved, "restore": restored}
+
+        contestants = {"bare, dropped": lambda _: raw(False), "bare, kept": lambda _: raw(True), "epochckpt": ours}
+        return common.alternate(contestants, base)
+
+
+def main(_: list[str]) -> None:
+    if SERVE.value:
+        serve()
+        return
+    common.warm_up()
+    found = measure_rate()
+    nbytes = ARRAYS.value * MEGABYTES.value * 10**6
+    common.show(f"{ARRAYS.value} arrays of {MEGABYTES.value} MB, {CONCURRENCY.value} requests at once", found)
+    for name, times in found.items():
+        print(f"{name:20}" + "".join(f"{what}: {nbytes / secs / 1e6:6.0f} MB/s   " for what, secs in times.items()))
+    common.finish({"rate": found})
+
+
+if __name__ == "__main__":
+    app.run(main)
