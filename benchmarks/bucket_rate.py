@@ -19,7 +19,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,9 +74,10 @@ class Bare:
     """The client without epochckpt."""
 
     def __init__(self, url: str):
+        config: Any = {"base_url": url, "skip_signature": True, "google_bearer_token": "none"}
         self.store = GCSStore(
             _BUCKET,
-            config={"base_url": url, "skip_signature": True, "google_bearer_token": "none"},
+            config=config,
             client_options={"allow_http": True, "timeout": "90s"},
         )
 
@@ -96,7 +96,7 @@ class Bare:
                     await obstore.put_async(
                         self.store,
                         f"{prefix}/{name}",
-                        memoryview(np.asarray(array).view(np.uint8)),
+                        np.asarray(array).view(np.uint8).data,
                         use_multipart=True,
                         chunk_size=_PART_BYTES,
                         max_concurrency=CONCURRENCY.value // _UPLOADS,

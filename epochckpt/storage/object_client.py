@@ -17,7 +17,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from epochckpt.errors import (
 )
 from epochckpt.options import BucketSettings
 from epochckpt.storage import schemes
+from epochckpt.storage.landing import Landing
 from epochckpt.storage.store import check_path, too_large
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ CHUNK_BYTES = 8 << 20
 
 _MAX_CHUNKS = 9000  # of one file: S3 takes 10,000
 _SMALL_BYTES = 1 << 20  # of a write whose answer is expected soon
+_PIECE_BYTES = 1 << 20  # of an answer, which is copied while the processor's cache has it
 _CONNECT_SECS = 5
 _URL = re.compile(rf"({'|'.join(schemes.SCHEMES)})://([\w.~-]+)(?:/+([^?#]*))?(?:\?([^#]*))?")
 _PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/]+/)*(?!\.{1,2}/?$)[^/]+/*")
@@ -286,25 +288,43 @@ class Client:
 
         return self.ask(path, "reading", get)
 
-    def get_range(self, path: str, start: int, length: int) -> tuple[memoryview, int]:
-        """Some bytes of an object, as far as it has them, and its size; EOFError if it ends before them."""
+    def read_range(self, path: str, start: int, parts: Sequence[memoryview]) -> int:
+        """Fills buffers, one after the other, with the bytes of an object from `start` on; returns its size.
+
+        EOFError: it ends before them. After any error the buffers may have changed, and do not change any more.
+        """
+        key = self.key(path)
+        landing = Landing(parts)
+
+        def read() -> int:
+            return self._receive(key, path, start, landing)
+
+        try:
+            return self.ask(path, "reading", read)
+        finally:
+            landing.close()
+
+    def _receive(self, key: str, path: str, start: int, landing: Landing) -> int:
+        """One ranged read; the size of the object. What comes goes on to the landing in pieces that the cache holds."""
         import obstore
 
-        key = self.key(path)
-
-        def get() -> tuple[memoryview, int]:
-            try:
-                answer = obstore.get(self.kv, key, options={"range": (start, start + length)})
-                data = memoryview(answer.bytes())
-                size = answer.meta["size"]
-                _check_whole(data.nbytes, min(length, size - start))
-                return data, size
-            except obstore.exceptions.GenericError as error:
-                if _BEYOND.search(str(error)):
-                    raise EOFError(f"{self.name(path)} has no bytes from {start} on") from error
-                raise
-
-        return self.ask(path, "reading", get)
+        length = landing.nbytes
+        try:
+            answer = obstore.get(self.kv, key, options={"range": (start, start + length)})
+            size: int = answer.meta["size"]
+            received = 0
+            for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                if received + len(piece) > length or not landing.put(received, piece):
+                    break
+                received += len(piece)
+        except obstore.exceptions.GenericError as error:
+            if _BEYOND.search(str(error)):
+                raise EOFError(f"{self.name(path)} has no bytes from {start} on") from error
+            raise
+        if size < start + length:
+            raise EOFError(f"{self.name(path)}: has {size} bytes, not the {length} from {start} on")
+        _check_whole(received, length)
+        return size
 
     def head(self, path: str) -> Any:
         """What the store says of an object (`obstore.ObjectMeta`); None if there is none."""

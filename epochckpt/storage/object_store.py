@@ -281,14 +281,13 @@ class _ObjectReader(Reader):
         return self._size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """One ranged read and one copy."""
-        data = self.read(offset, buffer.nbytes)
-        if buffer.nbytes:
-            np.frombuffer(buffer, np.uint8)[:] = np.frombuffer(data, np.uint8)
-
-    def read(self, offset: int, length: int) -> memoryview:
         """One ranged read, whose answer also says the size."""
+        self.read_parts(offset, [buffer])
+
+    def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """One ranged read. Its answer goes to the buffers as it comes, and nowhere else before."""
         name = self._client.name(self._path)
+        length = sum(part.nbytes for part in parts)
         if self._closed:
             raise ValueError(f"{name} is closed")
         if offset < 0:
@@ -296,13 +295,10 @@ class _ObjectReader(Reader):
         if length and offset + length > self._size:
             raise EOFError(f"{name}: has {self._size} bytes, not the {length} from {offset} on")
         if not length:
-            return memoryview(b"")
-        data, size = self._client.get_range(self._path, offset, length)
+            return
+        size = self._client.read_range(self._path, offset, parts)
         if size != self._size:
             raise EOFError(f"{name}: has {size} bytes, {self._size} are expected")
-        if data.nbytes != length:
-            raise EOFError(f"{name}: {data.nbytes} of {length} bytes at {offset}")
-        return data
 
     def close(self) -> None:
         """Forgets the key; no connection was held."""
