@@ -16,7 +16,9 @@ every hundredth one wait for two seconds; with and without reads that are asked 
 import asyncio
 import itertools
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -36,22 +38,39 @@ from absl import app, flags
 from obstore.store import GCSStore
 
 import epochckpt as ec
+from epochckpt.storage import open_store
+from epochckpt.testing import write_file
 from tests.support.gcs_server import gcs_server
 
 ARRAYS = flags.DEFINE_integer("arrays", 20, "Arrays in the state.")
 MEGABYTES = flags.DEFINE_integer("megabytes", 100, "Size of an array.")
 CONCURRENCY = flags.DEFINE_integer("concurrency", 16, "Requests under way at once.")
 RANGE_MIB = flags.DEFINE_integer("range_mib", 16, "Length of the bare client's ranged reads.")
+STALLED = flags.DEFINE_bool("stalled", False, "Measures reads of a server that stalls some, and nothing else.")
+LATENCY_MS = flags.DEFINE_float("latency_ms", 50, "How long each ranged read waits with --stalled.")
+STALLED_CONCURRENCY = flags.DEFINE_integer("stalled_concurrency", 4, "Reads under way at once with --stalled.")
+READS = flags.DEFINE_integer("reads", 1000, "Ranged reads of each kind that are measured with --stalled.")
 SERVE = flags.DEFINE_bool("serve", False, "Is the server; for the benchmark's own use.")
 
 _BUCKET = "bucket"
 _PART_BYTES = 8 << 20
+_STALL_SECS = 2.0
+_STALL_EVERY = 100  # ranged reads
+_READ_BYTES = 8 << 20
 _UPLOADS = 4  # of the bare client at the same time: each has its share of the requests
 
 
 def serve() -> None:
     """The server, until its input ends."""
-    with gcs_server(_BUCKET) as (port, _):
+    count = itertools.count(1)
+
+    def delay_secs(request: Any) -> float:
+        ranged = request.command == "GET" and "Range" in request.headers
+        if not STALLED.value or not ranged:
+            return 0.0
+        return _STALL_SECS if next(count) % _STALL_EVERY == 0 else LATENCY_MS.value / 1000
+
+    with gcs_server(_BUCKET, delay_secs=delay_secs) as (port, _):
         print(json.dumps(port), flush=True)
         sys.stdin.read()
 
@@ -59,7 +78,8 @@ def serve() -> None:
 @contextmanager
 def server() -> Iterator[str]:
     """The URL of a server in another process."""
-    command = [sys.executable, os.path.abspath(__file__), "--serve"]
+    given = [f"--stalled={STALLED.value}", f"--latency_ms={LATENCY_MS.value}"]
+    command = [sys.executable, os.path.abspath(__file__), "--serve", *given]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
     assert child.stdout is not None
@@ -168,9 +188,57 @@ def measure_rate() -> dict[str, common.Times]:
         return common.alternate(contestants, base)
 
 
+def measure_stalled() -> dict[str, common.Times]:
+    """Times of single reads: of a store that asks for late reads a second time, and of one that does not."""
+    size = 100 * _READ_BYTES
+    content = np.resize(np.random.default_rng(0).integers(0, 255, 1_000_003, np.uint8), size)
+    found: dict[str, common.Times] = {}
+    with server() as url:
+        os.environ["STORAGE_EMULATOR_HOST"] = url
+        stores = {
+            f"hedged_reads={setting}": open_store(f"gs://{_BUCKET}/stalled?hedged_reads={setting}")
+            for setting in ("true", "false")
+        }
+        write_file(next(iter(stores.values())), "file", bytes(content))
+        secs = {name: list[float]() for name in stores}
+        rounds = {name: list[float]() for name in stores}
+
+        def read(name: str, reader: Any, start: int) -> None:
+            out = np.empty(_READ_BYTES, np.uint8).data
+            secs[name].append(timed(lambda: reader.read_into(start, out)))
+
+        while min(map(len, secs.values())) < READS.value:
+            for name, store in stores.items():
+                with store.open_reader("file", size) as reader:
+                    pieces = [
+                        lambda name=name, reader=reader, start=start: read(name, reader, start)
+                        for start in range(0, size, _READ_BYTES)
+                    ]
+                    rounds[name].append(timed(lambda pieces=pieces: common.parallel(pieces, STALLED_CONCURRENCY.value)))
+        for name in stores:
+            ordered = sorted(secs[name])
+            found[name] = {
+                "p50": statistics.median(ordered),
+                "p99": ordered[math.ceil(0.99 * len(ordered)) - 1],
+                "longest": ordered[-1],
+                "100 reads, p50": statistics.median(rounds[name]),
+                "100 reads, longest": max(rounds[name]),
+            }
+    return found
+
+
 def main(_: list[str]) -> None:
     if SERVE.value:
         serve()
+        return
+    if STALLED.value:
+        stalled = measure_stalled()
+        waits = f"each waits {LATENCY_MS.value:g} ms, every {_STALL_EVERY}th {_STALL_SECS:g} s"
+        title = f"reads of 8 MiB, {STALLED_CONCURRENCY.value} at once, {waits}"
+        common.show(title, stalled)
+        for name, times in stalled.items():
+            print(f"{name:20} p99 / p50: {times['p99'] / times['p50']:.2f}")
+        common.finish({"stalled": stalled})
         return
     common.warm_up()
     found = measure_rate()

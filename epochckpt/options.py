@@ -126,6 +126,15 @@ class BucketSettings(Mapping[str, Any]):
         ),
     )
 
+    hedged_reads: bool | None = field(
+        default=None,
+        metadata=option(
+            Kind("true or false", _true_or_false, (False,)),
+            "`false`: a read that takes much longer than most is not asked for a second time. Else up to 5 % of all "
+            "reads are (true).",
+        ),
+    )
+
     @classmethod
     def of(cls, values: Any, where: str) -> BucketSettings:
         """The settings in a mapping, or in a text such as `endpoint=http://host:9000&region=eu-west-1`.

@@ -5,6 +5,8 @@ For the kinds of buckets see `schemes`.
 - A request that the store refuses for the moment (429, 5xx, no connection, silence, an answer that is cut) is repeated
   with growing pauses; after a few seconds a warning says so, and at the end a StorageError. A failed connection that no
   repetition mends (a certificate that is not trusted) is an error at once; each error names the cause.
+- A read that is late is asked for a second time, and the first good answer counts. Few of all reads are, so that a
+  store that is slow for all has hardly more to do. Writes are never sent so.
 - A conditional write whose answer was lost meets its own object when it is repeated: the content decides.
 - A bucket that is missing or forbidden is an error of its own, never an empty folder.
 """
@@ -22,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from absl import logging
 
 from epochckpt import _monitoring, _patience, _text, _threads
@@ -33,8 +36,9 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.options import BucketSettings
-from epochckpt.storage import schemes
+from epochckpt.storage import hedging, schemes
 from epochckpt.storage.landing import Landing
+from epochckpt.storage.pace import Pace
 from epochckpt.storage.store import check_path, too_large
 
 T = TypeVar("T")
@@ -189,6 +193,7 @@ class Client:
         settings: those of both places.
         endpoint: the server; empty for the cloud's own.
         sends: whether there is a server: what `memory://` is given, it keeps.
+        pace: how fast it has answered lately.
 
     Raises:
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
@@ -203,6 +208,7 @@ class Client:
         pause: Callable[[float], object] = wait,
     ):
         self.chunk_bytes = chunk_bytes
+        self.pace = Pace()
         self._pause = pause
         match = _URL.fullmatch(url)
         if match is None:
@@ -278,8 +284,14 @@ class Client:
 
         key = self.key(path)
 
-        def get() -> tuple[bytes, dict[str, str]]:
+        def opened() -> Any:
+            began = time.monotonic()
             answer = obstore.get(self.kv, key)
+            self.pace.note_read(0, time.monotonic() - began)
+            return answer
+
+        def get() -> tuple[bytes, dict[str, str]]:
+            answer = self._hedged(0, opened, opened)
             if answer.meta["size"] > limit_bytes:
                 raise too_large(self.name(path), answer.meta["size"], limit_bytes)
             data = bytes(answer.bytes())
@@ -299,8 +311,17 @@ class Client:
         def read() -> int:
             return self._receive(key, path, start, landing)
 
+        def read_again() -> int:
+            memory = np.empty(landing.nbytes, np.uint8)
+            size = self._receive(key, path, start, Landing([memory.data]))
+            landing.replace(memory.data)
+            return size
+
+        def either() -> int:
+            return self._hedged(landing.nbytes, read, read_again)
+
         try:
-            return self.ask(path, "reading", read)
+            return self.ask(path, "reading", either)
         finally:
             landing.close()
 
@@ -309,6 +330,7 @@ class Client:
         import obstore
 
         length = landing.nbytes
+        began = time.monotonic()
         try:
             answer = obstore.get(self.kv, key, options={"range": (start, start + length)})
             size: int = answer.meta["size"]
@@ -324,15 +346,38 @@ class Client:
         if size < start + length:
             raise EOFError(f"{self.name(path)}: has {size} bytes, not the {length} from {start} on")
         _check_whole(received, length)
+        self.pace.note_read(length, time.monotonic() - began)
         return size
+
+    def _hedged(self, nbytes: int, first: Callable[[], T], second: Callable[[], T]) -> T:
+        """A read of so many bytes. If it is late, it is asked for a second time, as long as few of all reads are."""
+        if not self.sends or self.settings.hedged_reads is False:
+            return first()
+        self.pace.count_read()
+
+        def may_repeat(looks: int) -> bool:
+            may = self.pace.may_repeat(looks)
+            if may:
+                _monitoring.event("/epochckpt/storage/hedge")
+            return may
+
+        return hedging.first_answer(first, second, self.pace.late_secs(nbytes), may_repeat)
 
     def head(self, path: str) -> Any:
         """What the store says of an object (`obstore.ObjectMeta`); None if there is none."""
         import obstore
 
         key = self.key(path)
+
+        def look() -> Any:
+            began = time.monotonic()
+            try:
+                return obstore.head(self.kv, key)
+            finally:  # most uploads look for what is not there
+                self.pace.note_read(0, time.monotonic() - began)
+
         try:
-            return self.ask(path, "looking for", lambda: obstore.head(self.kv, key))
+            return self.ask(path, "looking for", look)
         except FileNotFoundError:
             return None
 
