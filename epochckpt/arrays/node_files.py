@@ -223,7 +223,7 @@ class NodeFile(abc.ABC):
     def _spans(self, blocks: Iterable[int]) -> Iterator[list[int]]:
         """Groups blocks, ascending, that are read together: neighbouring ones, as far as that suits the store."""
         group: list[int] = []
-        longest = self.epoch.store.read_span_bytes
+        longest = self.epoch.store.span_bytes(self.size)
         for block in blocks:
             start, end = self._bounds(block)
             if group:

@@ -38,13 +38,10 @@ from epochckpt.errors import (
 from epochckpt.options import BucketSettings
 from epochckpt.storage import hedging, schemes
 from epochckpt.storage.landing import Landing
-from epochckpt.storage.pace import Pace
+from epochckpt.storage.pace import CHUNKS_BYTES, Pace
 from epochckpt.storage.store import check_path, too_large
 
 T = TypeVar("T")
-
-CHUNK_BYTES = 8 << 20
-"""One part of a file that is streamed. A smaller file is one request."""
 
 _MAX_CHUNKS = 9000  # of one file: S3 takes 10,000
 _SMALL_BYTES = 1 << 20  # of a write whose answer is expected soon
@@ -184,7 +181,8 @@ class Client:
     Args:
         url: with or without a query.
         settings: those that the query leaves open.
-        chunk_bytes: how much of a file that is streamed goes with one request, unless the file is very large.
+        chunk_bytes: how much of a file that is streamed goes with one request, unless the file is very large. None: as
+            much as suits its size and the pace of the store, see `pace`.
         pause: waits for so many seconds before a request is repeated.
 
     Attributes:
@@ -194,6 +192,8 @@ class Client:
         endpoint: the server; empty for the cloud's own.
         sends: whether there is a server: what `memory://` is given, it keeps.
         pace: how fast it has answered lately.
+        fixed_chunks: whether all files have chunks of one size, whatever the pace.
+        least_chunk_bytes: the smallest size of a chunk.
 
     Raises:
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
@@ -204,10 +204,11 @@ class Client:
         url: str,
         settings: Mapping[str, Any] | None = None,
         *,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         pause: Callable[[float], object] = wait,
     ):
-        self.chunk_bytes = chunk_bytes
+        self.fixed_chunks = chunk_bytes is not None
+        self.least_chunk_bytes = CHUNKS_BYTES[0] if chunk_bytes is None else chunk_bytes
         self.pace = Pace()
         self._pause = pause
         match = _URL.fullmatch(url)
@@ -261,8 +262,9 @@ class Client:
         return tuple(min(first * 2**number, longest) for number in range(retries))
 
     def chunk_size(self, size: int) -> int:
-        """How much of a file of this size one request uploads."""
-        return max(self.chunk_bytes, -(-size // _MAX_CHUNKS))
+        """How much of a file of this size one request uploads. It changes with the pace: ask once for a file."""
+        chunk = self.least_chunk_bytes if self.fixed_chunks else self.pace.upload_bytes(size)
+        return max(chunk, -(-size // _MAX_CHUNKS))
 
     def key(self, path: str) -> str:
         """The key of a file."""
@@ -404,7 +406,10 @@ class Client:
 
         def write() -> dict[str, str]:
             attributes: Any = None if cached else {"Cache-Control": "no-store"}
-            return _version(obstore.put(kv, key, data, attributes=attributes, mode=mode, use_multipart=False))
+            began = time.monotonic()
+            answer = obstore.put(kv, key, data, attributes=attributes, mode=mode, use_multipart=False)
+            self.pace.note_upload(len(data), time.monotonic() - began)
+            return _version(answer)
 
         def confirm() -> dict[str, str]:
             with suppress(FileNotFoundError, ValueError):  # gone again, or longer
@@ -435,8 +440,8 @@ class Client:
         copy = functools.partial(obstore.copy, self._large, key, other, overwrite=replace)
         self.ask(path, "copying", copy, met, _patience.now().large_request_secs)
 
-    def stream(self, path: str, chunks: Iterator[Any], size: int, concurrency: int) -> None:
-        """Writes an object from chunks of `chunk_size` in their order, with a request for each, several at once.
+    def stream(self, path: str, chunks: Iterator[Any], chunk_bytes: int, concurrency: int) -> None:
+        """Writes an object from chunks of one size in their order, with a request for each, several at once.
 
         An object that is there is replaced. A chunk is memory that is sent without a copy, and then let go of.
         """
@@ -454,7 +459,7 @@ class Client:
             try:
                 # A generator would hold a chunk until the next one is there.
                 content: Any = map(note, chunks)
-                obstore.put(self._streams, key, content, chunk_size=self.chunk_size(size), max_concurrency=concurrency)
+                obstore.put(self._streams, key, content, chunk_size=chunk_bytes, max_concurrency=concurrency)
             except (obstore.exceptions.BaseError, FileNotFoundError) as error:
                 if not taken:
                     raise

@@ -19,7 +19,7 @@ CHUNKS_BYTES = (8 << 20, 16 << 20, 32 << 20, 64 << 20)
 """The sizes of a request for a part of a file. A smaller file is one request."""
 
 MEMORY_BYTES = 512 << 20
-"""All larger requests of a store that are under way at once have at most so many bytes."""
+"""Where requests are larger than the least, those that are under way at once have at most so many bytes."""
 
 _LATENCIES = 4  # so much longer than the latency should a request carry bytes
 _USUAL_CHUNKS = 256  # of one file: a very large one has larger chunks
@@ -38,7 +38,7 @@ _RESERVED = 2  # of these for reads that are later than most that are late
 
 
 def chunk_bytes(size: int, latency_secs: float, bytes_per_sec: float) -> int:
-    """How much of a file one request carries: one of `CHUNKS_BYTES`.
+    """How much of a file one request carries: one of `CHUNKS_BYTES`, for a small file the least that holds it.
 
     Args:
         size: of the file in bytes.
@@ -47,7 +47,7 @@ def chunk_bytes(size: int, latency_secs: float, bytes_per_sec: float) -> int:
     """
     by_latency = _LATENCIES * latency_secs * bytes_per_sec
     by_size = size / _USUAL_CHUNKS
-    wanted = min(max(by_latency, by_size), _LONGEST_SECS * bytes_per_sec)
+    wanted = min(max(by_latency, by_size), _LONGEST_SECS * bytes_per_sec, size)
     return next((chunk for chunk in CHUNKS_BYTES if chunk >= wanted), CHUNKS_BYTES[-1])
 
 
@@ -64,11 +64,26 @@ def late_after(recent: Sequence[float], least_secs: float) -> float:
     return max(least_secs, _LATE_MEDIANS * statistics.median(ordered), high)
 
 
+def memory_bytes(concurrency: int) -> int:
+    """What the chunks of all uploads of a store may take in memory.
+
+    They take that much only where chunks are larger than the least.
+    """
+    least = concurrency * CHUNKS_BYTES[0]
+    return max(least, min(4 * least, MEMORY_BYTES))
+
+
+def span_bytes(wanted: int, concurrency: int) -> int:
+    """How much one request reads, if `wanted` suits the store: as many requests as may be under way share the bound."""
+    return max(CHUNKS_BYTES[0], min(wanted, MEMORY_BYTES // concurrency))
+
+
 class Pace:
     """The times of the recent requests of one client. Any thread may use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Memory may be freed while it is held, which notes the upload that had it.
+        self._lock = threading.RLock()
         self._secs: dict[int, collections.deque[float]] = {}  # of reads, by the class of their size
         self._read_rates = _recent()  # bytes a second
         self._upload_rates = _recent()
@@ -88,12 +103,12 @@ class Pace:
     def read_bytes(self, size: int) -> int:
         """How much of a file of this size one request reads."""
         with self._lock:
-            return chunk_bytes(size, self._latency_secs(), _median(self._read_rates, _USUAL_RATE))
+            return chunk_bytes(size, self._latency_secs(), _median(list(self._read_rates), _USUAL_RATE))
 
     def upload_bytes(self, size: int) -> int:
         """How much of a file of this size one request uploads."""
         with self._lock:
-            return chunk_bytes(size, self._latency_secs(), _median(self._upload_rates, _USUAL_RATE))
+            return chunk_bytes(size, self._latency_secs(), _median(list(self._upload_rates), _USUAL_RATE))
 
     def late_secs(self, nbytes: int) -> float:
         """The seconds after which a read of so many bytes is late; infinite if nothing is known.

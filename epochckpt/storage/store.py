@@ -198,6 +198,11 @@ class Store(ABC):
         """What its writers have written so far, as far as the store tells."""
         return Tally()
 
+    def span_bytes(self, size: int) -> int:
+        """Up to which size neighbouring blocks of a file of `size` bytes are read with one call; 0: each by itself."""
+        del size
+        return self.read_span_bytes
+
     @property
     def local_path(self) -> str | None:
         """The path of the root, by which any program on this host reaches the same files; None in a bucket."""

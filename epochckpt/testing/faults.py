@@ -343,6 +343,9 @@ class FaultyStore(Store):
         self.endpoint = store.endpoint
         self.settings = store.settings
 
+    def span_bytes(self, size: int) -> int:
+        return self.inner.span_bytes(size)
+
     @property
     def written(self) -> Tally:  # type: ignore[override]
         return self.inner.written

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from epochckpt.storage.pace import CHUNKS_BYTES, Pace, chunk_bytes, late_after
+from epochckpt.storage.pace import CHUNKS_BYTES, Pace, chunk_bytes, late_after, memory_bytes, span_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -19,6 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
         (64 * MIB, 0.1, 80e6, 32),
         (64 * MIB, 0.2, 80e6, 64),  # another continent
         (64 * MIB, 2.0, 1e9, 64),  # never more
+        (10 * MIB, 0.2, 80e6, 16),  # the least that holds the whole file
         (2 * GIB, 0.001, 80e6, 8),
         (4 * GIB, 0.001, 80e6, 16),  # a large file has larger chunks
         (100 * GIB, 0.001, 80e6, 64),
@@ -31,6 +32,16 @@ def test_chunks_grow_with_the_file_and_the_latency(
 ) -> None:
     assert chunk_bytes(size, latency_secs, bytes_per_sec) == mib * MIB
     assert mib * MIB in CHUNKS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "upload_mib", "span_mib"), [(1, 32, 64), (4, 128, 64), (16, 512, 32), (64, 512, 8), (100, 800, 8)]
+)
+def test_memory_is_bounded(concurrency: int, upload_mib: int, span_mib: int) -> None:
+    """By 512 MiB, or by chunks of the least size if they are more."""
+    assert memory_bytes(concurrency) == upload_mib * MIB
+    assert span_bytes(64 * MIB, concurrency) == span_mib * MIB
+    assert span_bytes(8 * MIB, concurrency) == 8 * MIB
 
 
 @pytest.mark.parametrize(
