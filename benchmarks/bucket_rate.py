@@ -150,6 +150,14 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def timed_with_cpu(what: str, call: Callable[[], object]) -> common.Times:
+    """The time of a call, and the processor time that this process needed for it: the server's is not in it."""
+    before = os.times()
+    secs = timed(call)
+    after = os.times()
+    return {what: secs, f"{what} cpu": after.user + after.system - before.user - before.system}
+
+
 def measure_rate() -> dict[str, common.Times]:
     state = common.state_of(f"{ARRAYS.value}x{MEGABYTES.value}MB")
     target = common.target_of(state)
@@ -167,22 +175,22 @@ def measure_rate() -> dict[str, common.Times]:
                     manager.wait_until_finished()
 
                 manager.claim()
-                saved = timed(save)
+                saved = timed_with_cpu("save", save)
 
             def restore() -> None:
                 with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
                     jax.block_until_ready(manager.restore(0, args=target))
 
-            restored = timed(restore)
+            restored = timed_with_cpu("restore", restore)
             bare.remove("ours")
-            return {"save": saved, "restore": restored}
+            return {**saved, **restored}
 
         def raw(keep: bool) -> common.Times:
             prefix = f"raw{next(numbers)}"
-            saved = timed(lambda: bare.save(prefix, state))
-            restored = timed(lambda: bare.restore(prefix, state, keep=keep))
+            saved = timed_with_cpu("save", lambda: bare.save(prefix, state))
+            restored = timed_with_cpu("restore", lambda: bare.restore(prefix, state, keep=keep))
             bare.remove(prefix)
-            return {"save": saved, "restore": restored}
+            return {**saved, **restored}
 
         contestants = {"bare, dropped": lambda _: raw(False), "bare, kept": lambda _: raw(True), "epochckpt": ours}
         return common.alternate(contestants, base)
@@ -245,7 +253,8 @@ def main(_: list[str]) -> None:
     nbytes = ARRAYS.value * MEGABYTES.value * 10**6
     common.show(f"{ARRAYS.value} arrays of {MEGABYTES.value} MB, {CONCURRENCY.value} requests at once", found)
     for name, times in found.items():
-        print(f"{name:20}" + "".join(f"{what}: {nbytes / secs / 1e6:6.0f} MB/s   " for what, secs in times.items()))
+        rates = {what: nbytes / times[what] / 1e6 for what in ("save", "restore")}
+        print(f"{name:20}" + "".join(f"{what}: {rate:6.0f} MB/s   " for what, rate in rates.items()))
     common.finish({"rate": found})
 
 

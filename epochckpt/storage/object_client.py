@@ -183,6 +183,7 @@ class Client:
         settings: those that the query leaves open.
         chunk_bytes: how much of a file that is streamed goes with one request, unless the file is very large. None: as
             much as suits its size and the pace of the store, see `pace`.
+        pace: learns how fast the store answers. None: a new one.
         pause: waits for so many seconds before a request is repeated.
 
     Attributes:
@@ -205,11 +206,12 @@ class Client:
         settings: Mapping[str, Any] | None = None,
         *,
         chunk_bytes: int | None = None,
+        pace: Pace | None = None,
         pause: Callable[[float], object] = wait,
     ):
         self.fixed_chunks = chunk_bytes is not None
         self.least_chunk_bytes = CHUNKS_BYTES[0] if chunk_bytes is None else chunk_bytes
-        self.pace = Pace()
+        self.pace = pace or Pace()
         self._pause = pause
         match = _URL.fullmatch(url)
         if match is None:

@@ -23,8 +23,8 @@ from absl import logging
 
 from epochckpt import _patience, _threads
 from epochckpt.errors import AccessError, InvalidArgumentError, MismatchError, StorageError, say
-from epochckpt.storage import pace
 from epochckpt.storage.object_client import Client, existing, missing, wait
+from epochckpt.storage.pace import Pace, span_bytes
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class ObjectStore(Store):
         settings: those that the query leaves open, see `epochckpt.options.BucketSettings`.
         chunk_bytes: how much of a large file goes with one request; a file that is not larger is one request. None: 8
             to 64 MiB, as it suits the size of the file and the pace of the store, see `pace`.
+        pace: learns how fast the store answers. None: a new one.
         pause: waits for so many seconds before a request is repeated.
 
     Raises:
@@ -67,16 +68,18 @@ class ObjectStore(Store):
         settings: Mapping[str, Any] | None = None,
         *,
         chunk_bytes: int | None = None,
+        pace: Pace | None = None,
         pause: Callable[[float], object] = wait,
     ):
-        self._client = Client(url, settings, chunk_bytes=chunk_bytes, pause=pause)
+        self._client = Client(url, settings, chunk_bytes=chunk_bytes, pace=pace, pause=pause)
         self.root = self._client.root
         self.endpoint = self._client.endpoint
         self.settings = self._client.settings
         self.concurrency = self.settings.concurrency or _CONCURRENCY
+        adapts = self._client.sends and not self._client.fixed_chunks
         self._uploads = _Uploads(
             self.concurrency if self._client.sends else math.inf,
-            pace.memory_bytes(self.concurrency) if self._client.sends and not self._client.fixed_chunks else math.inf,
+            self._client.pace.memory_bytes(self.concurrency) if adapts else math.inf,
             self._client.pace.note_upload,
         )
         self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}  # of contents, by path
@@ -91,7 +94,7 @@ class ObjectStore(Store):
         """As it suits the size of the file and the pace of the store."""
         if self._client.fixed_chunks or not self._client.sends:
             return self.read_span_bytes
-        return pace.span_bytes(self._client.pace.read_bytes(size), self.concurrency)
+        return span_bytes(self._client.pace.read_bytes(size), self.concurrency)
 
     def exists(self, path: str) -> bool:
         """Whether the key exists, or another key below it."""

@@ -110,6 +110,10 @@ class Pace:
         with self._lock:
             return chunk_bytes(size, self._latency_secs(), _median(list(self._upload_rates), _USUAL_RATE))
 
+    def memory_bytes(self, concurrency: int) -> int:
+        """What the chunks of all uploads may take in memory."""
+        return memory_bytes(concurrency)
+
     def late_secs(self, nbytes: int) -> float:
         """The seconds after which a read of so many bytes is late; infinite if nothing is known.
 

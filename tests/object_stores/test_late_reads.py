@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from epochckpt.storage import Store, hedging, open_store
+from epochckpt.storage import Store, hedging
+from epochckpt.storage.object_store import ObjectStore
 from epochckpt.storage.pace import Pace
 from epochckpt.testing import in_parallel, write_file
 from tests.support.object_servers import Bucket, Fault, Request
@@ -26,9 +27,9 @@ def read_range(store: Store) -> bytes:
     return bytes(out)
 
 
-def acquainted(url: str, *reads: Callable[[Store], bytes]) -> Store:
+def acquainted(url: str, *reads: Callable[[Store], bytes], pace: Pace | None = None) -> Store:
     """A store with a file, which knows how long each of these reads takes."""
-    store = open_store(url)
+    store = ObjectStore(url, pace=pace)
     write_file(store, "file", DATA)
     for read in reads:
         for _ in range(ENOUGH):
@@ -88,25 +89,23 @@ def test_an_answer_that_stops_halfway_is_late_too(cloud: Bucket, held: threading
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)  # the bound knows no servers
-def test_a_store_that_is_slow_for_all_is_not_asked_twice_for_all(
-    cloud: Bucket, held: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_slow_for_all_is_not_asked_twice_for_all(cloud: Bucket, held: threading.Event) -> None:
     """All reads are late, again and again; three may be repeated, and a twentieth of all."""
-    store, readers = acquainted(cloud.new_url(), read_range), 16
+    readers = 16
     refused, allowed, lock = set[int](), list[bool](), threading.Lock()
-    may_repeat = Pace.may_repeat
 
-    def watched(pace: Pace, looks: int) -> bool:
-        may = may_repeat(pace, looks)
-        with lock:
-            allowed.append(may)
-            if looks > 1 and not may:
-                refused.add(threading.get_ident())
-            if len(refused) + sum(allowed) >= readers:
-                held.set()
-        return may
+    class Watched(Pace):
+        def may_repeat(self, looks: int) -> bool:
+            may = super().may_repeat(looks)
+            with lock:
+                allowed.append(may)
+                if looks > 1 and not may:
+                    refused.add(threading.get_ident())
+                if len(refused) + sum(allowed) >= readers:
+                    held.set()
+            return may
 
-    monkeypatch.setattr(Pace, "may_repeat", watched)
+    store = acquainted(cloud.new_url(), read_range, pace=Watched())
     cloud.proxy.decide = lambda request: Fault(held=held)
     with cloud.proxy.counted() as counts:
         assert in_parallel([lambda: read_range(store) for _ in range(readers)]) == [DATA] * readers
@@ -116,14 +115,18 @@ def test_a_store_that_is_slow_for_all_is_not_asked_twice_for_all(
     assert counts == {"GET": readers + 4}
 
 
-def test_reads_are_asked_for_once_where_that_is_set(
-    cloud: Bucket, patience: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_are_asked_for_once_where_that_is_set(cloud: Bucket, patience: Callable[..., None]) -> None:
     """A read that is held ends by its own time limit."""
     asked = list[int]()
-    monkeypatch.setattr(Pace, "may_repeat", lambda pace, looks: asked.append(looks))
+
+    class Watched(Pace):
+        def may_repeat(self, looks: int) -> bool:
+            asked.append(looks)
+            return super().may_repeat(looks)
+
     patience(request_silent_secs=0.5, request_pauses_secs=(0.0,), late_read_secs=LATE_SECS)
-    store, held = acquainted(f"{cloud.new_url()}?hedged_reads=false", *READS.values()), threading.Event()
+    held = threading.Event()
+    store = acquainted(f"{cloud.new_url()}?hedged_reads=false", *READS.values(), pace=Watched())
     try:
         for read in READS.values():
             late = [Fault(held=held)]
