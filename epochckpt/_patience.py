@@ -20,6 +20,7 @@ class Patience:
         request_pauses_secs: before a request to a bucket is repeated, if no setting says otherwise.
         request_silent_secs: of a server, before a small request counts as failed.
         large_request_secs: one large request may take so long, with its answer.
+        late_read_secs: a read of a bucket that takes no longer is not late, however fast others are.
         request_quiet_secs: of repeating a request, before it is said.
         upload_late_secs: without progress of an upload, before a piece that came too early is taken all the same.
         upload_still_secs: without progress of an upload, before it is said.
@@ -43,6 +44,7 @@ class Patience:
     request_pauses_secs: tuple[float, ...] = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)
     request_silent_secs: float = 15.0
     large_request_secs: float = 90.0
+    late_read_secs: float = 0.05
     request_quiet_secs: float = 3.0
     upload_late_secs: float = 30.0
     upload_still_secs: float = 10.0

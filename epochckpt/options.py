@@ -121,8 +121,17 @@ class BucketSettings(Mapping[str, Any]):
         default=None,
         metadata=option(
             integer(1, 1000),
-            "Requests under way at once, where there are many (16): uploads of chunks of 8 MiB, reads of up to 16 "
-            "MiB, and small ones. Beside the state, a save holds this many chunks in memory.",
+            "Requests under way at once, where there are many (16): uploads of chunks and reads of ranges, 8 to 64 MiB "
+            "each, and small ones. Beside the state, a save holds up to this many chunks in memory.",
+        ),
+    )
+
+    hedged_reads: bool | None = field(
+        default=None,
+        metadata=option(
+            Kind("true or false", _true_or_false, (False,)),
+            "`false`: a read that takes much longer than most is not asked for a second time. Else up to 5 % of all "
+            "reads are (true).",
         ),
     )
 

@@ -95,6 +95,11 @@ class CellUse(NamedTuple):
     source: tuple[slice, ...]
 
 
+def _memory(nbytes: int) -> memoryview:
+    """Memory of its own."""
+    return np.empty(nbytes, np.uint8).data
+
+
 @contextlib.contextmanager
 def noting(damage: list[EpochCheckpointError]) -> Generator[None]:
     """Collects an error of the data; the error that the epoch was deleted is raised."""
@@ -183,7 +188,11 @@ class NodeFile(abc.ABC):
             if len(blocks) == 1 and not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(largest))
             with expected():
-                for block, piece in self._pieces(blocks, tally, local.buffer if len(blocks) == 1 else None):
+                into = {}
+                if len(blocks) == 1:
+                    start, end = self._bounds(blocks[0])
+                    into[blocks[0]] = local.buffer[: end - start]
+                for block, piece in self._pieces(blocks, tally, into):
                     with expected():
                         use(self._bounds(block)[0], self._verified(block, piece, tally, always=True))
 
@@ -214,7 +223,7 @@ class NodeFile(abc.ABC):
     def _spans(self, blocks: Iterable[int]) -> Iterator[list[int]]:
         """Groups blocks, ascending, that are read together: neighbouring ones, as far as that suits the store."""
         group: list[int] = []
-        longest = self.epoch.store.read_span_bytes
+        longest = self.epoch.store.span_bytes(self.size)
         for block in blocks:
             start, end = self._bounds(block)
             if group:
@@ -227,24 +236,32 @@ class NodeFile(abc.ABC):
             yield group
 
     def _pieces(
-        self, blocks: Sequence[int], tally: Tally, into: memoryview | None = None
+        self, blocks: Sequence[int], tally: Tally, into: Mapping[int, memoryview]
     ) -> Iterator[tuple[int, memoryview]]:
-        """Reads blocks with one call, into a buffer if one is given; gives each with its bytes, not verified."""
+        """Reads blocks with one call; gives each with its bytes, not verified: those of `into` in the memory there."""
         start = self._bounds(blocks[0])[0]
         end = self._bounds(blocks[-1])[1]
         reader = self._reader
         assert reader is not None, "tasks run while the file is open"
-        if into is None:
-            read = functools.partial(reader.read, start, end - start)
+        found: dict[int, memoryview] = {}
+        if into:
+            parts: list[memoryview] = []
+            at = start
+            for block in blocks:
+                a, b = self._bounds(block)
+                parts.append(_memory(a - at))  # unwanted bytes
+                found[block] = into[block] if block in into else _memory(b - a)
+                parts.append(found[block])
+                at = b
+            self._guarded(start, end, functools.partial(reader.read_parts, start, [part for part in parts if part]))
         else:
-            into = into[: end - start]
-            read = functools.partial(reader.read_into, start, into)
-        found = self._guarded(start, end, read) if start < end else b""
-        data = memoryview(found) if into is None else into
+            read = functools.partial(reader.read, start, end - start)
+            data = memoryview(self._guarded(start, end, read) if start < end else b"")
+            for block in blocks:
+                a, b = self._bounds(block)
+                found[block] = data[a - start : b - start]
         tally.add_bytes(end - start)
-        for block in blocks:
-            a, b = self._bounds(block)
-            yield block, data[a - start : b - start]
+        yield from found.items()
 
     def _guarded(self, start: int, end: int, read: Callable[[], Any]) -> Any:
         """Calls `read`, which reads these bytes; what fails is an error of the file."""
@@ -429,18 +446,23 @@ class ArrayFile(NodeFile):
         tally: Tally,
     ) -> None:
         """Reads blocks with one call. A block goes to its destination whole, or is cut between several destinations."""
-        alone = moves.get(blocks[0], ()) if len(blocks) == 1 and blocks[0] not in cut_out else ()
-        into = alone[0][2] if len(alone) == 1 and alone[0][:2] == self._bounds(blocks[0]) else None
+        into: dict[int, memoryview] = {}
+        for block in blocks:
+            alone = moves.get(block, ())
+            if len(alone) == 1 and alone[0][:2] == self._bounds(block) and block not in cut_out:
+                into[block] = alone[0][2]
         for block, piece in self._pieces(blocks, tally, into):
             checked = self._verified(block, piece, tally)
-            if into is not None and checked is not piece:
-                into[:] = checked
-            if into is None:
-                piece = checked
-                origin = self._bounds(block)[0]
-                for start, end, out in moves.get(block, ()):
-                    out[:] = piece[start - origin : end - origin]
-                self._cut_out(block, np.frombuffer(piece, np.uint8), cut_out.get(block, ()))
+            if block in into:
+                if checked is not piece:
+                    into[block][:] = checked
+                continue
+            origin = self._bounds(block)[0]
+            raw = np.frombuffer(checked, np.uint8)
+            for start, end, out in moves.get(block, ()):
+                # A copy by NumPy does not hold the interpreter lock.
+                np.asarray(out)[:] = raw[start - origin : end - origin]
+            self._cut_out(block, raw, cut_out.get(block, ()))
 
     def _direct(self, cell: int, uses: list[CellUse]) -> memoryview | None:
         """The destination as bytes, if one whole cell goes to one contiguous place."""

@@ -5,6 +5,8 @@ For the kinds of buckets see `schemes`.
 - A request that the store refuses for the moment (429, 5xx, no connection, silence, an answer that is cut) is repeated
   with growing pauses; after a few seconds a warning says so, and at the end a StorageError. A failed connection that no
   repetition mends (a certificate that is not trusted) is an error at once; each error names the cause.
+- A read that is late is asked for a second time, and the first good answer counts. Few of all reads are, so that a
+  store that is slow for all has hardly more to do. Writes are never sent so.
 - A conditional write whose answer was lost meets its own object when it is repeated: the content decides.
 - A bucket that is missing or forbidden is an error of its own, never an empty folder.
 """
@@ -17,11 +19,12 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from absl import logging
 
 from epochckpt import _monitoring, _patience, _text, _threads
@@ -33,16 +36,16 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.options import BucketSettings
-from epochckpt.storage import schemes
+from epochckpt.storage import hedging, schemes
+from epochckpt.storage.landing import Landing
+from epochckpt.storage.pace import CHUNKS_BYTES, Pace
 from epochckpt.storage.store import check_path, too_large
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 8 << 20
-"""One part of a file that is streamed. A smaller file is one request."""
-
 _MAX_CHUNKS = 9000  # of one file: S3 takes 10,000
 _SMALL_BYTES = 1 << 20  # of a write whose answer is expected soon
+_PIECE_BYTES = 1 << 20  # of an answer, which is copied while the processor's cache has it
 _CONNECT_SECS = 5
 _URL = re.compile(rf"({'|'.join(schemes.SCHEMES)})://([\w.~-]+)(?:/+([^?#]*))?(?:\?([^#]*))?")
 _PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/]+/)*(?!\.{1,2}/?$)[^/]+/*")
@@ -178,7 +181,9 @@ class Client:
     Args:
         url: with or without a query.
         settings: those that the query leaves open.
-        chunk_bytes: how much of a file that is streamed goes with one request, unless the file is very large.
+        chunk_bytes: how much of a file that is streamed goes with one request, unless the file is very large. None: as
+            much as suits its size and the pace of the store, see `pace`.
+        pace: learns how fast the store answers. None: a new one.
         pause: waits for so many seconds before a request is repeated.
 
     Attributes:
@@ -187,6 +192,9 @@ class Client:
         settings: those of both places.
         endpoint: the server; empty for the cloud's own.
         sends: whether there is a server: what `memory://` is given, it keeps.
+        pace: how fast it has answered lately.
+        fixed_chunks: whether all files have chunks of one size, whatever the pace.
+        least_chunk_bytes: the smallest size of a chunk.
 
     Raises:
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
@@ -197,10 +205,13 @@ class Client:
         url: str,
         settings: Mapping[str, Any] | None = None,
         *,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
+        pace: Pace | None = None,
         pause: Callable[[float], object] = wait,
     ):
-        self.chunk_bytes = chunk_bytes
+        self.fixed_chunks = chunk_bytes is not None
+        self.least_chunk_bytes = CHUNKS_BYTES[0] if chunk_bytes is None else chunk_bytes
+        self.pace = pace or Pace()
         self._pause = pause
         match = _URL.fullmatch(url)
         if match is None:
@@ -253,8 +264,9 @@ class Client:
         return tuple(min(first * 2**number, longest) for number in range(retries))
 
     def chunk_size(self, size: int) -> int:
-        """How much of a file of this size one request uploads."""
-        return max(self.chunk_bytes, -(-size // _MAX_CHUNKS))
+        """How much of a file of this size one request uploads. It changes with the pace: ask once for a file."""
+        chunk = self.least_chunk_bytes if self.fixed_chunks else self.pace.upload_bytes(size)
+        return max(chunk, -(-size // _MAX_CHUNKS))
 
     def key(self, path: str) -> str:
         """The key of a file."""
@@ -276,8 +288,14 @@ class Client:
 
         key = self.key(path)
 
-        def get() -> tuple[bytes, dict[str, str]]:
+        def opened() -> Any:
+            began = time.monotonic()
             answer = obstore.get(self.kv, key)
+            self.pace.note_read(0, time.monotonic() - began)
+            return answer
+
+        def get() -> tuple[bytes, dict[str, str]]:
+            answer = self._hedged(0, opened, opened)
             if answer.meta["size"] > limit_bytes:
                 raise too_large(self.name(path), answer.meta["size"], limit_bytes)
             data = bytes(answer.bytes())
@@ -286,33 +304,84 @@ class Client:
 
         return self.ask(path, "reading", get)
 
-    def get_range(self, path: str, start: int, length: int) -> tuple[memoryview, int]:
-        """Some bytes of an object, as far as it has them, and its size; EOFError if it ends before them."""
+    def read_range(self, path: str, start: int, parts: Sequence[memoryview]) -> int:
+        """Fills buffers, one after the other, with the bytes of an object from `start` on; returns its size.
+
+        EOFError: it ends before them. After any error the buffers may have changed, and do not change any more.
+        """
+        key = self.key(path)
+        landing = Landing(parts)
+
+        def read() -> int:
+            return self._receive(key, path, start, landing)
+
+        def read_again() -> int:
+            memory = np.empty(landing.nbytes, np.uint8)
+            size = self._receive(key, path, start, Landing([memory.data]))
+            landing.replace(memory.data)
+            return size
+
+        def either() -> int:
+            return self._hedged(landing.nbytes, read, read_again)
+
+        try:
+            return self.ask(path, "reading", either)
+        finally:
+            landing.close()
+
+    def _receive(self, key: str, path: str, start: int, landing: Landing) -> int:
+        """One ranged read; the size of the object. What comes goes on to the landing in pieces that the cache holds."""
         import obstore
 
-        key = self.key(path)
+        length = landing.nbytes
+        began = time.monotonic()
+        try:
+            answer = obstore.get(self.kv, key, options={"range": (start, start + length)})
+            size: int = answer.meta["size"]
+            received = 0
+            for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                if received + len(piece) > length or not landing.put(received, piece):
+                    break
+                received += len(piece)
+        except obstore.exceptions.GenericError as error:
+            if _BEYOND.search(str(error)):
+                raise EOFError(f"{self.name(path)} has no bytes from {start} on") from error
+            raise
+        if size < start + length:
+            raise EOFError(f"{self.name(path)}: has {size} bytes, not the {length} from {start} on")
+        _check_whole(received, length)
+        self.pace.note_read(length, time.monotonic() - began)
+        return size
 
-        def get() -> tuple[memoryview, int]:
-            try:
-                answer = obstore.get(self.kv, key, options={"range": (start, start + length)})
-                data = memoryview(answer.bytes())
-                size = answer.meta["size"]
-                _check_whole(data.nbytes, min(length, size - start))
-                return data, size
-            except obstore.exceptions.GenericError as error:
-                if _BEYOND.search(str(error)):
-                    raise EOFError(f"{self.name(path)} has no bytes from {start} on") from error
-                raise
+    def _hedged(self, nbytes: int, first: Callable[[], T], second: Callable[[], T]) -> T:
+        """A read of so many bytes. If it is late, it is asked for a second time, as long as few of all reads are."""
+        if not self.sends or self.settings.hedged_reads is False:
+            return first()
+        self.pace.count_read()
 
-        return self.ask(path, "reading", get)
+        def may_repeat(looks: int) -> bool:
+            may = self.pace.may_repeat(looks)
+            if may:
+                _monitoring.event("/epochckpt/storage/hedge")
+            return may
+
+        return hedging.first_answer(first, second, self.pace.late_secs(nbytes), may_repeat)
 
     def head(self, path: str) -> Any:
         """What the store says of an object (`obstore.ObjectMeta`); None if there is none."""
         import obstore
 
         key = self.key(path)
+
+        def look() -> Any:
+            began = time.monotonic()
+            try:
+                return obstore.head(self.kv, key)
+            finally:  # most uploads look for what is not there
+                self.pace.note_read(0, time.monotonic() - began)
+
         try:
-            return self.ask(path, "looking for", lambda: obstore.head(self.kv, key))
+            return self.ask(path, "looking for", look)
         except FileNotFoundError:
             return None
 
@@ -339,7 +408,10 @@ class Client:
 
         def write() -> dict[str, str]:
             attributes: Any = None if cached else {"Cache-Control": "no-store"}
-            return _version(obstore.put(kv, key, data, attributes=attributes, mode=mode, use_multipart=False))
+            began = time.monotonic()
+            answer = obstore.put(kv, key, data, attributes=attributes, mode=mode, use_multipart=False)
+            self.pace.note_upload(len(data), time.monotonic() - began)
+            return _version(answer)
 
         def confirm() -> dict[str, str]:
             with suppress(FileNotFoundError, ValueError):  # gone again, or longer
@@ -370,8 +442,8 @@ class Client:
         copy = functools.partial(obstore.copy, self._large, key, other, overwrite=replace)
         self.ask(path, "copying", copy, met, _patience.now().large_request_secs)
 
-    def stream(self, path: str, chunks: Iterator[Any], size: int, concurrency: int) -> None:
-        """Writes an object from chunks of `chunk_size` in their order, with a request for each, several at once.
+    def stream(self, path: str, chunks: Iterator[Any], chunk_bytes: int, concurrency: int) -> None:
+        """Writes an object from chunks of one size in their order, with a request for each, several at once.
 
         An object that is there is replaced. A chunk is memory that is sent without a copy, and then let go of.
         """
@@ -389,7 +461,7 @@ class Client:
             try:
                 # A generator would hold a chunk until the next one is there.
                 content: Any = map(note, chunks)
-                obstore.put(self._streams, key, content, chunk_size=self.chunk_size(size), max_concurrency=concurrency)
+                obstore.put(self._streams, key, content, chunk_size=chunk_bytes, max_concurrency=concurrency)
             except (obstore.exceptions.BaseError, FileNotFoundError) as error:
                 if not taken:
                     raise

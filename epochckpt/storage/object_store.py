@@ -1,7 +1,7 @@
 """Epochs in an object store: see `schemes` for the kinds.
 
 Folders are prefixes of keys: they exist while a key does, and cannot be renamed. Large files are streamed in chunks:
-`concurrency` of them are in memory, of all files together. See `object_client` for what a request promises.
+`concurrency` of them are in memory at most, of all files together. See `object_client` for what a request promises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from absl import logging
 from epochckpt import _patience, _threads
 from epochckpt._lazy import np
 from epochckpt.errors import AccessError, InvalidArgumentError, MismatchError, StorageError, say
-from epochckpt.storage.object_client import CHUNK_BYTES, Client, existing, missing, wait
+from epochckpt.storage.object_client import Client, existing, missing, wait
+from epochckpt.storage.pace import Pace, span_bytes
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
 
 T = TypeVar("T")
@@ -47,7 +48,9 @@ class ObjectStore(Store):
     Args:
         url: its URL, with or without a final `/`; its query gives settings.
         settings: those that the query leaves open, see `epochckpt.options.BucketSettings`.
-        chunk_bytes: how much of a large file goes with one request; a file that is not larger is one request.
+        chunk_bytes: how much of a large file goes with one request; a file that is not larger is one request. None: 8
+            to 64 MiB, as it suits the size of the file and the pace of the store, see `pace`.
+        pace: learns how fast the store answers. None: a new one.
         pause: waits for so many seconds before a request is repeated.
 
     Raises:
@@ -64,15 +67,21 @@ class ObjectStore(Store):
         url: str,
         settings: Mapping[str, Any] | None = None,
         *,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
+        pace: Pace | None = None,
         pause: Callable[[float], object] = wait,
     ):
-        self._client = Client(url, settings, chunk_bytes=chunk_bytes, pause=pause)
+        self._client = Client(url, settings, chunk_bytes=chunk_bytes, pace=pace, pause=pause)
         self.root = self._client.root
         self.endpoint = self._client.endpoint
         self.settings = self._client.settings
         self.concurrency = self.settings.concurrency or _CONCURRENCY
-        self._uploads = _Uploads(self.concurrency if self._client.sends else math.inf, chunk_bytes)
+        adapts = self._client.sends and not self._client.fixed_chunks
+        self._uploads = _Uploads(
+            self.concurrency if self._client.sends else math.inf,
+            self._client.pace.memory_bytes(self.concurrency) if adapts else math.inf,
+            self._client.pace.note_upload,
+        )
         self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}  # of contents, by path
 
     @property
@@ -80,6 +89,12 @@ class ObjectStore(Store):
         """The URL, with the settings as its query."""
         query = self.settings.query()
         return f"{self.root}?{query}" if query else self.root
+
+    def span_bytes(self, size: int) -> int:
+        """As it suits the size of the file and the pace of the store."""
+        if self._client.fixed_chunks or not self._client.sends:
+            return self.read_span_bytes
+        return span_bytes(self._client.pace.read_bytes(size), self.concurrency)
 
     def exists(self, path: str) -> bool:
         """Whether the key exists, or another key below it."""
@@ -281,14 +296,13 @@ class _ObjectReader(Reader):
         return self._size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """One ranged read and one copy."""
-        data = self.read(offset, buffer.nbytes)
-        if buffer.nbytes:
-            np.frombuffer(buffer, np.uint8)[:] = np.frombuffer(data, np.uint8)
-
-    def read(self, offset: int, length: int) -> memoryview:
         """One ranged read, whose answer also says the size."""
+        self.read_parts(offset, [buffer])
+
+    def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """One ranged read. Its answer goes to the buffers as it comes, and nowhere else before."""
         name = self._client.name(self._path)
+        length = sum(part.nbytes for part in parts)
         if self._closed:
             raise ValueError(f"{name} is closed")
         if offset < 0:
@@ -296,60 +310,83 @@ class _ObjectReader(Reader):
         if length and offset + length > self._size:
             raise EOFError(f"{name}: has {self._size} bytes, not the {length} from {offset} on")
         if not length:
-            return memoryview(b"")
-        data, size = self._client.get_range(self._path, offset, length)
+            return
+        size = self._client.read_range(self._path, offset, parts)
         if size != self._size:
             raise EOFError(f"{name}: has {size} bytes, {self._size} are expected")
-        if data.nbytes != length:
-            raise EOFError(f"{name}: {data.nbytes} of {length} bytes at {offset}")
-        return data
 
     def close(self) -> None:
         """Forgets the key; no connection was held."""
         self._closed = True
 
 
-class _Uploads:
-    """What the uploads of a store share: how many chunks may be in memory, being filled, waiting or under way."""
+class _Sending:
+    """One chunk on its way: when the client took it. None: not yet."""
 
-    def __init__(self, chunks: float, chunk_bytes: int):
+    def __init__(self) -> None:
+        self.began: float | None = None
+
+
+class _Uploads:
+    """What the uploads of a store share: how many chunks may be in memory, being filled, waiting or under way.
+
+    Args:
+        chunks: so many chunks.
+        nbytes: so many bytes of chunks; a single chunk may be larger.
+        note: is told the bytes of each chunk that was sent, and how long that took.
+    """
+
+    def __init__(self, chunks: float, nbytes: float, note: Callable[[int, float], None]):
         self.chunks = self.free = chunks
-        self._chunk_bytes = chunk_bytes
+        self._free_bytes = nbytes
+        self._note = note
         self._spare: list[np.ndarray] = []  # memory for chunks, while there are uploads
         self.sent = 0  # chunks that have left memory
         self.said = -1  # how many had left when a warning said that uploads stand still
         self.moved = time.monotonic()  # when the last one left
         self.changed = threading.Condition()
 
-    def take(self, size: int) -> tuple[np.ndarray, weakref.finalize[Any, Any]]:
-        """Memory for one chunk of this many bytes, and the finalizer that notes its release."""
+    def has_room(self, nbytes: int) -> bool:
+        """Whether there is room for one more chunk in so much memory."""
+        return self.free > 0 and (self._free_bytes >= nbytes or self.free == self.chunks)
+
+    def take(self, size: int, nbytes: int) -> tuple[np.ndarray, weakref.finalize[Any, Any], _Sending]:
+        """A chunk of this size in memory of so many bytes, the finalizer that notes its release, and its way."""
         with self.changed:
             memory = self._spare.pop() if self._spare else None
-            if memory is None or len(memory) < size:
+            if memory is None or len(memory) != nbytes:
                 # Not from the heap: every thread that frees so much memory would keep some of it.
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                memory = np.frombuffer(mmap.mmap(-1, max(size, self._chunk_bytes), flags=flags), np.uint8)
+                memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
             chunk = memory[:size]
-            freed = weakref.finalize(chunk, self._give, memory)
+            sending = _Sending()
+            freed = weakref.finalize(chunk, self._give, memory, size, sending)
             freed.atexit = False
             self.free -= 1
-        return chunk, freed
+            self._free_bytes -= nbytes
+        return chunk, freed, sending
 
-    def _give(self, *memory: np.ndarray) -> None:
+    def _give(self, memory: np.ndarray, size: int, sending: _Sending) -> None:
         # Called by any thread, wherever a chunk is freed.
         with self.changed:
-            self._spare += memory
-            self.free += 1
-            self.sent += 1
-            self.moved = time.monotonic()
-            self.changed.notify_all()
+            self._spare.append(memory)
+            self._count(len(memory))
+        if sending.began is not None:
+            self._note(size, time.monotonic() - sending.began)
+
+    def _count(self, nbytes: int) -> None:
+        self.free += 1
+        self._free_bytes += nbytes
+        self.sent += 1
+        self.moved = time.monotonic()
+        self.changed.notify_all()
 
     def end(self, chunks: Iterable[weakref.finalize[Any, Any]]) -> None:
         """The upload that had these has ended. Memory that the client still has is not used again."""
         with self.changed:
             for freed in chunks:
-                if freed.detach() is not None:
-                    self._give()
+                if (alive := freed.detach()) is not None:
+                    self._count(len(alive[2][0]))
             if self.free == self.chunks:
                 self._spare.clear()
             self.changed.notify_all()
@@ -371,12 +408,14 @@ class _Writer(Writer):
         self._path = path
         self._size = size
         self._name = client.name(path)
+        self._chunk_bytes = client.chunk_size(size)
         self._lock = threading.Condition()
         self._early: dict[int, bytes] = {}
         self._ready: deque[np.ndarray] = deque()  # chunks that are full
         self._chunk = np.empty(0, np.uint8)  # the last one
         self._room = 0  # bytes of it that are still to be filled
         self._held: list[weakref.finalize[Any, Any]] = []  # one for each chunk: alive while that is in memory
+        self._unsent: deque[_Sending] = deque()  # one for each chunk that the client has not taken
         self._written = self._next = self._early_bytes = self._taken = 0
         self._begun = self._closed = self._ended = self._asked = self._said = False
         self._upload: _threads.Future[None] | None = None
@@ -392,7 +431,7 @@ class _Writer(Writer):
             self._wait_for_turn(offset)
             self._check_open()
             self._written += view.nbytes
-            if self._size > self._client.chunk_bytes and not self._begun:
+            if self._size > self._chunk_bytes and not self._begun:
                 self._begin()
             if offset != self._next:
                 self._early[offset] = bytes(view.cast("B"))
@@ -418,7 +457,7 @@ class _Writer(Writer):
     def _wait_for_turn(self, offset: int) -> None:
         """Waits while too many pieces are early, as long as others make progress."""
         before = self._next
-        limit_bytes = _EARLY_CHUNKS * self._client.chunk_bytes
+        limit_bytes = _EARLY_CHUNKS * self._client.least_chunk_bytes
         while not self._lock.wait_for(
             lambda: offset <= self._next or self._early_bytes < limit_bytes or self._closed or self._ended,
             _patience.now().upload_late_secs,
@@ -456,7 +495,7 @@ class _Writer(Writer):
         began = time.monotonic()
 
         def is_free() -> bool:
-            if shared.free > 0 or (self._begun and self._upload is None):
+            if shared.has_room(self._chunk_bytes) or (self._begun and self._upload is None):
                 return True
             late = time.monotonic() - max(began, shared.moved) >= _patience.now().upload_late_secs
             return late and not any(each.alive for each in self._held)
@@ -464,9 +503,10 @@ class _Writer(Writer):
         with shared.changed:
             self._wait(shared.changed, is_free)
             if not self._closed and not self._ended:
-                self._room = min(self._client.chunk_size(self._size), self._size - start)
-                self._chunk, freed = shared.take(self._room)
+                self._room = min(self._chunk_bytes, self._size - start)
+                self._chunk, freed, sending = shared.take(self._room, self._chunk_bytes)
                 self._held.append(freed)
+                self._unsent.append(sending)
         self._check_open()
 
     def _wait(self, changed: threading.Condition, is_ready: Callable[[], bool]) -> None:
@@ -507,7 +547,7 @@ class _Writer(Writer):
         try:
             if self._client.head(self._path) is not None:
                 raise existing(self._name)
-            self._client.stream(self._path, self._chunks(), self._size, self._concurrency)
+            self._client.stream(self._path, self._chunks(), self._chunk_bytes, self._concurrency)
         except StorageError:
             # The answer to the last request may be lost. No other writer uses this name.
             size = self._client.head(self._path) if self._taken == self._size else None
@@ -527,6 +567,7 @@ class _Writer(Writer):
                 if self._ended:
                     raise InterruptedError(errno.EINTR, "given up", self._name)
                 self._taken += len(self._ready[0])
+                self._unsent.popleft().began = time.monotonic()
             yield self._ready.popleft()  # no name holds it: it must be freed once it is sent
 
     def finish(self) -> None:

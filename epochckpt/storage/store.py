@@ -26,7 +26,7 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -78,6 +78,15 @@ class Reader(ABC):
 
         May be called by any thread. The buffer is writable and C-contiguous, with items of any format.
         """
+
+    def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """Fills several buffers with the bytes from `offset` on, one after the other; raises what `read_into` raises.
+
+        Where each request takes long, this is one request.
+        """
+        for part in parts:
+            self.read_into(offset, part)
+            offset += part.nbytes
 
     def read(self, offset: int, length: int) -> memoryview:
         """The bytes from `offset` on, in memory of their own; raises what `read_into` raises."""
@@ -188,6 +197,11 @@ class Store(ABC):
     def written(self) -> Tally:
         """What its writers have written so far, as far as the store tells."""
         return Tally()
+
+    def span_bytes(self, size: int) -> int:
+        """Up to which size neighbouring blocks of a file of `size` bytes are read with one call; 0: each by itself."""
+        del size
+        return self.read_span_bytes
 
     @property
     def local_path(self) -> str | None:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
@@ -343,6 +343,9 @@ class FaultyStore(Store):
         self.endpoint = store.endpoint
         self.settings = store.settings
 
+    def span_bytes(self, size: int) -> int:
+        return self.inner.span_bytes(size)
+
     @property
     def written(self) -> Tally:  # type: ignore[override]
         return self.inner.written
@@ -525,6 +528,11 @@ class _FaultyReader(Reader):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         made = functools.partial(self._reader.read_into, offset, buffer)
         self._store.make(Reader.read_into, made, (self._path,), nbytes=buffer.nbytes)
+
+    def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
+        made = functools.partial(self._reader.read_parts, offset, parts)
+        nbytes = sum(part.nbytes for part in parts)
+        self._store.make(Reader.read_into, made, (self._path,), nbytes=nbytes)
 
     def close(self) -> None:
         self._reader.close()

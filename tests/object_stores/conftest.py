@@ -1,6 +1,7 @@
 """The servers of this folder's tests: one of each kind for a session."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -11,6 +12,12 @@ from tests.support.object_servers import Bucket, bucket
 def server(request: pytest.FixtureRequest) -> Iterator[Bucket]:
     with bucket(request.param) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def _no_read_is_late(patience: Callable[..., None]) -> None:
+    """Tests count requests, and a busy machine answers late. The tests of late reads say when a read is late."""
+    patience(late_read_secs=math.inf)
 
 
 @pytest.fixture

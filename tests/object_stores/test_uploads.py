@@ -18,7 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import epochckpt as ec
 from epochckpt.arrays.reader import Request as ReadRequest
 from epochckpt.storage import open_store, opening_through
+from epochckpt.storage.object_client import Client
 from epochckpt.storage.object_store import ObjectStore
+from epochckpt.storage.pace import Pace
+from epochckpt.testing import write_file
 from tests.support.object_servers import Bucket, Fault, Request
 
 CONCURRENCY = 4
@@ -166,6 +169,75 @@ def test_chunks_in_memory_are_bounded_and_freed(cloud: Bucket, chunk: int, monke
             manager.wait_until_finished()
         assert maps.are_gone()
     assert maps.most == 3
+
+
+class KnownPace(Pace):
+    """Finds that requests of one size suit the store."""
+
+    def __init__(self, chunk: int, memory: int = 1 << 30):
+        super().__init__()
+        self.chunk, self.memory = chunk, memory
+
+    def upload_bytes(self, size: int) -> int:
+        return self.chunk
+
+    def read_bytes(self, size: int) -> int:
+        return self.chunk
+
+    def memory_bytes(self, concurrency: int) -> int:
+        return self.memory
+
+
+def test_chunks_have_the_size_that_suits_the_store(cloud: Bucket) -> None:
+    """All of one file have the size that is right when it is opened; a file that is not larger is one request."""
+    store, data = ObjectStore(cloud.new_url(), pace=KnownPace(16 << 20)), np.arange(5 << 20, dtype=np.int64).tobytes()
+    for name, size in (("large", 40 << 20), ("small", 16 << 20)):
+        cloud.proxy.requests.clear()
+        write_file(store, name, data[:size])
+        sent = [int(each.headers["content-length"]) >> 20 for each in cloud.proxy.requests if each.kind == "PUT"]
+        assert sorted(sent) == ([8, 16, 16] if name == "large" else [16])
+        assert store.read(name, limit_bytes=size) == data[:size]
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_large_chunks_are_fewer_in_memory(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes are bounded, and all are sent."""
+    size = 1 << 20
+    maps = Maps(size)
+    monkeypatch.setattr(mmap, "mmap", maps.map)
+    known = KnownPace(size, memory=2 * size + 5)
+    saved = arrays(8, 3 * size)
+    with (
+        opening_through(lambda store: ObjectStore(store.address, pace=known)),
+        ec.CheckpointManager(cloud.new_url(), storage=ec.StorageOptions(part_bytes=4 * size)) as manager,
+    ):
+        manager.save(0, args=Save(saved))
+        manager.wait_until_finished()
+        assert maps.most == 2
+        assert maps.are_gone()
+        jax.tree.map(np.testing.assert_array_equal, manager.restore(0, args=Restore(saved)), saved)
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_ranges_have_the_size_that_suits_the_store(cloud: Bucket) -> None:
+    """A restore of the same array takes fewer requests where each reads more."""
+    saved, url, requests = arrays(1, 20 << 20), cloud.new_url(), dict[int, int]()
+    known = KnownPace(8 << 20)
+    with opening_through(lambda store: ObjectStore(store.address, pace=known)), ec.CheckpointManager(url) as manager:
+        manager.save(0, args=Save(saved))
+        manager.wait_until_finished()
+        for mib in (8, 32):
+            known.chunk = mib << 20
+            cloud.proxy.requests.clear()
+            jax.tree.map(np.testing.assert_array_equal, manager.restore(0, args=Restore(saved)), saved)
+            requests[mib] = sum("range" in request.headers for request in cloud.proxy.requests)
+    assert requests == {8: 3, 32: 1}
+
+
+@pytest.mark.parametrize("size", [1, 80 << 30, 700 << 30, 40 << 40])
+def test_no_file_has_more_chunks_than_a_store_takes(size: int) -> None:
+    for fixed in (None, 5 << 20):
+        assert Client("memory://name", chunk_bytes=fixed).chunk_size(size) * 10_000 > size
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)

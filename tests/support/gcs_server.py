@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import email.parser
 import email.policy
-import functools
 import hashlib
 import itertools
 import json
@@ -16,7 +15,7 @@ import socket
 import threading
 import urllib.parse
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -31,9 +30,9 @@ class Blob:
     generation: int
     created: datetime.datetime
 
-    @functools.cached_property
+    @property
     def etag(self) -> str:
-        return f'"{hashlib.md5(self.data).hexdigest()}"'
+        return f'"{self.generation}"'
 
 
 class Refused(Exception):
@@ -131,12 +130,15 @@ class Handler(BaseHTTPRequestHandler):
 
 class _Handler(Handler):
     buckets: Buckets  # of the subclass that the server makes
+    delay_secs: Callable[[Handler], float]
 
     def do(self) -> None:
         """Any request: reads its body, finds what answers it, and sends that or a refusal."""
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
         self.body = self.read_body()
+        if delay_secs := self.delay_secs():
+            threading.Event().wait(delay_secs)
         parts = [urllib.parse.unquote(part) for part in url.path.lstrip("/").split("/")]
         self.is_json = "storage" in parts[:2] and "v1" in parts[:3]
         try:
@@ -288,8 +290,9 @@ class _Handler(Handler):
         if parts is None:
             raise Refused(404, "NoSuchUpload")
         if self.command == "PUT":
-            parts[int(self.query["partNumber"])] = self.body
-            return self.send(200, ETag=f'"{hashlib.md5(self.body).hexdigest()}"')
+            number = int(self.query["partNumber"])
+            parts[number] = self.body
+            return self.send(200, ETag=f'"{upload}-{number}"')
         if self.command == "DELETE":
             del self.buckets.uploads[upload]
             return self.send(204)
@@ -350,10 +353,16 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def gcs_server(*names: str, page: int = 1000) -> Iterator[tuple[int, Buckets]]:
-    """A server with these buckets on a free port of this host, until the block ends: its port and its content."""
+def gcs_server(
+    *names: str, page: int = 1000, delay_secs: Callable[[Handler], float] = lambda handler: 0.0
+) -> Iterator[tuple[int, Buckets]]:
+    """A server with these buckets on a free port of this host, until the block ends: its port and its content.
+
+    `delay_secs` says how long each request waits once it has arrived.
+    """
     buckets = Buckets(names, page)
-    server = Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"buckets": buckets}))
+    handler = type("Handler", (_Handler,), {"buckets": buckets, "delay_secs": delay_secs})
+    server = Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

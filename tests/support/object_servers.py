@@ -37,6 +37,7 @@ class Fault:
         withheld: called when the server has done what was asked; its answer goes on when this returns.
         late: the connection breaks, and the server is asked when this returns: nobody hears its answer.
         slow_secs: the answer's body comes in two pieces, the second so much later.
+        halved: the answer's body comes in two pieces, the second when this is set.
         rewrite: gives another answer for the server's, as a cache or another proxy would.
         flipped: one bit of the answer's body, at this byte, is another one; beyond its end, that of the last byte.
         short: the answer's body, and the length that it is said to have, are only so long.
@@ -53,6 +54,7 @@ class Fault:
     withheld: Callable[[], object] | None = None
     late: Callable[[], object] | None = None
     slow_secs: float = 0.0
+    halved: threading.Event | None = None
     rewrite: Callable[["Answer"], "Answer"] | None = None
     flipped: int | None = None
     short: int | None = None
@@ -208,10 +210,10 @@ class _Handler(Handler):
         if length is not None and given.status not in (204, 304):
             self.send_header("Content-Length", length)
         self.end_headers()
-        if fault.slow_secs:
+        if fault.slow_secs or fault.halved is not None:
             self.wfile.write(content[: len(content) // 2])
             self.wfile.flush()
-            threading.Event().wait(fault.slow_secs)
+            (fault.halved or threading.Event()).wait(fault.slow_secs or 60)
             content = content[len(content) // 2 :]
         self.wfile.write(content if fault.cut is None else content[: fault.cut])
         return self.break_off() if fault.cut is not None and fault.cut < len(content) else None
