@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 
-import numpy as np
+from epochckpt._lazy import np
 
 Buffer = bytes | memoryview
 
@@ -40,11 +40,11 @@ class Landing:
             return self._open
 
     def replace(self, data: Buffer) -> None:
-        """Fills all parts with other bytes, and closes."""
+        """Fills all parts with other bytes, and closes; does nothing once it is closed."""
         with self._lock:
-            self._open = False
-            if self.nbytes:
+            if self._open and self.nbytes:
                 self._copy(0, np.frombuffer(data, np.uint8))
+            self._open = False
 
     def close(self) -> None:
         """From now on nothing is copied."""

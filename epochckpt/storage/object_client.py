@@ -24,10 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from absl import logging
 
 from epochckpt import _monitoring, _patience, _text, _threads
+from epochckpt._lazy import np
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from epochckpt.storage import Store, hedging
+from epochckpt.storage.landing import Landing
 from epochckpt.storage.object_store import ObjectStore
 from epochckpt.storage.pace import Pace
 from epochckpt.testing import in_parallel, write_file
@@ -58,6 +59,16 @@ def test_a_read_that_is_held_returns_by_its_second_request(name: str, cloud: Buc
     held.set()
     assert cloud.proxy.settle(30)
     assert READS[name](store) == DATA
+
+
+def test_what_was_closed_takes_no_bytes() -> None:
+    """Neither of the request that was late, nor of the one that was asked after it, whichever came first."""
+    buffer = bytearray(b"first")
+    landing = Landing([memoryview(buffer)])
+    landing.close()
+    landing.replace(b"later")
+    assert not landing.put(0, b"x")
+    assert buffer == b"first"
 
 
 def test_a_late_answer_changes_no_buffer(cloud: Bucket, held: threading.Event) -> None:
