@@ -21,12 +21,12 @@ import epochckpt as ec
 from epochckpt import _threads
 from epochckpt.errors import EpochExistsError
 from epochckpt.manager import manager, outcomes
-from epochckpt.saving import in_flight, primary, queue, retention
+from epochckpt.saving import history, in_flight, primary, queue, retention
 from epochckpt.saving import save as save_module
 from tests.support.interrupting import ctrl_c, interrupt
 
 # What the training thread runs of ours.
-MODULES = [save_module, queue, in_flight, primary, manager, outcomes, retention, _threads]
+MODULES = [save_module, queue, in_flight, primary, manager, outcomes, history, retention, _threads]
 EVERY = [pytest.param(False, id="line"), pytest.param(True, id="opcode", marks=pytest.mark.long)]
 
 
@@ -104,7 +104,7 @@ def test_ctrl_c_anywhere_in_save_leaves_a_manager_that_saves(m: ec.CheckpointMan
 def test_what_a_signal_handler_saves_during_reload_is_known(m: ec.CheckpointManager) -> None:
     assert save(m, 0)
     for place in itertools.count(1):
-        if not interrupt([retention], place, m.reload, lambda: save_now(m, place)):  # noqa: B023
+        if not interrupt([history], place, m.reload, lambda: save_now(m, place)):  # noqa: B023
             break
         assert place in m.all_steps(), f"interrupted at place {place}"
     assert place > 10
