@@ -23,7 +23,7 @@ from epochckpt.arrays import EpochReader, Request
 from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.format import grid
 from epochckpt.orbax import events
-from epochckpt.storage import Store, opening_through
+from epochckpt.storage import opening_through
 from epochckpt.testing import FaultyStore
 
 BLOCK, SPAN = 4096, 100_000  # a sixteenth of it, more than a block, may be read in vain
@@ -39,9 +39,8 @@ TREE = {
 class Spanning(FaultyStore):
     """A store of which neighbouring blocks are read with one request up to `SPAN` bytes."""
 
-    def __init__(self, store: Store):
-        super().__init__(store)
-        self.read_span_bytes = SPAN
+    def span_bytes(self, size: int) -> int:
+        return SPAN
 
 
 @contextlib.contextmanager
