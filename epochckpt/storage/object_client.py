@@ -377,7 +377,7 @@ class Client:
             began = time.monotonic()
             try:
                 return obstore.head(self.kv, key)
-            finally:  # most uploads look for what is not there
+            finally:  # also if there is none, as before most uploads
                 self.pace.note_read(0, time.monotonic() - began)
 
         try:
