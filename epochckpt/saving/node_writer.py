@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TypeVar
 
 from epochckpt import _monitoring
 from epochckpt._threads import Pool
@@ -25,8 +24,6 @@ from epochckpt.saving.save import Save
 # Bytes of small contents that travel in the commit record.
 _INLINED_BYTES = 2**20  # of the primary
 _INLINED_BY_OTHERS = 16 * 2**20  # of all other processes together
-
-FileT = TypeVar("FileT", bound=DataFile)
 
 
 def write_nodes(
@@ -124,8 +121,8 @@ class _NodeWriter:
         self._secs += time.monotonic() - began
 
     def _write_item(
-        self, folder: str, plan: ItemPlan, buffers: Sequence[Buffer | Arriving], kind: type[FileT], pool: Pool
-    ) -> list[FileT]:
+        self, folder: str, plan: ItemPlan, buffers: Sequence[Buffer | Arriving], kind: type[writer.FileT], pool: Pool
+    ) -> list[writer.FileT]:
         """Writes the data files of one item."""
         return writer.write_arrays(
             self._store,

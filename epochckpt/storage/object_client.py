@@ -377,7 +377,7 @@ class Client:
             began = time.monotonic()
             try:
                 return obstore.head(self.kv, key)
-            finally:  # also if there is none, as before most uploads
+            finally:  # also when it raises: most uploads look for an object that does not exist
                 self.pace.note_read(0, time.monotonic() - began)
 
         try:
