@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from absl import logging
 
-from epochckpt import errors
+from epochckpt import _collector, errors
 from epochckpt.directory import metrics_log
 from epochckpt.directory.epoch_summary import EpochSummary
 from epochckpt.directory.lineage import ClaimDirectly, ClaimLineage, Lineage
@@ -349,8 +349,9 @@ class EpochDirectory(abc.ABC):
         folders: dict[int, str] = {}
         foreign: dict[int, str] = {}
         self.names.learn(entry.name for entry in entries)
-        named = [(epoch, entry) for entry in entries if (epoch := self.names.parse(entry.name)) is not None]
-        records = {entry.name: f"{entry.name}/{paths.EPOCH_RECORD}" for _, entry in named if entry.is_folder}
+        with _collector.paused():  # of ten thousand epochs there are many objects, which stay
+            named = [(epoch, entry) for entry in entries if (epoch := self.names.parse(entry.name)) is not None]
+            records = {entry.name: f"{entry.name}/{paths.EPOCH_RECORD}" for _, entry in named if entry.is_folder}
         found = self.store.existing(records.values())
         for epoch, entry in named:
             if not entry.is_folder:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from absl import logging
 
+from epochckpt import _collector
 from epochckpt.directory import attached_metrics
 from epochckpt.directory.epoch_directory import ReplaceCondition
 from epochckpt.directory.epoch_summary import EpochSummary
@@ -129,7 +130,8 @@ class History:
         """Starts anew from a look at storage; what is not `known`, as of its beginning, was committed meanwhile."""
         self.damaged = survey.damaged
         self.run.begin_after(survey.runs)
-        found = {e: EpochInfo(e, self._load) for e in survey.epochs}  # any may have been replaced
+        with _collector.paused():  # of ten thousand epochs there are many objects, which stay
+            found = {e: EpochInfo(e, self._load) for e in survey.epochs}  # any may have been replaced
         self._committed.update(found)
         for epoch in self._committed.keys() - found.keys() if known is None else {*known} - found.keys():
             self._committed.pop(epoch, None)

@@ -135,7 +135,7 @@ class PosixStore(Store):
         return self._leads_somewhere(path, self._target)
 
     def existing(self, paths: Iterable[str]) -> set[str]:
-        """One stat(2) each, from the root, which is opened once; also of what a link leads to outside of it."""
+        """One access(2) each, from the root, which is opened once; also of what a link leads to outside of it."""
         try:
             root = os.open(self._target(""), os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
@@ -146,8 +146,10 @@ class PosixStore(Store):
             os.close(root)
 
     def _is_there(self, path: str, root: int) -> bool:
+        if os.access(path, os.F_OK, dir_fd=root):  # of thousands of names nearly all are there; faster than a stat
+            return True
         try:
-            os.stat(path, dir_fd=root)  # of thousands of names nearly all are answered
+            os.stat(path, dir_fd=root)
             return True
         except (FileNotFoundError, NotADirectoryError):
             return False
