@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import math
-import mmap
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from absl import logging
 from epochckpt import _patience, _threads
 from epochckpt._lazy import np
 from epochckpt.errors import AccessError, InvalidArgumentError, MismatchError, StorageError, say
+from epochckpt.storage import mmap
 from epochckpt.storage.object_client import Client, existing, missing, wait
 from epochckpt.storage.pace import Pace, span_bytes
 from epochckpt.storage.store import Entry, File, Reader, Store, Tally, Writer, check_piece
@@ -356,8 +356,7 @@ class _Uploads:
             memory = self._spare.pop() if self._spare else None
             if memory is None or len(memory) != nbytes:
                 # Not from the heap: every thread that frees so much memory would keep some of it.
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+                memory = mmap.fresh(nbytes)
             chunk = memory[:size]
             sending = _Sending()
             freed = weakref.finalize(chunk, self._give, memory, size, sending)
