@@ -11,6 +11,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,28 @@ from epochckpt.errors import AccessError, FencedError
 if TYPE_CHECKING:
     from epochckpt.directory.epoch_directory import Writer
     from epochckpt.saving.job_directory import JobDirectory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """On the primary: the directory is claimed, and no process has joined the claim yet."""
+
+    claim: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joined:
+    """This process has joined the claim, and `on_claim` has yet to hear of it."""
+
+    claim: dict[str, Any]
+    epochs: Sequence[int]  # of the job, at the time of the claim
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """This process knows of the claim, and so the incarnation."""
+
+    claim: dict[str, Any]
 
 
 class Claim:
@@ -48,15 +71,13 @@ class Claim:
         self._on_claim = on_claim
         self._root_files = root_files
         self._lock = threading.Lock()
-        self._taken: dict[str, Any] | None = None  # on the primary: a claim that it has yet to learn
-        self._joined: Sequence[int] | None = None  # the epochs of the job, once this process has joined the claim
-        self._known: dict[str, Any] | None = None
+        self._state: _Taken | _Joined | _Known | None = None  # None: not claimed, as far as this process knows
         self.fenced: FencedError | None = None  # how this manager learned that a newer run has taken over
 
     @property
     def known(self) -> bool:
         """Whether this process knows of the claim, and so the incarnation."""
-        return self._known is not None
+        return isinstance(self._state, _Known)
 
     def check(self, epoch: int) -> None:
         """Raises the error that keeps this manager from saving, if any. No I/O, unless it was refused at open."""
@@ -83,8 +104,8 @@ class Claim:
         `take_over`: also from a run that may be alive; if not, such a run is an InvalidArgumentError.
         """
         with self._lock:
-            if (claim := self._known or self._taken) is not None:
-                return claim
+            if self._state is not None:
+                return self._state.claim
             if self.fenced is not None:
                 raise FencedError(epoch, self.fenced.reason)
             try:
@@ -94,31 +115,32 @@ class Claim:
                     writer = self._epoch_directory.claim(
                         epoch, functools.partial(owners.check_idle, self._epoch_directory)
                     )
-                self._taken = self._directory.claimed(writer, self._write_root_files)
+                self._state = _Taken(self._directory.claimed(writer, self._write_root_files))
             except BaseException as error:
                 self._failed(error)
                 raise
-            return self._taken
+            return self._state.claim
 
     def learn(self, claim: dict[str, Any], wait_secs: float = 0.0) -> None:
         """On every process: adopts the claim that the primary's `take` returned, once all have joined who have to."""
         with self._lock:
-            if self._known is not None:
+            if isinstance(self._state, _Known):
                 return
-            if self._joined is None:
+            if not isinstance(self._state, _Joined):
                 try:
-                    self._joined = self._directory.join(claim, self._write_root_files, wait_secs)
+                    epochs = self._directory.join(claim, self._write_root_files, wait_secs)
                 except BaseException as error:
                     self._failed(error)
                     raise
-            self._on_claim(list(self._joined))
-            self._known = claim
+                self._state = _Joined(claim, epochs)
+            self._on_claim(list(self._state.epochs))
+            self._state = _Known(self._state.claim)
 
     def _failed(self, error: BaseException) -> None:
         """Notes the error before another save may try to claim: its claim would fence off the newer run."""
         self.note(error)
         self._directory.forget_claim()  # the next try is a new incarnation, which sweeps this one
-        self._taken = None
+        self._state = None
 
     def _write_root_files(self, writer: Writer) -> None:
         for parts, data in self._root_files.items():
@@ -126,7 +148,7 @@ class Claim:
 
     def release(self) -> None:
         """Ends the incarnation, if this manager ever claimed, where this process `acts`; failures are logged."""
-        if self._known is None or self.fenced is not None or not self._directory.acts:
+        if not self.known or self.fenced is not None or not self._directory.acts:
             return
         try:
             self._directory.writer.release()
