@@ -93,7 +93,7 @@ class ObjectStore(Store):
     def span_bytes(self, size: int) -> int:
         """As it suits the size of the file and the pace of the store."""
         if self._client.fixed_chunks or not self._client.sends:
-            return self.read_span_bytes
+            return super().span_bytes(size)
         return span_bytes(self._client.pace.read_bytes(size), self.concurrency)
 
     def exists(self, path: str) -> bool:

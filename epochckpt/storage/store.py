@@ -44,6 +44,7 @@ _PIECE_BYTES = 4 * 2**20
 _MAX_PUT_BYTES = 256 * 2**20  # of a file that `put` replaces
 _ROUNDS_LIMIT_SECS = 120.0  # after which no further try of it begins
 _PROBE = "epochckpt-is-reachable"  # a name that nothing has
+_SPAN_BYTES = 16 << 20
 _NO_NAMES = frozenset(("", ".", ".."))  # what no component of a path may be
 
 
@@ -172,7 +173,6 @@ class Store(ABC):
         sequential_writes: a file is written from its beginning to its end, as one stream. So one thread writes each
             file, and an array that is larger than a part is cut into several files.
         preferred_part_bytes: largest file that suits this store; None for any size.
-        read_span_bytes: neighbouring blocks of a file are read with one call up to this size; 0: each by itself.
         max_open_files: how many files a restore has open at the same time; None for any number.
         size_check_from_bytes: for an array of at least this size, a restore checks the sizes of the files before it
             allocates memory. Where each size takes a request, that pays for large arrays only.
@@ -186,7 +186,6 @@ class Store(ABC):
     symlinks: bool
     sequential_writes: bool
     preferred_part_bytes: int | None
-    read_span_bytes: int = 16 * 2**20
     max_open_files: int | None = None
     size_check_from_bytes: int = 2**30
     concurrency: int = 1
@@ -201,7 +200,7 @@ class Store(ABC):
     def span_bytes(self, size: int) -> int:
         """Up to which size neighbouring blocks of a file of `size` bytes are read with one call; 0: each by itself."""
         del size
-        return self.read_span_bytes
+        return _SPAN_BYTES
 
     @property
     def local_path(self) -> str | None:

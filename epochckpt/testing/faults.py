@@ -336,7 +336,6 @@ class FaultyStore(Store):
         self.symlinks = store.symlinks
         self.sequential_writes = store.sequential_writes
         self.preferred_part_bytes = store.preferred_part_bytes
-        self.read_span_bytes = store.read_span_bytes
         self.max_open_files = store.max_open_files
         self.size_check_from_bytes = store.size_check_from_bytes
         self.concurrency = store.concurrency
