@@ -185,25 +185,28 @@ class Pool:
         """Runs all tasks, in order of start; returns when every one has ended.
 
         After an error no further task is started, and the first error is raised when the running ones have ended.
+        KeyboardInterrupt, or SystemExit, that a signal's handler raises here is raised at once: tasks may take seconds.
         """
         pending = collections.deque(tasks)
         errors: list[BaseException] = []
 
-        def drain() -> None:
+        def drain() -> BaseException | None:
             while not errors:
                 try:
                     task = pending.popleft()
                 except IndexError:
-                    return
+                    return None
                 try:
                     task()
                 except BaseException as error:  # raised below, in the caller's thread
                     errors.append(error)
+                    return error
+            return None
 
         helpers = [start(drain) for _ in range(min(self.threads, len(tasks)) - 1)]
-        drain()
-        for helper in helpers:
-            helper.result()
+        if not isinstance(drain(), KeyboardInterrupt | SystemExit):
+            for helper in helpers:
+                helper.result()
         for error in errors[1:]:
             kept(error)  # else it is never freed: its traceback refers to this list
         if errors:

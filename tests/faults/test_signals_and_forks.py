@@ -79,6 +79,27 @@ def test_a_burst_of_jobs_starts_one_thread() -> None:
         assert [future.result(0) for future in futures] == [*range(5)]
 
 
+def test_an_interrupt_does_not_wait_for_reads_under_way() -> None:
+    """Of the threads of a pool one is the caller's: what a signal's handler raises there is raised at once."""
+    begun = threading.Event()
+    answer = threading.Event()
+
+    def read() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            answer.wait()  # a store that does not answer
+            return
+        begun.wait()
+        _thread.interrupt_main()
+        threading.Event().wait()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _threads.Pool(2).run([read, read])
+    finally:
+        answer.set()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("opcodes", EVERY)

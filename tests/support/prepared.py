@@ -76,7 +76,11 @@ def start(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> Prep
         place = (early, _started % _SERVERS)
         if place not in _servers:
             _servers[place] = _start_server(env)
-        return Prepared(_servers[place], request)
+        try:
+            return Prepared(_servers[place], request)
+        except BrokenPipeError:  # a test that took too long has taken its server with it
+            _servers[place] = _start_server(env)
+            return Prepared(_servers[place], request)
 
 
 _lock = threading.Lock()
@@ -182,7 +186,7 @@ class _Server:
         found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert found is not None
         status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # whoever asked for it has given up
             child.starter.send(str(status).encode())
         self._reported[child.starter.fileno()] = child
 
