@@ -355,20 +355,33 @@ class _Uploads:
         with self.changed:
             memory = self._spare.pop() if self._spare else None
             if memory is None or len(memory) != nbytes:
-                # Not from the heap: every thread that frees so much memory would keep some of it.
-                memory = mmap.fresh(nbytes)
-            chunk = memory[:size]
-            sending = _Sending()
-            freed = weakref.finalize(chunk, self._give, memory, size, sending)
-            freed.atexit = False
-            self.free -= 1
-            self._free_bytes -= nbytes
-        return chunk, freed, sending
+                memory = mmap.fresh(nbytes)  # not of the heap: every thread that frees so much would keep some of it
+            return self._lend(memory, size, self._keep)
+
+    def take_whole(self, size: int) -> tuple[np.ndarray, weakref.finalize[Any, Any], _Sending]:
+        """The same for a whole file of this size, in memory that is not used again."""
+        with self.changed:
+            return self._lend(mmap.fresh(size), size, self._give)
+
+    def _lend(
+        self, memory: np.ndarray, size: int, freed: Callable[[np.ndarray, int, _Sending], None]
+    ) -> tuple[np.ndarray, weakref.finalize[Any, Any], _Sending]:
+        chunk = memory[:size]
+        sending = _Sending()
+        finalizer = weakref.finalize(chunk, freed, memory, size, sending)
+        finalizer.atexit = False
+        self.free -= 1
+        self._free_bytes -= len(memory)
+        return chunk, finalizer, sending
+
+    def _keep(self, memory: np.ndarray, size: int, sending: _Sending) -> None:
+        with self.changed:
+            self._spare.append(memory)
+        self._give(memory, size, sending)
 
     def _give(self, memory: np.ndarray, size: int, sending: _Sending) -> None:
         # Called by any thread, wherever a chunk is freed.
         with self.changed:
-            self._spare.append(memory)
             self._count(len(memory))
         if sending.began is not None:
             self._note(size, time.monotonic() - sending.began)
@@ -503,7 +516,10 @@ class _Writer(Writer):
             self._wait(shared.changed, is_free)
             if not self._closed and not self._ended:
                 self._room = min(self._chunk_bytes, self._size - start)
-                self._chunk, freed, sending = shared.take(self._room, self._chunk_bytes)
+                if self._size <= self._chunk_bytes:
+                    self._chunk, freed, sending = shared.take_whole(self._size)
+                else:
+                    self._chunk, freed, sending = shared.take(self._room, self._chunk_bytes)
                 self._held.append(freed)
                 self._unsent.append(sending)
         self._check_open()

@@ -30,6 +30,7 @@ from epochckpt.testing import Faults, StoreContract, in_parallel, write_file
 from tests.support.files import resident_pages
 
 OUT_OF_ROOT = "out of the root"
+MIB = 2**20
 
 
 def test_epochckpt_does_not_import_its_tests() -> None:
@@ -184,6 +185,21 @@ def test_a_file_in_memory_is_invisible_until_finished() -> None:
     with pytest.raises(FileExistsError):
         first.finish()
     assert store.read("data", limit_bytes=1) == b"2"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="the size of this process")
+def test_a_small_file_takes_little_memory() -> None:
+    """`memory://` keeps what it is given: that is as large as the file, and not as large as a chunk of an upload."""
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    before = address_space_bytes()
+    for number in range(100):
+        write_file(store, f"file{number}", b"small")
+    assert address_space_bytes() - before < 100 * MIB
+
+
+def address_space_bytes() -> int:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    return pages * mmap.PAGESIZE
 
 
 def test_a_symlink_out_of_the_root_is_refused(posix: Store, tmp_path: pathlib.Path) -> None:
