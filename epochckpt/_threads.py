@@ -204,13 +204,16 @@ class Pool:
             return None
 
         helpers = [start(drain) for _ in range(min(self.threads, len(tasks)) - 1)]
-        if not isinstance(drain(), KeyboardInterrupt | SystemExit):
+        first = drain()
+        if not isinstance(first, KeyboardInterrupt | SystemExit):
             for helper in helpers:
                 helper.result()
-        for error in errors[1:]:
-            kept(error)  # else it is never freed: its traceback refers to this list
-        if errors:
-            raise errors[0]
+            first = errors[0] if errors else None
+        for error in errors:
+            if error is not first:
+                kept(error)  # else it is never freed: its traceback refers to this list
+        if first is not None:
+            raise first
 
 
 class Lane:

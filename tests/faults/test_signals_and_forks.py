@@ -100,6 +100,35 @@ def test_an_interrupt_does_not_wait_for_reads_under_way() -> None:
         answer.set()
 
 
+def test_an_interrupt_is_not_hidden_by_an_error_that_came_before() -> None:
+    """It is what the caller's thread heard; the error of another thread is not raised in its place."""
+    helpers = list[int]()
+    begun = threading.Event()
+    caller = threading.Event()
+
+    def is_at_work(thread: int) -> bool:
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame.f_code.co_name != "drain":
+            frame = frame.f_back
+        return frame is not None
+
+    def read() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            helpers.append(threading.get_ident())
+            begun.set()
+            caller.wait()
+            raise OSError("no answer")
+        caller.set()
+        begun.wait()
+        while is_at_work(helpers[0]):
+            pass
+        _thread.interrupt_main()
+        threading.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        _threads.Pool(2).run([read, read])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("opcodes", EVERY)
