@@ -37,7 +37,7 @@ from epochckpt.format.tree import dtypes
 from epochckpt.orbax import parameters
 from epochckpt.storage import Store, Writer, open_store
 from epochckpt.testing import Faults, StoreCall
-from tests.support import handler_jobs, stock_states
+from tests.support import handler_jobs, own_memory, stock_states
 from tests.support.processes import run_worker, start_processes
 
 DEVICES = 4
@@ -539,20 +539,6 @@ LARGE = 256 * MIB
 BOUND = LARGE // 4
 
 
-def memory(field: str) -> int:
-    """Memory of this process in bytes: `VmRSS` now, `VmHWM` the most since `forget_peak`.
-
-    Not `ru_maxrss`: that is inherited from the process that started this one.
-    """
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
-
-
-def forget_peak() -> None:
-    """See proc_pid_clear_refs(5)."""
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-
-
 def there_and_back(folder: str) -> dict[str, int]:
     """Growth of this process by each step, in bytes; the last one is a control that takes a file into memory."""
     here = pathlib.Path(folder)
@@ -576,10 +562,10 @@ def there_and_back(folder: str) -> dict[str, int]:
         "control": lambda: np.fromfile(here / "large.safetensors", np.uint8),
     }
     for name, step in steps.items():
-        forget_peak()
-        before = memory("VmRSS")
+        own_memory.forget_peak()
+        before = own_memory.nbytes("VmRSS")
         step()
-        grown[name] = memory("VmHWM") - before
+        grown[name] = own_memory.nbytes("VmHWM") - before
     return grown
 
 

@@ -27,6 +27,7 @@ from epochckpt.storage.mounts import file_system_of
 from epochckpt.storage.posix import Handle, PosixWriter
 from epochckpt.storage.store import Writer, writing
 from epochckpt.testing import Faults, StoreContract, in_parallel, write_file
+from tests.support import own_memory
 from tests.support.files import resident_pages
 
 OUT_OF_ROOT = "out of the root"
@@ -187,19 +188,14 @@ def test_a_file_in_memory_is_invisible_until_finished() -> None:
     assert store.read("data", limit_bytes=1) == b"2"
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="the size of this process")
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the size of this process")
 def test_a_small_file_takes_little_memory() -> None:
     """`memory://` keeps what it is given: that is as large as the file, and not as large as a chunk of an upload."""
     store = open_store(f"memory://{uuid.uuid4().hex}")
-    before = address_space_bytes()
+    before = own_memory.nbytes("VmSize")
     for number in range(100):
         write_file(store, f"file{number}", b"small")
-    assert address_space_bytes() - before < 100 * MIB
-
-
-def address_space_bytes() -> int:
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    return pages * mmap.PAGESIZE
+    assert own_memory.nbytes("VmSize") - before < 100 * MIB
 
 
 def test_a_symlink_out_of_the_root_is_refused(posix: Store, tmp_path: pathlib.Path) -> None:

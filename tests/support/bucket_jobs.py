@@ -1,6 +1,5 @@
 """What several processes do in a bucket."""
 
-import pathlib
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import epochckpt as ec
+from tests.support import own_memory
 from tests.support.jobs import global_mesh, place
 
 VALUES = np.arange(96, dtype=np.float32).reshape(8, 12)
@@ -72,14 +72,8 @@ def memory_of_a_save(directory: str, arrays: int, megabytes: int) -> int:
     with ec.CheckpointManager(directory) as manager:
         manager.save(0, args=ocp.args.StandardSave({"w": np.ones(1000)}))
         manager.wait_until_finished()
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-        before = _resident("VmRSS")
+        own_memory.forget_peak()
+        before = own_memory.nbytes("VmRSS")
         manager.save(1, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
-        return (_resident("VmHWM") - before) // 10**6
-
-
-def _resident(name: str) -> int:
-    """Resident memory of this process in bytes: VmRSS now, VmHWM at most."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
+        return (own_memory.nbytes("VmHWM") - before) // 10**6
