@@ -204,16 +204,16 @@ class Pool:
             return None
 
         helpers = [start(drain) for _ in range(min(self.threads, len(tasks)) - 1)]
-        first = drain()
-        if not isinstance(first, KeyboardInterrupt | SystemExit):
+        raised = drain()
+        if not isinstance(raised, KeyboardInterrupt | SystemExit):
             for helper in helpers:
                 helper.result()
-            first = errors[0] if errors else None
+            raised = errors[0] if errors else None
         for error in errors:
-            if error is not first:
+            if error is not raised:
                 kept(error)  # else it is never freed: its traceback refers to this list
-        if first is not None:
-            raise first
+        if raised is not None:
+            raise raised
 
 
 class Lane:
