@@ -26,7 +26,6 @@ from epochckpt.storage import Reader, Store, writing
 
 _Move = tuple[int, int, memoryview]  # where some bytes begin and end in a file, and the memory that they go to
 _Uses = list[tuple[int, "list[CellUse]"]]  # cells by their positions in a file, and the uses of each
-_GAP_PART = 16  # this part of a request may be unwanted bytes, where they save another request
 
 
 class Epoch(Protocol):
@@ -171,13 +170,14 @@ class NodeFile(abc.ABC):
         damage: list[EpochCheckpointError] | None = None,
         pool: Pool | None = None,
     ) -> None:
-        """Reads and verifies the whole file by blocks, in any order, with one request of memory per thread of the pool.
+        """Reads and verifies the whole file by blocks, in any order, with the memory of one read for each thread.
 
         `use` gets each block's offset and its bytes, which are valid only during the call. The errors of blocks that
         cannot be used go into `damage`; without it the first one is raised.
         """
         self.open()
-        largest = int(np.diff(self._ends, prepend=0).max(initial=0))
+        spans = [*self._spans(range(len(self._ends)))]
+        largest = max(self._bounds(blocks[-1])[1] - self._bounds(blocks[0])[0] for blocks in spans)
         tally = Tally()  # `use` counts by itself what it gets
         local = threading.local()
 
@@ -185,19 +185,19 @@ class NodeFile(abc.ABC):
             return contextlib.nullcontext() if damage is None else noting(damage)
 
         def read(blocks: Sequence[int]) -> None:
-            if len(blocks) == 1 and not hasattr(local, "buffer"):
-                local.buffer = memoryview(bytearray(largest))
+            if not hasattr(local, "buffer"):
+                local.buffer = _memory(largest)
             with expected():
                 into = {}
-                if len(blocks) == 1:
-                    start, end = self._bounds(blocks[0])
-                    into[blocks[0]] = local.buffer[: end - start]
+                origin = self._bounds(blocks[0])[0]
+                for block in blocks:
+                    start, end = self._bounds(block)
+                    into[block] = local.buffer[start - origin : end - origin]
                 for block, piece in self._pieces(blocks, tally, into):
                     with expected():
                         use(self._bounds(block)[0], self._verified(block, piece, tally, always=True))
 
         try:
-            spans = self._spans(range(len(self._ends)))
             (pool or self.epoch.pool).run([functools.partial(read, blocks) for blocks in spans])
         finally:
             self.close()
@@ -224,11 +224,12 @@ class NodeFile(abc.ABC):
         """Groups blocks, ascending, that are read together: neighbouring ones, as far as that suits the store."""
         group: list[int] = []
         longest = self.epoch.store.span_bytes(self.size)
+        widest_gap = self.epoch.store.gap_bytes(self.size)
         for block in blocks:
             start, end = self._bounds(block)
             if group:
                 gap = start - self._bounds(group[-1])[1]
-                if end - self._bounds(group[0])[0] > longest or gap > longest // _GAP_PART:
+                if end - self._bounds(group[0])[0] > longest or gap > widest_gap:
                     yield group
                     group = []
             group.append(block)

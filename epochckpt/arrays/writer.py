@@ -32,6 +32,7 @@ from epochckpt.format import DataFile, checksums, paths
 from epochckpt.storage import ALIGNMENT, Store, Writer, mmap, writing
 
 _JOIN_BYTES = 64 * 2**10
+_HELD_BYTES = 2 * 2**20  # so much is copied in 0.2 ms, and the interpreter lock stays held, see `checksums.xxh3`
 _OPEN_FILES = 32  # at the same time, of an item: each takes two descriptors, and a process may have few
 
 FileT = TypeVar("FileT", bound=DataFile)
@@ -203,7 +204,7 @@ class _FileWriter(Generic[FileT]):
             begin = start - len(self._rest)
             at = 0
             for part in filter(None, (self._rest, *self._parts(start, end))):
-                np.copyto(buffer[at : at + len(part)], np.frombuffer(part, np.uint8))
+                _copy(part, buffer[at : at + len(part)])
                 at += len(part)
             assert at == end - begin, f"{self.path}: {at} bytes for a piece of {end - begin}"
             self._release(start, end)
@@ -251,6 +252,14 @@ class _FileWriter(Generic[FileT]):
     def _release(self, start: int, end: int) -> None:
         for buffer, a, b in self._cuts(start, end):
             buffer.release(a, b)
+
+
+def _copy(source: bytes | memoryview, target: np.ndarray) -> None:
+    """Copies bytes. Only many of them are worth that the interpreter lock is released."""
+    if len(source) <= _HELD_BYTES:
+        target.data[:] = source
+    else:
+        np.copyto(target, np.frombuffer(source, np.uint8))
 
 
 class _Memory:

@@ -15,14 +15,25 @@ from epochckpt.format.json_kinds import is_list, is_object, is_tuple
 
 _FIELD = b'{"checksum":"xxh3:'
 _ZEROS = b"0" * 16
+_HELD_BYTES = 64 * 2**10  # of more than that at once, xxhash releases the interpreter lock
 _MAX_DEPTH = 100  # of user data
 
 Buffer = bytes | bytearray | memoryview
 
 
 def xxh3(data: Buffer) -> int:
-    """xxh3-64 of a contiguous buffer. Releases the interpreter lock above 64 KiB."""
-    return xxhash.xxh3_64_intdigest(data)
+    """xxh3-64 of a contiguous buffer.
+
+    The interpreter lock stays held: 4 MiB are hashed in 0.13 ms. To get the lock back takes 5 ms beside a thread that
+    runs Python all the time.
+    """
+    if len(data) <= _HELD_BYTES:
+        return xxhash.xxh3_64_intdigest(data)
+    view = memoryview(data)
+    hashed = xxhash.xxh3_64()
+    for start in range(0, len(view), _HELD_BYTES):
+        hashed.update(view[start : start + _HELD_BYTES])
+    return hashed.intdigest()
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -45,6 +45,7 @@ _MAX_PUT_BYTES = 256 * 2**20  # of a file that `put` replaces
 _ROUNDS_LIMIT_SECS = 120.0  # after which no further try of it begins
 _PROBE = "epochckpt-is-reachable"  # a name that nothing has
 _SPAN_BYTES = 16 << 20
+_GAP_PART = 16  # this part of a call may be unwanted bytes, where they save another call
 _NO_NAMES = frozenset(("", ".", ".."))  # what no component of a path may be
 
 
@@ -201,6 +202,10 @@ class Store(ABC):
         """Up to which size neighbouring blocks of a file of `size` bytes are read with one call; 0: each by itself."""
         del size
         return _SPAN_BYTES
+
+    def gap_bytes(self, size: int) -> int:
+        """How many unwanted bytes between two blocks of a file of `size` bytes are read, to save another call."""
+        return self.span_bytes(size) // _GAP_PART
 
     @property
     def local_path(self) -> str | None:

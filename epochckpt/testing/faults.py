@@ -345,6 +345,9 @@ class FaultyStore(Store):
     def span_bytes(self, size: int) -> int:
         return self.inner.span_bytes(size)
 
+    def gap_bytes(self, size: int) -> int:
+        return self.inner.gap_bytes(size)
+
     @property
     def written(self) -> Tally:  # type: ignore[override]
         return self.inner.written

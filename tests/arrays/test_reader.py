@@ -42,6 +42,9 @@ class Spanning(FaultyStore):
     def span_bytes(self, size: int) -> int:
         return SPAN
 
+    def gap_bytes(self, size: int) -> int:
+        return SPAN // 16
+
 
 @contextlib.contextmanager
 def requests_for_parts() -> Iterator[list[tuple[str, int, int]]]:

@@ -18,6 +18,7 @@ folder, given = sys.argv[2], ["--rounds=1", "--warm_up_gib=0", "--case=2x1KB"]
 scripts = {"save_restore": ["--cases=2x1KB,1x4B"], "beside_training": ["--steps=2"]}
 scripts["many_epochs"] = ["--saves=2", "--epochs=3"]
 scripts["beside_compilation"] = ["--width=8", "--layers=1", "--tokens=4"]
+scripts["beside_python"] = ["--state=1x4B"]
 for name, more in scripts.items():
     script = importlib.import_module(name)
     known = [each for each in given + more if each[2:].partition("=")[0] in flags.FLAGS]
@@ -40,6 +41,7 @@ def test_scripts_of_one_process_run(tmp_path: pathlib.Path) -> None:
         "beside_training": 2,
         "many_epochs": 2,
         "beside_compilation": 1,
+        "beside_python": 2,
     }
     for run, cases in {"large": ["100x10MB", "adam401"], "small": ["2000x1KB", "adam5001", "1x4B"]}.items():
         (tmp_path / f"{run}.json").write_text(json.dumps(dict.fromkeys(cases, found["save_restore"][0])))

@@ -604,8 +604,8 @@ def test_a_large_transfer_goes_in_several_calls(tmp_path: pathlib.Path, monkeypa
         return pwrite(fd, data[:700], offset)
 
     def read(fd: int, buffers: list[memoryview], offset: int) -> int:
-        sizes.append(len(buffers[0]))
-        return preadv(fd, [buffers[0][:700]], offset)
+        sizes.append(sum(map(len, buffers)))
+        return preadv(fd, buffers[:1] if len(buffers[0]) <= 700 else [buffers[0][:700]], offset)
 
     monkeypatch.setattr(os, "pwrite", written)
     monkeypatch.setattr(os, "preadv", read)
@@ -615,3 +615,21 @@ def test_a_large_transfer_goes_in_several_calls(tmp_path: pathlib.Path, monkeypa
     assert store.read("data", limit_bytes=len(data)) == data
     assert max(sizes) == 1000
     assert len(sizes) >= 2 * len(data) // 700
+    with store.open_reader("data") as reader:
+        parts = [memoryview(bytearray(nbytes)) for nbytes in (1500, 0, 1, 250, 749, 3000)]
+        reader.read_parts(100, parts)
+        assert b"".join(parts) == data[100:5600]
+        with pytest.raises(EOFError, match=f"the file ends at {len(data)}"):
+            reader.read_parts(len(data) - 400, parts)
+    assert max(sizes) == 1000
+
+
+def test_more_parts_than_one_call_takes_are_read(tmp_path: pathlib.Path) -> None:
+    """The system refuses more than 1,024 buffers."""
+    store = PosixStore(tmp_path)
+    data = bytes(range(256)) * 50
+    write_file(store, "data", data)
+    with store.open_reader("data") as reader:
+        parts = [memoryview(bytearray(5)) for _ in range(2500)]
+        reader.read_parts(7, parts)
+    assert b"".join(parts) == data[7 : 7 + 12500]
