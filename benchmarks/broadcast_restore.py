@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -49,20 +49,21 @@ class Meter:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        plain = posix.PosixReader.read_into
+        plain = posix.PosixReader.read_parts
 
-        def read_into(reader: Any, start: int, into: memoryview) -> None:
-            plain(reader, start, into)
+        def read_parts(reader: Any, start: int, parts: Sequence[memoryview]) -> None:
+            plain(reader, start, parts)
+            nbytes = sum(part.nbytes for part in parts)
             with self._lock:
-                self.nbytes += into.nbytes
+                self.nbytes += nbytes
                 if self._rate:
-                    time.sleep(into.nbytes / self._rate)
+                    time.sleep(nbytes / self._rate)
 
-        posix.PosixReader.read_into = read_into  # type: ignore[method-assign]
+        posix.PosixReader.read_parts = read_parts  # type: ignore[method-assign]
         try:
             yield
         finally:
-            posix.PosixReader.read_into = plain
+            posix.PosixReader.read_parts = plain
 
 
 def body(directory: str, megabytes: int, store: float, rounds: int) -> dict[str, list[list[float]]]:

@@ -28,7 +28,7 @@ import threading
 import time
 import timeit
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -135,13 +135,13 @@ class CountingStore(PosixStore):
 
     def open_reader(self, path: str, size: int | None = None) -> Any:
         reader = super().open_reader(path, size)
-        read, self.opened = reader.read_into, self.opened + 1
+        read, self.opened = reader.read_parts, self.opened + 1
 
-        def read_into(offset: int, buffer: memoryview) -> None:
-            read(offset, buffer)
-            self.nbytes += len(buffer)
+        def read_parts(offset: int, parts: Sequence[memoryview]) -> None:
+            read(offset, parts)
+            self.nbytes += sum(map(len, parts))
 
-        reader.read_into = read_into
+        reader.read_parts = read_parts
         return reader
 
 

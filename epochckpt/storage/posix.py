@@ -2,7 +2,7 @@
 
 Every system call releases the interpreter lock. To get it back takes 5 ms beside a thread that runs Python all the
 time, so callers pass pieces of megabytes. Large pieces go through the page cache of a local file system, if they are to
-stay there, and their write-back begins soon. Else those that are aligned in memory and in the file go from there to
+stay there, and their write-back begins at once. Else those that are aligned in memory and in the file go from there to
 storage (`O_DIRECT`). Errors are the operating system's, with its errno and the full path. If one thread closes a
 descriptor during a call of another thread, it stays open until that call ends: the system may reuse a closed number.
 """
@@ -27,7 +27,7 @@ from epochckpt.errors import NotACheckpointDirectoryError, StorageError
 from epochckpt.storage.mounts import FileSystem, file_system_of
 from epochckpt.storage.store import Entry, Reader, Store, Tally, Writer, check_path, check_piece, patiently, writing
 
-WRITE_BACK_BYTES = 1 << 20  # a write of at least this size goes to the disk soon, as direct I/O or write-back
+WRITE_BACK_BYTES = 1 << 20  # a write of at least this size goes to the disk at once, as direct I/O or write-back
 _AHEAD_BYTES = 1 << 17  # Linux reads no more for one such request than the device takes at once
 _DIRECT = getattr(os, "O_DIRECT", 0)
 ALIGNMENT = max(4096, mmap.PAGESIZE)  # of direct I/O, in memory and in the file
@@ -35,7 +35,6 @@ CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS ref
 _CALL_PARTS = 1024  # neither takes more buffers in one call
 _SPAN_BYTES = 8 << 20
 _SPANS = 16  # a file is read with so many calls at least, so that all threads have a part of it
-_WRITE_BACK_STEP_BYTES = 16 << 20  # so much goes to the page cache before its write-back begins
 _REMOVE_ROUNDS = 16
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
@@ -466,6 +465,8 @@ class PosixReader(Reader):
         if offset < 0:
             raise ValueError(f"{self.handle.name}: offset {offset}; expected at least 0")
         rest = [part.cast("B") for part in parts if part.nbytes]
+        if not rest:
+            return
         length = sum(map(len, rest))
         done = 0
         with self.handle.use() as fd, _named(self.handle.name):
@@ -525,7 +526,6 @@ class PosixWriter(Writer):
         self._size = size
         self._call_bytes = call_bytes
         self._written = 0
-        self._cached = 0  # bytes that are in the page cache, and of which no write-back was begun
         self._tally = tally
         self._lock = threading.Lock()
 
@@ -539,21 +539,12 @@ class PosixWriter(Writer):
             done = begun = self._write_direct(offset, view)
             while done < len(view):
                 done += os.pwrite(fd, view[done : done + self._call_bytes], offset + done)
-            if done - begun >= WRITE_BACK_BYTES and self._is_due(done - begun):
-                _start_write_back(fd)
+            if done - begun >= WRITE_BACK_BYTES:
+                _start_write_back(fd, offset + begun, done - begun)
         with self._lock:
             self._written += done
         if self._tally is not None:
             self._tally.add(done)
-
-    def _is_due(self, nbytes: int) -> bool:
-        """Counts what came to the page cache; whether the write-back of all that is there is to begin."""
-        with self._lock:
-            self._cached += nbytes
-            if self._cached < _WRITE_BACK_STEP_BYTES:
-                return False
-            self._cached = 0
-            return True
 
     def _write_direct(self, offset: int, view: memoryview) -> int:
         """Writes what can go past the page cache; returns how many bytes from the start of the view that were.
@@ -663,9 +654,9 @@ def _reserve(fd: int, size: int, name: str) -> None:
         raise OSError(code, os.strerror(code), name)
 
 
-def _start_write_back(fd: int) -> None:
-    """Has the kernel start writing to the disk what the page cache has of a file, without waiting; this is no flush."""
-    if _sync_file_range is None or not _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE):
+def _start_write_back(fd: int, offset: int, length: int) -> None:
+    """Has the kernel start writing a range to the disk, without waiting; this is no flush."""
+    if _sync_file_range is None or not _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE):
         return
     code = ctypes.get_errno()
     if code in _WRITE_FAILED:  # another error means that this file system or sandbox lacks the call

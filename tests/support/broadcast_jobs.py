@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -90,13 +91,13 @@ class Count:
             reader = opened(path, *args)
             if path.endswith(".json"):
                 return reader
-            read_into = reader.read_into
+            read_parts = reader.read_parts
 
-            def counted(start: int, into: memoryview) -> None:
-                count.nbytes += into.nbytes
-                read_into(start, into)
+            def counted(start: int, parts: Sequence[memoryview]) -> None:
+                count.nbytes += sum(part.nbytes for part in parts)
+                read_parts(start, parts)
 
-            reader.read_into = counted
+            reader.read_parts = counted
             return reader
 
         store.open_reader = open_reader
