@@ -63,7 +63,6 @@ def saves(manager: Any, state: Any) -> common.Times:
         manager.save(0 if latest is None else latest + 1, args=ocp.args.PyTreeSave(state))
         manager.wait_until_finished()
 
-    save()
     return timed(save)
 
 
@@ -75,20 +74,21 @@ def restores(manager: Any, state: Any) -> common.Times:
     return timed(lambda: jax.block_until_ready(manager.restore(0, args=args)))
 
 
+def one_round(name: str, measure: Callable[[Any, Any], common.Times], state: Any, folder: pathlib.Path) -> common.Times:
+    """What one contestant takes, in a directory of its own."""
+    manager = common.managers()[name](folder)
+    times = measure(manager, state)
+    manager.close()
+    return times
+
+
 def main(_: list[str]) -> None:
     common.warm_up()
     results: dict[str, Any] = {}
     with common.scratch() as base:
         state = common.state_of(STATE.value)
         for work, measure in (("save", saves), ("restore", restores)):
-
-            def one_round(name: str, folder: pathlib.Path, measure: Any = measure) -> common.Times:
-                manager = common.managers()[name](folder)
-                times = measure(manager, state)
-                manager.close()
-                return times
-
-            rounds = {name: functools.partial(one_round, name) for name in common.managers()}
+            rounds = {name: functools.partial(one_round, name, measure, state) for name in common.managers()}
             results[work] = common.alternate(rounds, base)
             common.show(f"a {work} of {STATE.value}", results[work])
     common.finish(results)

@@ -295,12 +295,8 @@ class _ObjectReader(Reader):
         """Length as it was when the object was opened, or as the caller gave it."""
         return self._size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """One ranged read, whose answer also says the size."""
-        self.read_parts(offset, [buffer])
-
     def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """One ranged read. Its answer goes to the buffers as it comes, and nowhere else before."""
+        """One ranged read, whose answer also says the size. It goes to the buffers as it comes, and nowhere before."""
         name = self._client.name(self._path)
         length = sum(part.nbytes for part in parts)
         if self._closed:

@@ -457,9 +457,6 @@ class PosixReader(Reader):
     def size(self) -> int:
         return self._size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        self.read_parts(offset, [buffer])
-
     def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
         """One call of the system, as far as it takes so many parts and bytes."""
         if offset < 0:

@@ -75,20 +75,15 @@ class Reader(ABC):
         """Length of the file in bytes. On an object store the first use takes a few requests."""
 
     @abstractmethod
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills a buffer with the bytes from `offset` on; EOFError if the file ends before it is full.
-
-        May be called by any thread. The buffer is writable and C-contiguous, with items of any format.
-        """
-
     def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Fills several buffers with the bytes from `offset` on, one after the other; raises what `read_into` raises.
+        """Fills buffers with the bytes from `offset` on, one after the other; EOFError if the file ends before.
 
-        Where each request takes long, this is one request.
+        May be called by any thread. The buffers are writable and C-contiguous, with items of any format.
         """
-        for part in parts:
-            self.read_into(offset, part)
-            offset += part.nbytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills one buffer with the bytes from `offset` on; raises what `read_parts` raises."""
+        self.read_parts(offset, [buffer])
 
     def read(self, offset: int, length: int) -> memoryview:
         """The bytes from `offset` on, in memory of their own; raises what `read_into` raises."""

@@ -527,10 +527,6 @@ class _FaultyReader(Reader):
     def size(self) -> int:
         return self._reader.size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        made = functools.partial(self._reader.read_into, offset, buffer)
-        self._store.make(Reader.read_into, made, (self._path,), nbytes=buffer.nbytes)
-
     def read_parts(self, offset: int, parts: Sequence[memoryview]) -> None:
         made = functools.partial(self._reader.read_parts, offset, parts)
         nbytes = sum(part.nbytes for part in parts)

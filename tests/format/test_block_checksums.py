@@ -2,12 +2,15 @@
 
 import json
 import pathlib
+import sys
+import threading
 import zlib
 
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import xxhash
 
 import epochckpt as ec
 from epochckpt.errors import DamagedError, FormatError
@@ -89,3 +92,35 @@ def test_a_checksum_has_its_digits_and_sees_every_flipped_bit(kind: checksums.Bl
         for bit in range(8)
     }
     assert len(flipped - {expected}) == 64 * 8
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 65_535, 65_536, 65_537, 1_000_000])
+def test_a_checksum_is_that_of_all_bytes(nbytes: int) -> None:
+    """However many of them are hashed at once."""
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    assert checksums.xxh3(data) == xxhash.xxh3_64_intdigest(data)
+    assert checksums.xxh3(memoryview(data)) == checksums.xxh3(bytearray(data)) == checksums.xxh3(data)
+
+
+def test_a_checksum_gives_no_turn_to_other_threads() -> None:
+    """A thread that runs Python all the time would give it back only after an interval, here of ten minutes."""
+    data = bytes(4 * 2**20)
+    began = threading.Event()
+    turns: list[int] = []
+
+    def run() -> None:
+        began.wait()
+        turns.extend(range(100))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(600)
+    try:
+        began.set()
+        checksums.xxh3(data)
+        seen = len(turns)
+    finally:
+        sys.setswitchinterval(usual)
+        thread.join()
+    assert not seen
