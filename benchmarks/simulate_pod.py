@@ -71,6 +71,7 @@ class Device:
     id: int
     process_index: int
     platform: str = "cpu"
+    device_kind: str = "cpu"
 
 
 class Leaf(jax.Array):
@@ -84,6 +85,7 @@ class Leaf(jax.Array):
     ndim = property(lambda self: len(self._shape))
     dtype = property(lambda self: np.dtype(np.float32))
     sharding = property(lambda self: self._sharding)
+    committed = property(lambda self: True)
     devices = property(lambda self: self._sharding.mesh.devices[self._process])  # pyright: ignore[reportAssignmentType]
     addressable_shards = property(lambda self: [types.SimpleNamespace(device=device) for device in self.devices])
 

@@ -14,7 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import _collector, _progress
 from epochckpt.arrays.broadcast import Sharing, Source
-from epochckpt.arrays.leaf_values import LeafValues, boxes_on_devices, on_devices
+from epochckpt.arrays.leaf_values import LeafValues, boxes_on_devices, on_devices, uncommitted
 from epochckpt.arrays.node_files import Pack
 from epochckpt.arrays.reader import ArraySource, Reads, Request
 from epochckpt.arrays.sharding_grids import boxes_of_devices
@@ -329,7 +329,15 @@ class _Batch:
         pairs = [*zip(self._places, self._requests, strict=True)]
         data = [place.data(request) for place, request in pairs]
         with jax.transfer_guard_host_to_device("allow"):  # a restore is asked for
-            return [place.value(request, each) for (place, request), each in zip(pairs, data, strict=True)]
+            made = {} if self._leaf_values.mismatches else self._made_together(data)
+            return [made[i] if i in made else place.value(request, data[i]) for i, (place, request) in enumerate(pairs)]
+
+    def _made_together(self, data: Sequence[Any]) -> dict[int, jax.Array]:
+        """The small arrays that are committed to no device, by their number in the batch."""
+        pairs = enumerate(zip(self._places, self._requests, strict=True))
+        numbers = [i for i, (place, request) in pairs if place is self._shared and request.sharding is None]
+        leaves = [self._item.leaves[self._requests[i].leaf] for i in numbers]
+        return dict(zip(numbers, uncommitted(leaves, [data[i] for i in numbers]), strict=True))
 
 
 def _boxes_here(sharding: Sharding | None, leaf: Leaf, shape: tuple[int, ...]) -> list[Box]:

@@ -1,6 +1,6 @@
 """The values of restored leaves: casts, conversions to types of Python, and arrays on devices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +59,9 @@ class LeafValues:
                 Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{request.dtype} ({error})")
             )
             return None
-        if request.restored_as == RestoredAs.JAX and request.sharding is not None and not self.mismatches:
+        if request.restored_as == RestoredAs.JAX and not self.mismatches:
+            if request.sharding is None:
+                return jax.device_put(data)
             return jax.make_array_from_callback((), request.sharding, lambda index: data[index], dtype=data.dtype)
         return data if request.restored_as == RestoredAs.NUMPY else data[()]
 
@@ -97,7 +99,9 @@ def on_devices(leaf: Leaf, request: RestoredLeaf, host: np.ndarray) -> jax.Array
     JAX needs half the time for the call with a function that it needs for `device_put` and
     `make_array_from_single_device_arrays`, and a fifth where there are eight devices.
     """
-    sharding = _sharding(leaf, request)
+    if request.sharding is None:
+        return uncommitted([leaf], [host])[0]
+    sharding = _sharding(leaf, request.sharding)
     if isinstance(sharding, SingleDeviceSharding) and sharding.memory_kind not in (None, "device"):
         data = jax.device_put(host, sharding)  # whose type, unlike that of the call below, names the memory
     else:
@@ -112,7 +116,8 @@ def boxes_on_devices(leaf: Leaf, request: RestoredLeaf, hosts: Mapping[Box, np.n
         (host,) = hosts.values()
         return on_devices(leaf, request, host)
     shape = request.shape(leaf)
-    sharding = _sharding(leaf, request)
+    assert request.sharding is not None, "such an array has one box"
+    sharding = _sharding(leaf, request.sharding)
     dtype = request.dtype or leaf.dtype
 
     def host_of(index: Any) -> np.ndarray:  # a slice per axis
@@ -125,9 +130,18 @@ def boxes_on_devices(leaf: Leaf, request: RestoredLeaf, hosts: Mapping[Box, np.n
     return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
 
 
-def _sharding(leaf: Leaf, request: RestoredLeaf) -> Sharding:
+def uncommitted(leaves: Sequence[Leaf], hosts: Sequence[np.ndarray]) -> list[jax.Array]:
+    """Arrays that are committed to no device, from the host's buffers; typed keys of their data.
+
+    JAX needs half the time for a list of arrays that it needs for one after the other.
+    """
+    arrays = jax.device_put([*hosts])
+    wrapped = zip(leaves, arrays, strict=True)
+    return [jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data for leaf, data in wrapped]
+
+
+def _sharding(leaf: Leaf, sharding: Sharding) -> Sharding:
     """The sharding of the data of a leaf."""
-    sharding = request.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if leaf.kind == "prng" and isinstance(sharding, NamedSharding):  # the dimensions of key data are not split
         spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
         return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)

@@ -283,6 +283,7 @@ class LeafForm(NamedTuple):
     sharding: Any = None  # of a jax array; None for leaves of NumPy and Python
     held: tuple[Any, ...] = ()  # the devices of the addressable shards, in the order of the shards
     impl: str | None = None  # the PRNG implementation of typed keys
+    uncommitted: bool = False  # a jax array that was placed nowhere: JAX may use it on any device
 
 
 class Forms(NamedTuple):
@@ -299,13 +300,17 @@ def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], 
     `where` gives the item and the name of a leaf, for the error.
     """
     numbers = collections.defaultdict[Any, int](itertools.count().__next__)
-    of = [*map(numbers.__getitem__, keys)]
+    of = [numbers[key, _is_uncommitted(leaf)] for key, leaf in zip(keys, leaves, strict=True)]
     first = np.unique(of, return_index=True)[1].tolist()
     distinct = list[LeafForm]()
     for i in first:
         item, name = where(i)
         distinct.append(_leaf_form(leaves[i], item, name))
     return Forms(distinct, first, of)
+
+
+def _is_uncommitted(leaf: Any) -> bool:
+    return _is_array(type(leaf)) and not leaf.committed
 
 
 def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
@@ -345,6 +350,7 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
         sharding=sharding,
         held=held,
         impl=impl,
+        uncommitted=_is_uncommitted(value),
     )
 
 
@@ -399,7 +405,7 @@ class _Builder:
         self.per_node = per_node
         # The tables of the item: the number of each row.
         self.grids: dict[Grid, int] = {}
-        self.shardings: dict[Any, int] = {}
+        self.shardings: dict[tuple[Any, bool], int] = {}  # by sharding, and whether it is that of uncommitted arrays
         self.meshes: dict[Any, int] = {}
         # What was found before.
         self.equal: dict[Grid, Grid] = {}  # one of each: to compare two takes long in a large job
@@ -420,7 +426,7 @@ class _Builder:
         self._check_cell_count(leaves, forms)
         for i, rotation in self._rotations(leaves, forms):
             leaves[i] = leaves[i]._replace(rotation=rotation)
-        shardings = tuple(map(self._sharding_row, self.shardings))
+        shardings = tuple([self._sharding_row(sharding, uncommitted) for sharding, uncommitted in self.shardings])
         meshes = tuple(map(_mesh_row, self.meshes))
         return ArrayItem(self.name, tuple(leaves), tuple(self.grids), shardings, meshes)
 
@@ -434,7 +440,8 @@ class _Builder:
         else:
             grid = self._sharding_cells(name, form)
             if isinstance(form.sharding, NamedSharding | SingleDeviceSharding):  # the tables express no other kind
-                sharding = self.shardings.setdefault(form.sharding, len(self.shardings))
+                lies = form.sharding, form.uncommitted
+                sharding = self.shardings.setdefault(lies, len(self.shardings))
         if math.prod(form.shape) == 0:  # nothing to cut: one cell without bytes
             everyone = {node for holders in set(grid.holders) for node in holders}
             grid = self._one(Grid((), (tuple(sorted(everyone)),)))
@@ -574,13 +581,14 @@ class _Builder:
             self.finer_grids[grid, finer] = self._one(Grid(_without_trailing_ones(finer), holders))
         return self.finer_grids[grid, finer]
 
-    def _sharding_row(self, sharding: Any) -> dict[str, Any]:
+    def _sharding_row(self, sharding: Any, uncommitted: bool) -> dict[str, Any]:
         if isinstance(sharding, NamedSharding):
             mesh = self.meshes.setdefault(sharding.mesh, len(self.meshes))
             spec = [list(e) if isinstance(e, tuple) else e for e in sharding.spec]
             return {"mesh": mesh, "spec": spec, "memory": sharding.memory_kind}
         (device,) = sharding.device_set
-        return {"device": device.id, "platform": device.platform, "memory": sharding.memory_kind}
+        row = {"device": device.id, "platform": device.platform, "memory": sharding.memory_kind}
+        return row | {"committed": False} if uncommitted else row
 
 
 class _CutCells:

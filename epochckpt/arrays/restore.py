@@ -99,7 +99,7 @@ def _restoring(
         pack_bytes=request.pack_bytes,
     )
     item = assembly.item
-    shardings = shardings or Shardings(item, request.fallback_sharding)
+    shardings = shardings or Shardings(item, request.fallback_sharding, jax.sharding.get_mesh())
     if request.target is None and request.restore_args is None:
         leaves = yield from assembly.run([as_saved(i, leaf, shardings) for i, leaf in enumerate(item.leaves)])
         where = f"{reader.folder}/epoch.json"

@@ -10,14 +10,28 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from epochckpt.errors import FormatError
 from epochckpt.format import ArrayItem, Leaf
+from epochckpt.format.json_kinds import is_object
+
+
+class Uncommitted:
+    """The place of an array that was placed nowhere: the default device, and JAX may use it on any other."""
+
+
+UNCOMMITTED = Uncommitted()
 
 
 class Shardings:
-    """The recorded shardings of an item, as far as their devices exist in this job."""
+    """The recorded shardings of an item, as far as their devices exist in this job.
 
-    def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
+    Args:
+        fallback: for arrays whose devices do not exist here.
+        mesh: the mesh that is set. It stands for the recorded one if that has the same axes.
+    """
+
+    def __init__(self, item: ArrayItem, fallback: Sharding | None = None, mesh: Mesh | None = None):
         self._item = item
         self._fallback = fallback
+        self._mesh = None if mesh is None or mesh.empty else mesh
         self._recorded: dict[int, Sharding | None] = {}  # a cache of a method would be a cycle of references
         self._meshes: dict[int, Mesh] = {}
 
@@ -30,6 +44,15 @@ class Shardings:
         found = self._recorded[leaf.sharding]
         shape = logical_shape(leaf)
         return found if found is not None and divides(found, shape) else self._fallback
+
+    def place_of(self, leaf: Leaf) -> Sharding | Uncommitted | None:
+        """Where a leaf was saved: `UNCOMMITTED`, or else what `of` gives."""
+        return UNCOMMITTED if self.is_uncommitted(leaf) else self.of(leaf)
+
+    def is_uncommitted(self, leaf: Leaf) -> bool:
+        """Whether an array was placed nowhere, so that JAX may use it on any device. Never in a job of processes."""
+        row = self._item.shardings[leaf.sharding] if leaf.sharding >= 0 else None
+        return is_object(row) and row.get("committed") is False and jax.process_count() == 1
 
     @functools.cached_property
     def _devices(self) -> dict[tuple[str, int], Any]:
@@ -51,6 +74,8 @@ class Shardings:
 
     def _build_mesh(self, number: int) -> Mesh:
         mesh = self._item.meshes[number]
+        if self._mesh is not None and [*self._mesh.axis_names] == mesh["axes"] and len(self._item.meshes) == 1:
+            return self._mesh
         devices = [self._devices[mesh["platform"], d] for d in mesh["devices"]]
         if len(set(devices)) != len(devices):
             raise ValueError("a mesh with one device in two places")

@@ -12,10 +12,18 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from epochckpt._text import readable
-from epochckpt.arrays.shardings import Shardings, abstract_key, divides, logical_shape, of_keys
+from epochckpt.arrays.shardings import (
+    UNCOMMITTED,
+    Shardings,
+    Uncommitted,
+    abstract_key,
+    divides,
+    logical_shape,
+    of_keys,
+)
 from epochckpt.errors import Mismatch
 from epochckpt.format import ArrayItem, Leaf
 from epochckpt.format import tree as tree_lib
@@ -40,7 +48,7 @@ class RestoredLeaf(NamedTuple):
     leaf: int  # its number in the epoch
     restored_as: RestoredAs
     dtype: Any = None  # to cast to; None for the stored one
-    sharding: Sharding | None = None
+    sharding: Sharding | None = None  # None for a jax array: it is not committed to a device
     python_type: type | None = None  # to convert to
     new_shape: tuple[int, ...] | None = None  # to cut or pad the array to; None for the stored one
 
@@ -61,11 +69,16 @@ LeafRequest = RestoredLeaf | Kept
 def as_saved(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
     """A leaf as it was saved; a jax array as NumPy if its devices do not exist here, or jax cannot hold its dtype."""
     if leaf.kind in ("jax", "prng"):
-        sharding = shardings.of(leaf)
-        if leaf.kind == "prng" or (sharding is not None and _canonical(leaf.dtype)):
-            return RestoredLeaf(number, RestoredAs.JAX, sharding=sharding)
+        place = shardings.place_of(leaf)
+        if leaf.kind == "prng" or (place is not None and _canonical(leaf.dtype)):
+            return RestoredLeaf(number, RestoredAs.JAX, sharding=_sharding_at(place))
         return RestoredLeaf(number, RestoredAs.NUMPY)
     return RestoredLeaf(number, RestoredAs(leaf.kind) if leaf.kind in ("numpy", "scalar") else RestoredAs.PYTHON)
+
+
+def _sharding_at(place: Sharding | Uncommitted | None) -> Sharding | None:
+    """The sharding of `RestoredLeaf` for a jax array at a place."""
+    return place if isinstance(place, Sharding) else None
 
 
 def _canonical(dtype: Any) -> bool:
@@ -170,7 +183,7 @@ class Matcher:
             if type(shapes[0]) is list or type(shapes[1]) is list:
                 return None
             asked = args.restore_type, args.dtype, self._id(args.sharding), shapes, args.strict
-        at = self._id(getattr(target, "sharding", None))
+        at = self._id(getattr(target, "sharding", None)), getattr(target, "committed", True)
         return leaf.dtype, leaf.shape, leaf.sharding, target.dtype, target.shape, at, asked
 
     def _id(self, sharding: Any) -> int:
@@ -222,7 +235,7 @@ class Matcher:
         describes = described or hasattr(target, "sharding_metadata")  # of Orbax's v1, and ours
         if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
             # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
-            sharding = of_keys(self._sharding(target, leaf), leaf)
+            sharding = of_keys(_sharding_at(self._place(target, leaf)), leaf)
             return RestoredLeaf(number, RestoredAs.JAX, sharding=sharding)
         if typed or leaf.kind == "prng":
             logical = logical_shape(leaf)
@@ -230,7 +243,7 @@ class Matcher:
                 return self._differs("type", leaf, target)
             if shape != logical:
                 return self._row(leaf.name, "shape", str(list(logical)), str(list(shape)))
-            return RestoredLeaf(number, RestoredAs.JAX, sharding=self._sharding(target, leaf))
+            return RestoredLeaf(number, RestoredAs.JAX, sharding=_sharding_at(self._place(target, leaf)))
         if leaf.kind in _TEXT_KINDS:
             return self._differs("type", leaf, target)
         resized = None
@@ -241,23 +254,50 @@ class Matcher:
         if isinstance(target, np.ndarray | np.generic):
             restored_as = RestoredAs.NUMPY if isinstance(target, np.ndarray) else RestoredAs.SCALAR
             return RestoredLeaf(number, restored_as, dtype=np.dtype(dtype), new_shape=resized)
-        sharding = self._sharding(target, leaf, resized)
-        if sharding is None:
+        place = self._place(target, leaf, resized)
+        if place is None:
             return RestoredLeaf(number, RestoredAs.NUMPY, dtype=np.dtype(dtype), new_shape=resized)
         if not _canonical(dtype):
             expected = f"{dtype}, which jax holds only with jax_enable_x64"
             return self._row(leaf.name, "dtype", describe_leaf(leaf), expected)
-        if not divides(sharding, shape):
+        sharding = _sharding_at(place)
+        if sharding is not None and not divides(sharding, shape):
             return self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
         return RestoredLeaf(number, RestoredAs.JAX, dtype=np.dtype(dtype), sharding=sharding, new_shape=resized)
 
-    def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:
+    def _place(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | Uncommitted | None:
+        """Where a target wants an array, else where it was saved; None where these devices do not exist here.
+
+        A description that names the device on which an uncommitted array was saved gets it uncommitted: descriptions
+        of arrays do not say whether they are.
+        """
+        if isinstance(target, jax.Array) and not target.committed:
+            return UNCOMMITTED
         with contextlib.suppress(ValueError):  # Orbax's metadata of a sharding whose devices do not exist here
             sharding = _jax_sharding(getattr(target, "sharding", None))
+            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+                return self._on_devices(leaf, sharding)
             if isinstance(sharding, Sharding):
-                return sharding
-        found = self.shardings.of(leaf)
-        return found if found is None or resized is None or divides(found, resized) else None
+                described = not isinstance(target, jax.Array) and sharding == self.shardings.of(leaf)
+                return UNCOMMITTED if described and self.shardings.is_uncommitted(leaf) else sharding
+        found = self.shardings.place_of(leaf)
+        return found if resized is None or not isinstance(found, Sharding) or divides(found, resized) else None
+
+    def _on_devices(self, leaf: Leaf, abstract: NamedSharding) -> Sharding | None:
+        """A sharding without devices, as `jax.eval_shape` gives it, on the mesh that is set, or else on the leaf's.
+
+        Notes a difference, and returns None, where neither has such axes.
+        """
+        axes = abstract.mesh
+        mesh = jax.sharding.get_mesh()
+        if not {*axes.axis_names} <= {*mesh.axis_names}:  # none is set, or another one
+            saved = self.shardings.of(leaf)
+            if not isinstance(saved, NamedSharding) or saved.mesh.shape_tuple != axes.shape_tuple:
+                asked = f"{abstract.spec} on {axes.shape_tuple}, without devices: restore under `jax.set_mesh(mesh)`"
+                self._row(leaf.name, "sharding", describe_leaf(leaf), asked)
+                return None
+            mesh = saved.mesh
+        return NamedSharding(mesh, abstract.spec, memory_kind=abstract.memory_kind)
 
     def with_restore_args(self, number: int, leaf: Leaf, args: Any, target: Any = None) -> LeafRequest:
         """A leaf with explicit `ocp.RestoreArgs`: they decide its type, and the target's value is a placeholder.

@@ -311,6 +311,9 @@ class _SavedShardings(Shardings):
         super().__init__(arrays, fallback)
         self._stored = item
 
+    def is_uncommitted(self, leaf: Leaf) -> bool:
+        return False  # Orbax does not record it
+
     def of(self, leaf: Leaf) -> Sharding | None:
         if leaf.sharding < 0:
             return self._fallback

@@ -102,12 +102,13 @@ class FinishedByCaller(Response[T]):
 
 
 def in_background(fn: Callable[[], T]) -> Future[T]:
-    """Calls a function in another thread, in the context variables of this one, and with its 64-bit types of jax."""
+    """Calls a function in another thread, in the context variables of this one, and with its 64-bit types and mesh."""
     surroundings = contextvars.copy_context()
     x64: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    mesh = jax.sharding.get_mesh()
 
     def run() -> T:
-        with jax.enable_x64(x64):
+        with jax.enable_x64(x64), contextlib.nullcontext() if mesh.empty else jax.set_mesh(mesh):
             return surroundings.run(fn)
 
     return _threads.start(run)

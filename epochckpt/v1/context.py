@@ -189,10 +189,6 @@ def _target(leaf: Any) -> Any:
         return ocp.RestoreArgs(restore_type=leaf) if in_numpy else ocp.ArrayRestoreArgs(restore_type=jax.Array)
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not hasattr(leaf, "sharding"):
         return _numpy_target(leaf)
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh):
-        concrete = jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding.spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=concrete)
     return leaf
 
 

@@ -10,7 +10,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType
 
 import epochckpt as ec
 from epochckpt import _renaming, errors
@@ -211,3 +213,42 @@ def test_a_blob_of_other_nodes_is_refused_in_the_words_of_jobs(tmp_path: pathlib
     ec.run(job_of(2), tmp_path / "run")
     with pytest.raises(InvalidArgumentError, match=r"blob 'reader' .* 2 nodes; here are 3: .*ws\.target\('reader', "):
         ec.run(job_of(3), tmp_path / "run")
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_job_goes_on_on_the_mesh_that_is_set(directory: str, devices: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With fewer devices or more, no target, and an optimizer whose counter was placed on no device."""
+    optimizer = optax.adam(0.1)
+
+    def job(epochs: int) -> ec.Job:
+        job = ec.Job(stop_conditions=[ec.stop.max_epochs(epochs)])
+
+        @job.init
+        def init(ws: ec.Workspace) -> None:
+            ws["w"] = jax.device_put(jnp.arange(8.0), jax.P("data"))
+            ws["optimizer"] = optimizer.init(ws["w"])
+
+        @job.epoch
+        def train(ws: ec.Workspace) -> None:
+            ws["w"], ws["optimizer"] = step(ws["w"], ws["optimizer"])
+
+        return job
+
+    @jax.jit
+    def step(w: jax.Array, state: Any) -> Any:
+        updates, state = optimizer.update(w - 3.0, state)
+        return optax.apply_updates(w, updates), state
+
+    def run(directory: str, epochs: int, devices: int) -> jax.Array:
+        session = ec.LocalSession()
+        here = jax.devices()[:devices]
+        with jax.set_mesh(jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Explicit,), devices=here)):
+            ec.run(job(epochs), directory, session=session)
+        w = session.workspace()["w"]
+        assert w.sharding.device_set == {*here}
+        return w
+
+    run(directory, 2, 2)
+    caplog.clear()
+    np.testing.assert_array_equal(run(directory, 4, devices), run(f"{directory}-undisturbed", 4, 2))
+    assert "comes back as NumPy" not in caplog.text
