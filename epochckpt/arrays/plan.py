@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from epochckpt._text import readable
 from epochckpt.arrays import transfers
@@ -340,6 +340,12 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
         if value.is_deleted():
             raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
         sharding = value.sharding
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        if spec.unreduced or spec.reduced:
+            raise InvalidArgumentError(
+                f"item {item!r}, leaf {name!r} lies as {spec}: its devices may hold parts of a sum, which cannot be "
+                "saved. Save the sum: jax.reshard(array, PartitionSpec()), or with another spec without such axes"
+            )
         held = tuple(shard.device for shard in value.addressable_shards)
     stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
     return LeafForm(

@@ -172,3 +172,20 @@ def test_checkpointers_of_v1_take_them(saved: pathlib.Path) -> None:
         check(checkpointer.load(0, described), mesh)
         response = checkpointer.load_async(0, described)
     check(response.result(), mesh)
+
+
+def test_sums_that_are_not_complete_are_refused(tmp_path: pathlib.Path) -> None:
+    """Each device has a part of the sum. The error names the leaf, and what it says is enough."""
+    product = jax.jit(
+        lambda a, b: jax.lax.dot_general(
+            a, b, (((1,), (0,)), ((), ())), out_sharding=PartitionSpec(None, None, unreduced={"data"})
+        )
+    )
+    values = np.arange(16, dtype=np.float32).reshape(4, 4)
+    with jax.set_mesh(mesh_of(4)), ec.CheckpointManager(tmp_path) as manager:
+        columns = jax.device_put(values, PartitionSpec(None, "data"))
+        sums = product(columns, jax.device_put(values, PartitionSpec("data")))
+        with pytest.raises(ec.errors.InvalidArgumentError, match=r"leaf 'w' .*unreduced.*jax\.reshard"):
+            manager.save(0, args=ocp.args.StandardSave({"w": sums}))
+        manager.save(0, args=ocp.args.StandardSave({"w": jax.reshard(sums, PartitionSpec())}))
+        np.testing.assert_array_equal(manager.restore(0)["w"], values @ values)
