@@ -234,7 +234,7 @@ class NativeBackend(ItemBackend[ocp.args.CheckpointArgs]):
             if arrays is None or any(blob_lib.target_of(ws, blobs[item]) is not None for ws in self._spaces().values()):
                 continue
             shardings = Shardings(arrays, mesh=jax.sharding.get_mesh())
-            if any(leaf.kind == "jax" and shardings.of(leaf) is None for leaf in arrays.leaves):
+            if any(leaf.kind == "jax" and shardings.place_of(leaf) is None for leaf in arrays.leaves):
                 problem = f"blob {blobs[item]!r} comes back as NumPy: this job lacks the devices that it was saved on"
                 logging.warning("%s; %s", problem, blob_lib.how_to_place(blobs[item]))
 
