@@ -106,6 +106,7 @@ def numbered_epochs(source: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_no_text_calls_a_number_an_epoch() -> None:
     """It may be one of steps: what knows the unit says it, and all else says `checkpoint 60000`."""
     found = {
@@ -188,6 +189,7 @@ def patches_of_ours(source: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_tests_patch_few_of_our_modules() -> None:
     """A test that patches a module is written anew with it: `faults`, `patience` and arguments give what tests need."""
     found = [

@@ -25,16 +25,18 @@ from epochckpt.errors import UnsupportedError
 ManagerClass = Callable[..., Any]
 MANAGERS: dict[str, ManagerClass] = {"orbax": ocp.CheckpointManager, "epochckpt": ec.CheckpointManager}
 
-# Stock Orbax alone warns when it is to put an array where it was saved, and leaves coroutines behind when it fails.
-_QUIET = {
+# Stock Orbax shows that a test says what is so: its part of such tests is for CI. It alone warns when it is to put an
+# array where it was saved, and leaves coroutines behind when it fails.
+_MARKS = {
     "orbax": [
+        pytest.mark.slow,
         pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
         pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     ]
 }
 
 both = pytest.mark.parametrize(
-    "manager_class", [pytest.param(c, id=name, marks=_QUIET.get(name, [])) for name, c in MANAGERS.items()]
+    "manager_class", [pytest.param(c, id=name, marks=_MARKS.get(name, [])) for name, c in MANAGERS.items()]
 )
 
 
