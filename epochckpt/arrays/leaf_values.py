@@ -107,7 +107,7 @@ def on_devices(leaf: Leaf, request: RestoredLeaf, host: np.ndarray) -> jax.Array
     else:
         dtype = request.dtype or leaf.dtype
         data = jax.make_array_from_callback(request.shape(leaf), sharding, lambda index: host, dtype=dtype)
-    return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
+    return _typed(leaf, data)
 
 
 def boxes_on_devices(leaf: Leaf, request: RestoredLeaf, hosts: Mapping[Box, np.ndarray]) -> jax.Array:
@@ -127,7 +127,7 @@ def boxes_on_devices(leaf: Leaf, request: RestoredLeaf, hosts: Mapping[Box, np.n
         data = jax.make_array_from_callback(shape, sharding, host_of, dtype=dtype)
     else:  # no device of this process has a part; JAX would ask for one of replicated arrays
         data = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
+    return _typed(leaf, data)
 
 
 def uncommitted(leaves: Sequence[Leaf], hosts: Sequence[np.ndarray]) -> list[jax.Array]:
@@ -136,8 +136,12 @@ def uncommitted(leaves: Sequence[Leaf], hosts: Sequence[np.ndarray]) -> list[jax
     JAX needs half the time for a list of arrays that it needs for one after the other.
     """
     arrays = jax.device_put([*hosts])
-    wrapped = zip(leaves, arrays, strict=True)
-    return [jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data for leaf, data in wrapped]
+    return [_typed(leaf, data) for leaf, data in zip(leaves, arrays, strict=True)]
+
+
+def _typed(leaf: Leaf, data: jax.Array) -> jax.Array:
+    """The value of a leaf whose data is on its devices: typed keys of their data."""
+    return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
 
 
 def _sharding(leaf: Leaf, sharding: Sharding) -> Sharding:
