@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from orbax.checkpoint import v1
 
+from tests.support import prepared
 from tests.support.processes import run_worker, start_processes
 
 EPOCHS = 6
@@ -17,7 +18,7 @@ EPOCHS = 6
 
 def train(directory: pathlib.Path, flavour: str, manager: str, until: int) -> Any:
     arguments = {"directory": str(directory), "flavour": flavour, "manager": manager, "until": until}
-    (answer,) = run_worker("tests.support.flax_loops:run", arguments, 1, 4, anew=True)
+    (answer,) = run_worker("tests.support.flax_loops:run", arguments, 1, 4, imported=prepared.STOCK)
     return answer
 
 
@@ -37,7 +38,7 @@ def test_a_loop_may_change_the_manager_and_go_back(tmp_path: pathlib.Path, flavo
 
 def train_v1(directory: pathlib.Path, style: str, until: int) -> Any:
     arguments = {"directory": str(directory), "style": style, "until": until}
-    (answer,) = run_worker("tests.support.flax_loops:run_v1", arguments, 1, 4, anew=True)
+    (answer,) = run_worker("tests.support.flax_loops:run_v1", arguments, 1, 4, imported=prepared.STOCK)
     return answer
 
 

@@ -37,7 +37,7 @@ from epochckpt.format.tree import dtypes
 from epochckpt.orbax import parameters
 from epochckpt.storage import Store, Writer, open_store
 from epochckpt.testing import Faults, StoreCall
-from tests.support import handler_jobs, own_memory, stock_states
+from tests.support import handler_jobs, own_memory, prepared, stock_states
 from tests.support.processes import run_worker, start_processes
 
 DEVICES = 4
@@ -57,7 +57,9 @@ def save_job(directory: str) -> None:
 
 def stock(function: str, arguments: dict[str, Any]) -> Any:
     """What a function of tests/support/stock_reader.py answers."""
-    (answer,) = run_worker(f"tests.support.stock_reader:{function}", arguments, 1, DEVICES, timeout=100, anew=True)
+    (answer,) = run_worker(
+        f"tests.support.stock_reader:{function}", arguments, 1, DEVICES, timeout=100, imported=prepared.STOCK
+    )
     return answer
 
 

@@ -39,7 +39,7 @@ from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import dtypes
 from epochckpt.storage import Store, mapped, mmap
 from epochckpt.testing import Faults, StoreCall
-from tests.support import stock_states
+from tests.support import prepared, stock_states
 from tests.support.processes import run_worker
 
 DEVICES = 4
@@ -108,7 +108,7 @@ def test_stock_orbax_restores_imported_states_of_flax(tmp_path: pathlib.Path) ->
     (tmp_path / "x.msgpack").write_bytes(flax.serialization.to_bytes(stock_states.linen()))
     ec.import_(tmp_path / "x.msgpack", tmp_path / "run", 3)
     arguments = {"directories": {"linen": str(tmp_path / "run")}, "epoch": 3}
-    (found,) = run_worker("tests.support.stock_reader:flax_states", arguments, 1, DEVICES, anew=True)
+    (found,) = run_worker("tests.support.stock_reader:flax_states", arguments, 1, DEVICES, imported=prepared.STOCK)
     assert found == {"linen": []}
 
 

@@ -158,7 +158,7 @@ def zombie_case(directory: pathlib.Path, stop: Stop, **options: Any) -> dict[str
 def start_zombie(cases: list[dict[str, Any]], processes: int = 1, who: int = 0) -> Processes:
     args = json.dumps({"cases": cases, "who": who})
     program = ["-m", "tests.support.worker", "tests.support.zombiejob:run", args]
-    return start_processes(program, processes, devices_per_process=2, anew=True)  # `take_over` waits for its stops
+    return start_processes(program, processes, devices_per_process=2, imported=())  # `take_over` waits for its stops
 
 
 def take_over(job: Processes, number: int, case: dict[str, Any], who: int = 0) -> list[int]:

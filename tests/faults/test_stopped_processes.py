@@ -136,7 +136,7 @@ def stoppable_job(
     args = {"directory": str(tmp_path / "run"), "gates": str(tmp_path), "timeout": timeout, "stops": stops}
     program = ["-m", "tests.support.worker", "tests.faults.test_stopped_processes:stoppable", json.dumps(args)]
     try:
-        with start_processes(program, count, anew=True) as job:  # waits for their stops
+        with start_processes(program, count, imported=()) as job:  # waits for their stops
             yield job, gates
     finally:
         gates.close()

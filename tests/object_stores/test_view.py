@@ -17,7 +17,7 @@ from epochckpt.format import checksums, paths
 from epochckpt.orbax import object_view
 from epochckpt.orbax.step_files import STEP_RECORD
 from epochckpt.storage import open_store
-from tests.support import stock_buckets
+from tests.support import prepared, stock_buckets
 from tests.support.object_servers import Bucket, Fault, Request, bucket
 from tests.support.processes import run_worker
 from tests.support.taps import eventually
@@ -282,7 +282,7 @@ def stock(cloud: Bucket, function: str, devices: int, **arguments: Any) -> Any:
     pytest.importorskip("gcsfs")  # how stock Orbax reaches gs://
     env = {**cloud.environment, "TENSORSTORE_GCS_HTTP_URL": cloud.proxy.url}
     (found,) = run_worker(
-        f"tests.support.stock_buckets:{function}", arguments, 1, devices, timeout=110, env=env, anew=True
+        f"tests.support.stock_buckets:{function}", arguments, 1, devices, timeout=110, env=env, imported=prepared.STOCK
     )
     return found
 
@@ -375,7 +375,9 @@ def test_every_reader_restores_every_state_bit_for_bit(cloud: Bucket, name: str)
         assert manager.save(5, args=Save(stock_states.STATES[name]()))
     env = {**cloud.environment, "TENSORSTORE_GCS_HTTP_URL": cloud.proxy.url}
     arguments = {"directory": url, "epoch": 5, "state": name}
-    (found,) = run_worker("tests.support.stock_reader:read", arguments, 1, 4, timeout=300, env=env, anew=True)
+    (found,) = run_worker(
+        "tests.support.stock_reader:read", arguments, 1, 4, timeout=300, env=env, imported=prepared.STOCK
+    )
     assert len(found) >= 10
     assert {k: v for k, v in found.items() if v} == {}
 

@@ -28,7 +28,7 @@ from epochckpt.format.tree import dtypes
 from epochckpt.orbax import Views, linked_view, ocdbt, parameters
 from epochckpt.storage import Store
 from epochckpt.testing import Faults, StoreCall
-from tests.support import stock_states
+from tests.support import prepared, stock_states
 from tests.support.processes import run_worker
 
 DEVICES = 4
@@ -67,7 +67,12 @@ def stock(function: str, arguments: dict[str, Any], num_processes: int = 1) -> A
     """Runs a function of tests/support/stock_reader.py and returns what each process answered."""
     devices = DEVICES // num_processes
     return run_worker(
-        f"tests.support.stock_reader:{function}", arguments, num_processes, devices, timeout=100, anew=True
+        f"tests.support.stock_reader:{function}",
+        arguments,
+        num_processes,
+        devices,
+        timeout=100,
+        imported=prepared.STOCK,
     )
 
 

@@ -1,19 +1,20 @@
 """Processes that have jax, Orbax and epochckpt imported when they start: they are forked from one that has.
 
-    child = start("tests.support.worker", ["module:function", "{}"], environment)
+    child = start("tests.support.worker", ["module:function", "{}"], environment, imported=OURS, index=0)
     text = child.stdout.read()
     returncode = child.wait()
 
 These imports take two seconds of a processor, and the suite starts hundreds of processes. A fork takes 20 ms.
 
 Such a process is in all else what `python -m MODULE ARGUMENTS` would be: it has its own session, environment and exit
-through the end of the interpreter, and no backend or thread was there before it. Two servers are forked from in turn,
-so that neighbours in a job hash strings differently: what depends on the order of a set shows. Variables that Python
-or jax read as they start need a server of their own, see `_EARLY`.
+through the end of the interpreter, and no backend or thread was there before it. Neighbours in a job are forked from
+two servers, so that they hash strings differently: what depends on the order of a set shows. Variables that Python or
+jax read as they start need a server of their own, see `_EARLY`.
 """
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -27,6 +28,10 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO, NamedTuple
+
+OURS = ("jax.numpy", "orbax.checkpoint", "epochckpt.manager.manager", "epochckpt.jobs.runner")
+STOCK = ("jax.numpy", "orbax.checkpoint", "flax.linen", "flax.nnx", "optax")
+"""For a process that cannot import epochckpt."""
 
 POSSIBLE = hasattr(os, "pidfd_open")  # on Linux
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -66,33 +71,40 @@ class Prepared:
         return int(found)
 
 
-def start(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> Prepared:
-    """Starts `python -m module *arguments` in the root of the repository, with `env` as its whole environment."""
-    global _started
+def start(
+    module: str, arguments: Sequence[str], env: Mapping[str, str], *, imported: Sequence[str], index: int
+) -> Prepared:
+    """Starts `python -m module *arguments` in the root of the repository, with `env` as its whole environment.
+
+    Args:
+        module: what to run.
+        arguments: of its command line.
+        env: all of its environment.
+        imported: the modules that it has imported when it starts, `OURS` or `STOCK`.
+        index: its process id in the job.
+    """
     early = tuple(sorted((name, value) for name, value in env.items() if name.startswith(_EARLY)))
     request = {"module": module, "arguments": list(arguments), "env": dict(env)}
     with _lock:
-        _started += 1
-        place = (early, _started % _SERVERS)
+        place = (early, tuple(imported), index % _SERVERS)
         if place not in _servers:
-            _servers[place] = _start_server(env)
+            _servers[place] = _start_server(env, imported)
         try:
             return Prepared(_servers[place], request)
         except BrokenPipeError:  # a test that took too long has taken its server with it
-            _servers[place] = _start_server(env)
+            _servers[place] = _start_server(env, imported)
             return Prepared(_servers[place], request)
 
 
 _lock = threading.Lock()
 _servers: dict[object, socket.socket] = {}
-_started = 0
 
 
-def _start_server(env: Mapping[str, str]) -> socket.socket:
+def _start_server(env: Mapping[str, str], imported: Sequence[str]) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.prepared", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.support.prepared", str(theirs.fileno()), *imported],
             env=dict(env),
             cwd=_ROOT,
             stdin=subprocess.DEVNULL,
@@ -212,18 +224,9 @@ def _become(request: _Request, output: int) -> None:
     sys.argv[1:] = request.arguments
 
 
-def _import() -> None:
-    import jax.numpy  # noqa: F401
-    import orbax.checkpoint  # noqa: F401
-
-    import epochckpt
-
-    for name in ("CheckpointManager", "JobRunner"):
-        getattr(epochckpt, name)
-
-
 if __name__ == "__main__":
-    _import()
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     wanted = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if wanted is not None:
         runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)

@@ -13,8 +13,8 @@ Guarantees:
   interpreter.
 * Every wait is bounded and wakes by events, none polls.
 * A child that is late is made to print the stacks of all its Python threads before it is killed.
-* A module (`-m`) starts with jax, Orbax and epochckpt imported, see `tests.support.prepared`, unless it is to
-  start anew; all other programs do.
+* A module (`-m`) starts with jax, Orbax and epochckpt imported, see `tests.support.prepared`, unless other imports
+  are named; all other programs start with nothing imported.
 * stdout and stderr of a child come together, in order, in one file; both are unbuffered.
 
 The children find their place in the job in `EPOCHCKPT_TEST_{PROCESS_ID,NUM_PROCESSES,COORDINATOR}`.
@@ -170,9 +170,9 @@ class Processes(Sequence[Process]):
         timed_out: whether the last `wait` had to kill a process.
     """
 
-    def __init__(self, program: Sequence[str], num_processes: int, env: Mapping[str, str], *, anew: bool):
+    def __init__(self, program: Sequence[str], num_processes: int, env: Mapping[str, str], imported: Sequence[str]):
         self.timed_out = False
-        self._anew = anew or program[0] != "-m" or not prepared.POSSIBLE
+        self._imported = imported if program[0] == "-m" and prepared.POSSIBLE else ()
         self._program = program
         self._port = contextlib.ExitStack()
         coordinator = f"localhost:{self._port.enter_context(reserved_port())}"
@@ -193,9 +193,11 @@ class Processes(Sequence[Process]):
         env = {**self._env, "EPOCHCKPT_TEST_PROCESS_ID": str(index)}
         self._starts += 1
         path = pathlib.Path(self._folder.name) / f"{self._starts}-process-{index}.txt"
-        if self._anew:
+        if not self._imported:
             return Process(index, _start_anew(self._program, env), path, self._changed)
-        return Process(index, prepared.start(self._program[1], self._program[2:], env), path, self._changed)
+        module, arguments = self._program[1], self._program[2:]
+        started = prepared.start(module, arguments, env, imported=self._imported, index=index)
+        return Process(index, started, path, self._changed)
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -291,7 +293,7 @@ def start_processes(
     *,
     devices_per_process: int = 1,
     env: Mapping[str, str] | None = None,
-    anew: bool = False,
+    imported: Sequence[str] = prepared.OURS,
 ) -> Processes:
     """Starts `python *program` once per process of a job.
 
@@ -302,8 +304,8 @@ def start_processes(
             program; `tests.support.worker` does it.
         devices_per_process: how many CPU devices each of them sees.
         env: variables to set over those that this helper sets and those of this process.
-        anew: start Python itself, with nothing imported. For a program that must not have imported anything of ours,
-            and for a test that waits for a child as its parent.
+        imported: what a module (`-m`) has imported when it starts. `prepared.STOCK` has nothing of ours. `()` starts
+            Python itself, which a test can wait for as its parent.
     """
     own = {
         "JAX_PLATFORMS": "cpu",
@@ -312,7 +314,7 @@ def start_processes(
         "PYTHONUNBUFFERED": "1",
         "EPOCHCKPT_TEST_NUM_PROCESSES": str(num_processes),
     }
-    return Processes(program, num_processes, {**os.environ, **own, **(env or {})}, anew=anew)
+    return Processes(program, num_processes, {**os.environ, **own, **(env or {})}, imported=imported)
 
 
 def parse_result(stdout: str) -> Any:
@@ -334,7 +336,7 @@ def run_worker(
     timeout: float = 180.0,
     *,
     env: Mapping[str, str] | None = None,
-    anew: bool = False,
+    imported: Sequence[str] = prepared.OURS,
     after_failure_secs: float = 40.0,
 ) -> list[Any]:
     """Calls a function in every process of a job and returns what each call returned.
@@ -346,7 +348,7 @@ def run_worker(
         devices_per_process: how many CPU devices each of them sees.
         timeout: seconds for all of them together.
         env: as in `start_processes`.
-        anew: as in `start_processes`.
+        imported: as in `start_processes`.
         after_failure_secs: seconds that the others have left once one has failed.
 
     Returns:
@@ -356,7 +358,9 @@ def run_worker(
         AssertionError: a process failed or was late; names every process's exit status and output.
     """
     program = ["-m", "tests.support.worker", fn_path, json.dumps(dict(args or {}))]
-    with start_processes(program, num_processes, devices_per_process=devices_per_process, env=env, anew=anew) as job:
+    with start_processes(
+        program, num_processes, devices_per_process=devices_per_process, env=env, imported=imported
+    ) as job:
         outcomes = job.wait(timeout, after_failure_secs)
         if any(outcome.returncode for outcome in outcomes):
             raise AssertionError(
