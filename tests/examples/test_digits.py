@@ -23,7 +23,7 @@ import epochckpt as ec
 from tests.support.digits import EPOCHS, EXAMPLE, start
 from tests.support.processes import Process
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 FOREVER = 5000  # more epochs than any test waits for
 TIMEOUT = 300.0
@@ -115,7 +115,6 @@ def test_stock_orbax_reads_the_checkpoints(undisturbed) -> None:
     assert found == sorted(array.tobytes() for array in final_params(workdir).values())
 
 
-@pytest.mark.long
 def test_a_complete_run_started_again_has_nothing_left_to_do(undisturbed, tmp_path: pathlib.Path) -> None:
     """It says so, trains no epoch and reports the same parameters."""
     workdir, output = undisturbed(EPOCHS)
@@ -127,13 +126,8 @@ def test_a_complete_run_started_again_has_nothing_left_to_do(undisturbed, tmp_pa
     assert final_hash(again) == final_hash(output)
 
 
-@pytest.mark.parametrize(
-    ("kills", "epochs"),
-    [
-        pytest.param(2, 40, marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
-        pytest.param(20, 400, marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
-    ],
-)
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("kills", "epochs"), [(2, 40), (20, 400)])
 def test_a_run_killed_at_random_moments_ends_bit_for_bit_equal(
     undisturbed, tmp_path: pathlib.Path, kills: int, epochs: int
 ) -> None:
@@ -164,7 +158,6 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_equal(
     assert final_hash(last) == final_hash(output)
 
 
-@pytest.mark.long
 def test_a_killed_run_stops_early_where_it_would_have_stopped(tmp_path: pathlib.Path) -> None:
     """Early stopping counts over the kill: the last epoch, the reason and the parameters are the same."""
     undisturbed = finish(tmp_path / "undisturbed", 200, patience=4)
@@ -180,7 +173,6 @@ def test_a_killed_run_stops_early_where_it_would_have_stopped(tmp_path: pathlib.
     assert final_hash(last) == final_hash(undisturbed)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_killed_run_finishes_on_other_topologies(undisturbed, tmp_path: pathlib.Path) -> None:
     """Two processes saved; one finishes, with fewer and with as many devices, within the stated tolerance."""
@@ -204,7 +196,6 @@ def test_a_killed_run_finishes_on_other_topologies(undisturbed, tmp_path: pathli
             np.testing.assert_allclose(array, reference[name], rtol=0, atol=float(tolerance), err_msg=name)
 
 
-@pytest.mark.long
 def test_a_damaged_epoch_is_trained_again(undisturbed, tmp_path: pathlib.Path) -> None:
     """One flipped bit in one process's part: the run resumes one epoch earlier and ends bit for bit equal."""
     workdir, output = undisturbed(EPOCHS)
@@ -221,7 +212,6 @@ def test_a_damaged_epoch_is_trained_again(undisturbed, tmp_path: pathlib.Path) -
     assert f"resumed from epoch {EPOCHS}" in finish(tmp_path / "copy")
 
 
-@pytest.mark.long
 def test_a_dead_process_ends_the_job(tmp_path: pathlib.Path) -> None:
     """The launcher ends the others, says which process failed and how, and fails itself."""
     with start(tmp_path, FOREVER) as (job,):
@@ -232,7 +222,6 @@ def test_a_dead_process_ends_the_job(tmp_path: pathlib.Path) -> None:
     assert "process 1 failed (killed by SIGKILL)" in output
 
 
-@pytest.mark.long
 def test_a_killed_launcher_takes_its_processes_along(tmp_path: pathlib.Path) -> None:
     """SIGKILL of the launcher alone, which cannot pass anything on, leaves no process behind."""
     with start(tmp_path, FOREVER) as (job,):
@@ -242,7 +231,6 @@ def test_a_killed_launcher_takes_its_processes_along(tmp_path: pathlib.Path) -> 
     assert job.returncode == -signal.SIGKILL
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_asked_to_stop_saves_its_epoch_first(tmp_path: pathlib.Path, signum: signal.Signals) -> None:
     """The epoch that it names is on storage and the exit status says that it is to be started again, each time."""

@@ -40,16 +40,25 @@ def test_an_evaluator_beside_a_run_decides_which_epoch_is_kept(tmp_path: pathlib
     assert rows[12].sources == {"robust_accuracy": "evaluator"}
     assert rows[12].metrics.keys() == {"loss", "accuracy", "robust_accuracy"}
 
-    # What was scored and is not the best goes with the next commit; the best stays.
-    with start_training(tmp_path, 13, processes=1, devices=4, more=KEEP_BEST) as (training,):
+
+@pytest.mark.long
+def test_both_go_on_when_they_are_started_again(tmp_path: pathlib.Path) -> None:
+    """What was scored and is not the best goes with the next commit; nothing is scored twice."""
+    with start_training(tmp_path, 3, processes=1, devices=4, more=KEEP_BEST) as (training,):
+        assert training.wait_for_exit(TIMEOUT), training.output()
+    with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=1") as (evaluator,):
+        assert evaluator.wait_for_exit(TIMEOUT), evaluator.output()
+    assert evaluator.returncode == 0, evaluator.output()
+    scores = scores_in(evaluator.output())
+    (best,) = [row.epoch for row in scan.look(tmp_path / "checkpoints", metric="robust_accuracy").epochs if row.best]
+    with start_training(tmp_path, 4, processes=1, devices=4, more=KEEP_BEST) as (training,):
         assert training.wait_for_exit(TIMEOUT), training.output()
     left = [row.epoch for row in scan.look(tmp_path / "checkpoints").epochs]
-    assert left == [best.epoch, 13], (left, scores)
-    # Started again it scores what is left, and nothing twice.
+    assert left == [best, 4], (left, scores)
     with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=1") as (again,):
         assert again.wait_for_exit(TIMEOUT), again.output()
     assert again.returncode == 0, again.output()
-    assert scores_in(again.output()).keys() == {13}
+    assert scores_in(again.output()).keys() == {4}
 
 
 @pytest.mark.long

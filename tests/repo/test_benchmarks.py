@@ -15,9 +15,7 @@ from absl import flags
 sys.path.insert(0, sys.argv[1])
 import common
 folder, given = sys.argv[2], ["--rounds=1", "--warm_up_gib=0", "--case=2x1KB"]
-scripts = {"save_restore": ["--cases=2x1KB,1x4B"], "beside_training": ["--steps=2"]}
-scripts["many_epochs"] = ["--saves=2", "--epochs=3"]
-scripts["beside_compilation"] = ["--width=8", "--layers=1", "--tokens=4"]
+scripts = {"save_restore": ["--cases=2x1KB,1x4B"], "many_epochs": ["--saves=2", "--epochs=3"]}
 scripts["beside_python"] = ["--state=1x4B"]
 for name, more in scripts.items():
     script = importlib.import_module(name)
@@ -38,9 +36,7 @@ def test_scripts_of_one_process_run(tmp_path: pathlib.Path) -> None:
     found = {path.stem: tables(path) for path in tmp_path.glob("*.json")}
     assert {name: len(all_) for name, all_ in found.items()} == {
         "save_restore": 2,
-        "beside_training": 2,
         "many_epochs": 2,
-        "beside_compilation": 1,
         "beside_python": 2,
     }
     for run, cases in {"large": ["100x10MB", "adam401"], "small": ["2000x1KB", "adam5001", "1x4B"]}.items():
@@ -52,7 +48,7 @@ def test_scripts_of_one_process_run(tmp_path: pathlib.Path) -> None:
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     rows = [line.split(" | ") for line in printed.splitlines()[2:]]
     measured = {run for _, run, figures in rows if figures != "– |"}
-    assert measured == {"large", "small", "many_epochs", "beside_training", "beside_compilation"}
+    assert measured == {"large", "small", "many_epochs"}
 
 
 def test_each_goal_has_a_run_and_each_run_a_script() -> None:
@@ -71,6 +67,8 @@ def test_each_goal_has_a_run_and_each_run_a_script() -> None:
 @pytest.mark.parametrize(
     ("script", "count", "arguments"),
     [
+        ("beside_training", 2, ["--case=2x1KB", "--steps=2"]),
+        ("beside_compilation", 1, ["--width=8", "--layers=1", "--tokens=4", "--warm_up_gib=0"]),
         ("processes", 2, ["--sizes=1,2", "--leaves=2", "--leaf_kb=4"]),
         ("reshard", 2, ["--processes=2", "--leaves=2", "--side=64"]),
         ("memory", 1, ["--case=2x1MB"]),
@@ -78,9 +76,7 @@ def test_each_goal_has_a_run_and_each_run_a_script() -> None:
         ("restart", 1, ["--cases=2x1KB", "--without=orbax uncompressed,orbax plain files,orbax zarr3"]),
     ],
 )
-def test_scripts_of_several_processes_run(
-    tmp_path: pathlib.Path, script: str, count: int, arguments: list[str]
-) -> None:
+def test_scripts_that_take_longer_run(tmp_path: pathlib.Path, script: str, count: int, arguments: list[str]) -> None:
     """Each measures every contestant."""
     place = [f"--directory={tmp_path}", f"--json={tmp_path}/found.json", "--rounds=1"]
     command = [sys.executable, str(FOLDER / f"{script}.py"), *arguments, *place]
