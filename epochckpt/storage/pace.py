@@ -30,7 +30,7 @@ _RECENT = 64  # answers
 _ENOUGH = 8  # answers, before a read can be late
 _SMALL_BYTES = 64 << 10  # the time of a smaller answer is its latency
 _RATED_BYTES = 1 << 20  # the time of a larger answer says how fast bytes come
-_LATE_MEDIANS = 1.2
+_LATE_MEDIANS = 1.1
 _LATE_QUANTILE = 0.95
 _REPEATED = 0.05  # of all reads
 _MOST_REPEATED = 10  # in a row, after many good answers
@@ -54,7 +54,7 @@ def chunk_bytes(size: int, latency_secs: float, bytes_per_sec: float) -> int:
 def late_after(recent: Sequence[float], least_secs: float) -> float:
     """The seconds after which a read is late, by the seconds that others have taken; infinite after too few.
 
-    That is the 95th percentile, and a fifth above the median, so that few reads are late where all take about as long.
+    That is the 95th percentile, and a tenth above the median, so that few reads are late where all take about as long.
     It is at least `least_secs`.
     """
     if len(recent) < _ENOUGH:
