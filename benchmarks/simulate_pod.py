@@ -86,6 +86,7 @@ class Leaf(jax.Array):
     dtype = property(lambda self: np.dtype(np.float32))
     sharding = property(lambda self: self._sharding)
     committed = property(lambda self: True)
+    weak_type = property(lambda self: False)
     devices = property(lambda self: self._sharding.mesh.devices[self._process])  # pyright: ignore[reportAssignmentType]
     addressable_shards = property(lambda self: [types.SimpleNamespace(device=device) for device in self.devices])
 

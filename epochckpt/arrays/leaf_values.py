@@ -102,6 +102,8 @@ def on_devices(leaf: Leaf, request: RestoredLeaf, host: np.ndarray) -> jax.Array
     if request.sharding is None:
         return uncommitted([leaf], [host])[0]
     sharding = _sharding(leaf, request.sharding)
+    if _stays_weak(leaf, host) and _is_everywhere(sharding):
+        return _weak_scalar(host.item(), sharding)
     if isinstance(sharding, SingleDeviceSharding) and sharding.memory_kind not in (None, "device"):
         data = jax.device_put(host, sharding)  # whose type, unlike that of the call below, names the memory
     else:
@@ -135,8 +137,37 @@ def uncommitted(leaves: Sequence[Leaf], hosts: Sequence[np.ndarray]) -> list[jax
 
     JAX needs half the time for a list of arrays that it needs for one after the other.
     """
-    arrays = jax.device_put([*hosts])
+    values = [host.item() if _stays_weak(leaf, host) else host for leaf, host in zip(leaves, hosts, strict=True)]
+    arrays = jax.device_put(values)
     return [_typed(leaf, data) for leaf, data in zip(leaves, arrays, strict=True)]
+
+
+def _stays_weak(leaf: Leaf, host: np.ndarray) -> bool:
+    """Whether an array gets a weak dtype back: a scalar, as JAX makes no others of numbers, that was not cast."""
+    if not leaf.weak_type or host.shape or host.dtype != leaf.dtype:
+        return False
+    value = host.item()
+    if jax.dtypes.result_type(value) != leaf.dtype:  # jax_enable_x64 has been switched since the save
+        return False
+    return np.asarray(value, leaf.dtype).tobytes() == host.tobytes()  # there are NaNs that Python has not
+
+
+def _is_everywhere(sharding: Sharding) -> bool:
+    """Whether each process that knows the array has a part of it, so that all of them can make it in the same way."""
+    if sharding.is_fully_addressable:
+        return True
+    return len({device.process_index for device in sharding.device_set}) == jax.process_count()
+
+
+def _weak_scalar(value: Any, sharding: Sharding) -> jax.Array:
+    """A Python number on devices, whose dtype is weak; `device_put` would ask the other processes for theirs."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    return jax.jit(_same, out_shardings=sharding)(value)
+
+
+def _same(value: jax.Array) -> jax.Array:
+    return value
 
 
 def _typed(leaf: Leaf, data: jax.Array) -> jax.Array:

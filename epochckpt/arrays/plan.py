@@ -239,15 +239,25 @@ def _is_replicated(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) 
 
 
 def leaf_keys(leaves: Sequence[Any]) -> list[Any]:
-    """A key of each leaf: type, shape, dtype and sharding. A plan depends on these and on the tree's structure.
+    """A key of each leaf: type, shape, dtype, sharding, and whether the dtype is weak.
 
-    The keys are cheap to make and to compare, and hold no array. Leaves with equal keys have one form.
+    A plan depends on these and on the tree's structure. The keys are cheap to make and to compare, and hold no array.
+    Leaves with equal keys have one form.
     """
-    return [_array_key(leaf) if _is_array(type(leaf)) else _leaf_key(leaf) for leaf in leaves]
+    return [_key_of(type(leaf))(leaf) for leaf in leaves]
 
 
-_array_key = operator.attrgetter("shape", "dtype", "sharding")
 _is_array = functools.cache(lambda kind: issubclass(kind, jax.Array))
+_array_key = operator.attrgetter("shape", "dtype", "sharding", "weak_type")
+_key_of_keys = operator.attrgetter("shape", "dtype", "sharding")  # typed PRNG keys, which have no weak dtype
+
+
+@functools.cache
+def _key_of(kind: type) -> Callable[[Any], Any]:
+    """What makes the key of a leaf of this type."""
+    if not _is_array(kind):
+        return _leaf_key
+    return _array_key if hasattr(kind, "weak_type") else _key_of_keys
 
 
 def _leaf_key(leaf: Any) -> Any:
@@ -284,6 +294,7 @@ class LeafForm(NamedTuple):
     held: tuple[Any, ...] = ()  # the devices of the addressable shards, in the order of the shards
     impl: str | None = None  # the PRNG implementation of typed keys
     uncommitted: bool = False  # a jax array that was placed nowhere: JAX may use it on any device
+    weak_type: bool = False  # see `Leaf`
 
 
 class Forms(NamedTuple):
@@ -357,6 +368,7 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
         held=held,
         impl=impl,
         uncommitted=_is_uncommitted(value),
+        weak_type=kind == "jax" and value.weak_type,
     )
 
 
@@ -461,6 +473,7 @@ class _Builder:
             grid=row,
             sharding=sharding,
             impl=form.impl,
+            weak_type=form.weak_type,
         )
 
     def _check_cell_count(self, leaves: Sequence[Leaf], forms: Forms) -> None:

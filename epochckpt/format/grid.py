@@ -159,6 +159,7 @@ class Leaf(NamedTuple):
     rotation: int = 0  # shifts the owners of the row's cells
     sharding: int = -1  # row in the sharding table; -1 for none
     impl: str | None = None  # PRNG implementation of typed keys
+    weak_type: bool = False  # a jax array whose dtype gives way to that of others, as a Python number does
 
     after_name = property(operator.itemgetter(slice(2, None)))  # a function of Python would take twice as long
     """All fields after the name, in their order: few leaves of a tree differ in these."""
@@ -215,6 +216,7 @@ class ArrayItem:
                 name = tree_lib.dtype_name(leaf.dtype, leaf.name)
                 row += [name, leaf.shape, leaf.grid, leaf.rotation, leaf.sharding]
                 row += [leaf.impl] if leaf.impl is not None else []
+                row += [True] if leaf.weak_type else []
             rows.append(row)
         grids = [(g.counts, [_held(g, cell, first) for cell, first in enumerate(g.firsts)]) for g in self.grids]
         return {"leaves": rows, "grids": grids, "shardings": self.shardings, "meshes": self.meshes}

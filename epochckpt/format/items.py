@@ -151,25 +151,35 @@ def _parse_form(fields: Fields, number: int, row: list[Any], grids: list[Grid]) 
         raise _no_leaf(fields, number)
     if len(row) == 2 and (kind in tree_lib.VALUE_KINDS or kind in tree_lib.EMPTY_KINDS):
         return Leaf((), "", kind).after_name
-    if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not is_list(row[3]):
+    if kind not in tree_lib.ARRAY_KINDS or len(row) < 7 or not is_list(row[3]):
         raise _no_leaf(fields, number)
+    impl: str | None = None
+    weak_type = False
+    match kind, row[7:]:
+        case "prng", [str(impl)]:
+            pass
+        case "jax", [True]:
+            weak_type = True
+        case _, [] if kind != "prng":
+            pass
+        case _:
+            raise _no_leaf(fields, number)
     dtype = tree_lib.parse_dtype(fields.path, row[2])
     shape: list[Any] = row[3]
     grid, rotation, sharding = row[4:7]
-    impl = row[7] if kind == "prng" else None
     if {*map(type, shape), type(grid), type(rotation), type(sharding)} != {int} or len(shape) > _MAX_DIMS:
         raise _no_leaf(fields, number)
     if not 0 <= min((*shape, rotation)) <= max((*shape, rotation)) < _MAX_DIM:
         raise _no_leaf(fields, number)
     if not 0 <= grid < len(grids) or sharding < -1:
         raise _no_leaf(fields, number)
-    if math.prod(shape) * dtype.itemsize >= MAX_BYTES or not isinstance(impl, str | None):
+    if math.prod(shape) * dtype.itemsize >= MAX_BYTES:
         raise _no_leaf(fields, number)
     counts = grids[int(grid)].counts
     if counts and (len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False))):
         where = f"{fields.where}leaves[{number}]"
         raise FormatError(fields.path, f"{where}: shape {shape} is not cut evenly by the grid {list(counts)}")
-    return kind, dtype, tuple(shape), grid, rotation, sharding, impl
+    return kind, dtype, tuple(shape), grid, rotation, sharding, impl, weak_type
 
 
 def _no_leaf(fields: Fields, number: int) -> FormatError:

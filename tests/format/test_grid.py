@@ -124,6 +124,7 @@ class FakeArray:
     """What planning looks at in a global `jax.Array`, as one process of the job sees it."""
 
     __class__ = jax.Array  # type: ignore[assignment]  # isinstance() believes it
+    weak_type = False
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, process: int):
         self.shape, self.dtype, self.sharding = shape, np.dtype(dtype), sharding

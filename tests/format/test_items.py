@@ -22,6 +22,7 @@ ENTRY: dict[str, Any] = {
         [["n"], "int"],
         [["w"], "jax", "float32", [4, 2], 1, 1, 0],
         [["x"], "numpy", "int8", [], 0, 0, -1],
+        [["y"], "jax", "float32", [], 0, 0, 0, True],
     ],
     "grids": [[[], [[0]]], [[2, 1], [[0, 1], [1]]]],
     "shardings": [{"device": 0}],
@@ -45,8 +46,9 @@ def with_value(at: str, value: Any) -> dict[str, Any]:
 def test_an_item_is_read() -> None:
     item = parse_item("1/epoch.json", "state", json.loads(json.dumps(ENTRY)), 2)
     assert item.arrays is not None
-    assert [leaf.kind for leaf in item.arrays.leaves] == ["prng", "int", "jax", "numpy"]
-    assert [leaf.shape for leaf in item.arrays.leaves] == [(4, 2), (), (4, 2), ()]
+    assert [leaf.kind for leaf in item.arrays.leaves] == ["prng", "int", "jax", "numpy", "jax"]
+    assert [leaf.shape for leaf in item.arrays.leaves] == [(4, 2), (), (4, 2), (), ()]
+    assert [leaf.weak_type for leaf in item.arrays.leaves] == [False, False, False, False, True]
     assert [leaf.nbytes for leaf in item.arrays.leaves if leaf.shape] == [32, 32]
     assert [item.arrays.counts(leaf) for leaf in (0, 2, 3)] == [(2, 1), (2, 1), ()]
     found = json.loads(json.dumps(item.arrays.to_json()))
@@ -68,7 +70,9 @@ def test_an_item_is_read() -> None:
         ("leaves.0.4", [None, 2, -1, True, 0.0, "0"]),
         ("leaves.0.5", [None, -1, 2**48, True]),
         ("leaves.2.6", [None, -2, 1, True, 0.5]),
-        ("leaves.0.7", [1, ["threefry2x32"]]),
+        ("leaves.0.7", [1, True, ["threefry2x32"]]),
+        ("leaves.4.7", [False, 1, "true", None]),
+        ("leaves.4", [[*ENTRY["leaves"][4], True], [["y"], "numpy", "float32", [], 0, 0, 0, True]]),
         ("leaves.0", [ENTRY["leaves"][0][:7], [["k"], "jax", "uint32", [4, 2], 1, 0, -1, "threefry2x32"], None]),
         ("grids", [None, {}, [[]], [[[], [[0]]]]]),
         ("grids.1", [None, [[2, 1]], [[2, 1], [[0], [1]], 3], {"2": 1}]),

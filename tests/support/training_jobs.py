@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 
@@ -38,9 +38,10 @@ def train_on(directory: str) -> dict[str, Any]:
     with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Explicit,))):
         params = jax.jit(init)(jax.random.key(0))
         optimizer = jax.jit(OPTIMIZER.init)(params)
-        state = {"params": params, "optimizer": optimizer, "counter": np.int32(5)}
+        scale = jax.jit(lambda x: x * 2, out_shardings=NamedSharding(jax.sharding.get_mesh(), PartitionSpec()))(0.25)
+        state = {"params": params, "optimizer": optimizer, "counter": np.int32(5), "scale": scale}
         described = jax.eval_shape(init, jax.random.key(0))
-        target = {"params": described, "optimizer": optimizer, "counter": jax.device_put(np.int32(0))}
+        target = {"params": described, "optimizer": optimizer, "counter": jax.device_put(np.int32(0)), "scale": scale}
         bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target)
         with ec.CheckpointManager(directory) as manager:
             manager.save(0, args=ocp.args.StandardSave(state))
@@ -52,4 +53,5 @@ def train_on(directory: str) -> dict[str, Any]:
             "sums": [sums(each["params"], each["optimizer"]) for each in states],
             "counted": [float(jnp.sum(each["params"]["w"] * 0 + each["counter"])) for each in states],
             "committed": [getattr(each["counter"], "committed", None) for each in states],
+            "weak": [each["scale"].weak_type and float(each["scale"]) for each in states],
         }
