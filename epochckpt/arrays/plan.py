@@ -329,7 +329,8 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
     if kind is None:
         raise InvalidArgumentError(
             f"item {item!r}, leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be "
-            "saved; expected a jax or NumPy array, a Python number, str, bytes or None"
+            "saved; expected a jax or NumPy array, a Python number, str, bytes or None. Save None in its place, or the "
+            "arrays of the model alone: equinox.filter(model, equinox.is_array), flax's nnx.state(model), ..."
         )
     if kind not in ARRAY_KINDS:
         return LeafForm(kind)
