@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from epochckpt.arrays.casts import converted, keeps_kind, survives
 from epochckpt.arrays.targets import RestoredAs, RestoredLeaf
@@ -102,8 +102,11 @@ def on_devices(leaf: Leaf, request: RestoredLeaf, host: np.ndarray) -> jax.Array
     if request.sharding is None:
         return uncommitted([leaf], [host])[0]
     sharding = _sharding(leaf, request.sharding)
-    if _stays_weak(leaf, host) and _is_everywhere(sharding):
-        return _weak_scalar(host.item(), sharding)
+    if _stays_weak(leaf, host):
+        if sharding.is_fully_addressable:
+            return jax.device_put(host.item(), sharding)
+        if isinstance(sharding, NamedSharding) and _is_everywhere(sharding):
+            return _weak_scalar(host.item(), sharding)
     if isinstance(sharding, SingleDeviceSharding) and sharding.memory_kind not in (None, "device"):
         data = jax.device_put(host, sharding)  # whose type, unlike that of the call below, names the memory
     else:
@@ -153,17 +156,15 @@ def _stays_weak(leaf: Leaf, host: np.ndarray) -> bool:
 
 
 def _is_everywhere(sharding: Sharding) -> bool:
-    """Whether each process that knows the array has a part of it, so that all of them can make it in the same way."""
-    if sharding.is_fully_addressable:
-        return True
+    """Whether each process of the job has a device of it, so that all of them can make an array in the same way."""
     return len({device.process_index for device in sharding.device_set}) == jax.process_count()
 
 
-def _weak_scalar(value: Any, sharding: Sharding) -> jax.Array:
-    """A Python number on devices, whose dtype is weak; `device_put` would ask the other processes for theirs."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(value, sharding)
-    return jax.jit(_same, out_shardings=sharding)(value)
+def _weak_scalar(value: Any, sharding: NamedSharding) -> jax.Array:
+    """A Python number on devices of all processes; `device_put` would ask the other processes for theirs."""
+    assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
+    with jax.set_mesh(sharding.mesh):  # another one may be set, of more devices
+        return jax.jit(_same, out_shardings=sharding)(value)
 
 
 def _same(value: jax.Array) -> jax.Array:
