@@ -64,3 +64,54 @@ def train_on(directory: str) -> dict[str, Any]:
             "committed": [getattr(each["counter"], "committed", None) for each in states],
             "weak": [each[name].weak_type and float(each[name]) for each in states for name in ("scale", "few")],
         }
+
+
+def begin(directory: str) -> list[float]:
+    """Saves a state before its first step: nobody has put optax's counter anywhere."""
+    state = _first_state(0.5)
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.save(0, args=ocp.args.StandardSave(state))
+    return _facts(state)
+
+
+def go_on(directory: str) -> list[list[float]]:
+    """Restores that state with targets of several kinds, and saves each again."""
+    state = _first_state(0.25)
+    described = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    bare = described | {key: jax.tree.map(_bare, state[key]) for key in ("optimizer", "factor")}
+    found = []
+    with ec.CheckpointManager(directory) as manager:
+        for epoch, target in enumerate([state, described, bare], start=1):
+            restored = manager.restore(0, args=ocp.args.StandardRestore(target))
+            assert manager.save(epoch, args=ocp.args.StandardSave(restored))
+            found.append(_facts(manager.restore(epoch, args=ocp.args.StandardRestore(target))))
+    return found
+
+
+def begin_on_own_disks(directory: str) -> str:
+    """What a save of that state says where each process has a disk of its own."""
+    storage = ec.StorageOptions(local_disks=True, mirror=f"{directory}/mirror")
+    with ec.CheckpointManager(f"{directory}/disk-{jax.process_index()}", storage=storage) as manager:
+        try:
+            manager.save(0, args=ocp.args.StandardSave(_first_state(0.5)))
+        except ec.errors.InvalidArgumentError as error:
+            return str(error)
+    return "saved"
+
+
+def _first_state(factor: float) -> dict[str, Any]:
+    """Parameters on a mesh over all devices, which is not set, and what lies on no device."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.jit(lambda: {"w": jnp.arange(32.0).reshape(8, 4)}, out_shardings=rows)()
+    return {"params": params, "optimizer": OPTIMIZER.init(params), "factor": jnp.asarray(factor)}
+
+
+def _bare(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _facts(state: Any) -> list[float]:
+    """What training makes of a state, and whether it has what JAX makes of Python numbers and of counters."""
+    count, factor = state["optimizer"][0].count, state["factor"]
+    return [*sums(state["params"], state["optimizer"]), float(factor), count.committed, factor.weak_type]
