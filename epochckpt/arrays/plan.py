@@ -399,7 +399,7 @@ def plan_item(
         replica_split_bytes=replica_split_bytes,
         cell_bytes=cell_bytes,
         per_node=per_node,
-        of_primary=len(node_of_process) > 1 and not per_node and not local_disks,
+        of_primary=len(node_of_process) > 1 and not per_node,
     )
     item = builder.item(paths, forms)
     part = _NodePart(builder, item, forms, part_bytes)

@@ -88,15 +88,20 @@ def go_on(directory: str) -> list[list[float]]:
     return found
 
 
-def begin_on_own_disks(directory: str) -> str:
-    """What a save of that state says where each process has a disk of its own."""
-    storage = ec.StorageOptions(local_disks=True, mirror=f"{directory}/mirror")
+def go_on_with_own_disks(directory: str) -> list[list[float]]:
+    """The same where each process has a disk of its own; what the state was, and what is restored of each epoch."""
+    storage = ec.StorageOptions(local_disks=True, mirror=f"{directory}/mirror", mirror_every=10)
+    state = _first_state(0.5) | {"large": jnp.arange(50_000.0)}
+    found = [_facts(state)]
     with ec.CheckpointManager(f"{directory}/disk-{jax.process_index()}", storage=storage) as manager:
-        try:
-            manager.save(0, args=ocp.args.StandardSave(_first_state(0.5)))
-        except ec.errors.InvalidArgumentError as error:
-            return str(error)
-    return "saved"
+        for epoch, target in enumerate([state, jax.tree.map(ocp.utils.to_shape_dtype_struct, state)]):
+            assert manager.save(epoch, args=ocp.args.StandardSave(state))
+            restored = manager.restore(epoch, args=ocp.args.StandardRestore(target))
+            assert not restored["large"].committed
+            assert float(restored["large"][-1]) == 49_999.0
+            found.append(_facts(restored))
+            state = restored
+    return found
 
 
 def _first_state(factor: float) -> dict[str, Any]:
