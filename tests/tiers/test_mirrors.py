@@ -30,7 +30,7 @@ from epochckpt.cli.main import main
 from epochckpt.directory import directory_of
 from epochckpt.directory.lineage import ClaimLineage, Lineage
 from epochckpt.directory.posix import PosixDirectory
-from epochckpt.errors import FencedError, InvalidArgumentError
+from epochckpt.errors import EpochDeletedError, FencedError, InvalidArgumentError
 from epochckpt.format import checksums, paths
 from epochckpt.orbax import StepNames
 from epochckpt.storage import PosixStore, Store, open_store
@@ -82,7 +82,12 @@ class Place:
 
     def mirrored(self) -> dict[int, float]:
         """The values of the epochs that the mirror has; none before the first copy has made it."""
-        return values_of(self.mirror) if self.mirror.exists() else {}
+        if not self.mirror.exists():
+            return {}
+        try:
+            return values_of(self.mirror)
+        except EpochDeletedError:  # while it was read: a newer copy has taken its place
+            return self.mirrored()
 
 
 def values_of(directory: Any) -> dict[int, float]:
