@@ -399,7 +399,6 @@ def plan_item(
         replica_split_bytes=replica_split_bytes,
         cell_bytes=cell_bytes,
         per_node=per_node,
-        of_primary=len(node_of_process) > 1 and not per_node,
     )
     item = builder.item(paths, forms)
     part = _NodePart(builder, item, forms, part_bytes)
@@ -408,10 +407,7 @@ def plan_item(
 
 
 class _Builder:
-    """Makes one item, and the rows of its tables.
-
-    With `of_primary`, arrays that each process has for itself, on no device, are saved as the primary has them.
-    """
+    """Makes one item, and the rows of its tables."""
 
     def __init__(
         self,
@@ -420,14 +416,12 @@ class _Builder:
         replica_split_bytes: int,
         cell_bytes: float,
         per_node: bool,
-        of_primary: bool,
     ):
         self.name = name
         self.node_of_process = node_of_process
         self.replica_split_bytes = replica_split_bytes
         self.cell_bytes = cell_bytes
         self.per_node = per_node
-        self.of_primary = of_primary
         # The tables of the item: the number of each row.
         self.grids: dict[Grid, int] = {}
         self.shardings: dict[tuple[Any, bool], int] = {}  # by sharding, and whether it is that of uncommitted arrays
@@ -460,12 +454,13 @@ class _Builder:
         if form.dtype is None:
             return Leaf(path=(), name=name, kind=form.kind)
         sharding = -1
-        for_itself = form.uncommitted and self.of_primary  # each process has such an array
-        is_of_primary = form.sharding is None or for_itself
-        grid = self._one(Grid((), ((0,),))) if is_of_primary else self._sharding_cells(name, form)
-        if isinstance(form.sharding, NamedSharding | SingleDeviceSharding):  # the tables express no other kind
-            lies = SingleDeviceSharding(jax.devices()[0]) if for_itself else form.sharding  # all plan the same record
-            sharding = self.shardings.setdefault((lies, form.uncommitted), len(self.shardings))
+        if form.sharding is None:
+            grid = self._one(Grid((), ((0,),)))
+        else:
+            grid = self._sharding_cells(name, form)
+            if isinstance(form.sharding, NamedSharding | SingleDeviceSharding):  # the tables express no other kind
+                lies = form.sharding, form.uncommitted
+                sharding = self.shardings.setdefault(lies, len(self.shardings))
         if math.prod(form.shape) == 0:  # nothing to cut: one cell without bytes
             everyone = {node for holders in set(grid.holders) for node in holders}
             grid = self._one(Grid((), (tuple(sorted(everyone)),)))

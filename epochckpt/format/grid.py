@@ -27,7 +27,6 @@ from epochckpt import _text
 from epochckpt._lazy import np
 from epochckpt.format import checksums, safetensors
 from epochckpt.format import tree as tree_lib
-from epochckpt.format.json_kinds import is_object
 from epochckpt.format.tree import ARRAY_KINDS, KeyPath
 
 _INLINED_LEAF = 64 * 2**10  # the most bytes of one leaf, see `ArrayItem.inlined`
@@ -169,6 +168,11 @@ class Leaf(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the whole stored array."""
         return math.prod(self.shape) * self.dtype.itemsize if self.dtype is not None else 0
+
+    @property
+    def is_global(self) -> bool:
+        """Whether it is one array for all processes; else each has a value of its own, and the primary's is saved."""
+        return self.kind in ("jax", "prng")
 
 
 class NodeCells(NamedTuple):
@@ -322,21 +326,13 @@ class ArrayItem:
         """Every cell that `node` writes, in file order."""
         return self._cells_of(self._file_order, lambda info: self.grids[info.grid].owned(info.rotation, node))
 
-    def is_global(self, leaf: Leaf) -> bool:
-        """Whether a leaf is one array for all processes; else each has a value of its own, and the primary's is saved.
-
-        JAX takes arrays that are committed to no device for such values.
-        """
-        row = self.shardings[leaf.sharding] if 0 <= leaf.sharding < len(self.shardings) else None
-        return leaf.kind in ("jax", "prng") and not (is_object(row) and row.get("committed") is False)
-
     def replicas(self, node: int) -> NodeCells:
         """Every cell that `node` holds and another node writes; not of `inlined` leaves."""
 
         def held(info: Leaf) -> list[int]:
             if info.nbytes == 0:
                 return []
-            if not self.is_global(info):  # every process has it
+            if not info.is_global:  # every process has it
                 return [] if self.grids[info.grid].owned(info.rotation, node) else [0]
             return self.grids[info.grid].owned(info.rotation, node, others=True)
 
@@ -353,7 +349,7 @@ class ArrayItem:
         order: list[int] = self._file_order.tolist()
         for i in order:
             size = self.leaves[i].nbytes
-            if not self.is_global(self.leaves[i]) and 0 < size <= min(left, _INLINED_LEAF):
+            if not self.leaves[i].is_global and 0 < size <= min(left, _INLINED_LEAF):
                 inlined.add(i)
                 left -= size
         return frozenset(inlined)

@@ -57,7 +57,7 @@ def commit_record(save: Save, save_id: str, *, objects: bool, per_node: bool = F
 
 
 def _check_values(epoch: int, nodes: Sequence[NodeReport]) -> None:
-    """Where each host has a disk of its own, large leaves that each process has for itself have the same values."""
+    """Where each host has a disk of its own, the hosts have the same values of large NumPy leaves."""
     first: dict[str, tuple[str, str]] = {}  # digest and node by leaf
     for node in nodes:
         if node.local is None:
@@ -67,9 +67,9 @@ def _check_values(epoch: int, nodes: Sequence[NodeReport]) -> None:
             if digest != expected:
                 raise SaveError(
                     epoch,
-                    f"{leaf} is no jax array of the whole job, and has other values on {node.entry.name} than on "
-                    f"{other}. With local_disks a large one must be the same on every process: make it a jax array "
-                    "of the whole job, or save what differs with NodeSave",
+                    f"{leaf} is no jax array, and has other values on {node.entry.name} than on {other}. With "
+                    "local_disks a large one must be the same on every process: make it a jax array of the whole "
+                    "job, or save what differs with NodeSave",
                 )
 
 

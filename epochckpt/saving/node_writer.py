@@ -150,7 +150,7 @@ class _NodeWriter:
                 leaf = item.leaves[source.leaf]
                 if source.leaf in item.inlined:
                     self._inlined.setdefault(item.name, {})[str(source.leaf)] = bytes(buffer.data(start, end))
-                elif not item.is_global(leaf) and leaf.nbytes:
+                elif not leaf.is_global and leaf.nbytes:
                     digest = checksums.digest(buffer.data(start, end))
                     self._alike[f"item {item.name!r}, leaf {leaf.name!r}"] = digest
 

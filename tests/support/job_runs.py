@@ -477,7 +477,7 @@ def go_on_with_arrays(directory: str, epochs: int, targets: bool, stock: bool = 
         values = np.arange(8, dtype=np.float32)
         ws["spread"] = {"w": jax.make_array_from_callback((8,), shardings["spread"], lambda index: values[index])}
         if not stock:
-            ws["alone"] = {"w": jax.device_put(values, jax.local_devices()[0])}
+            ws["alone"] = {"w": jnp.asarray(values)}
 
     @job.epoch
     def train(ws: ec.Workspace) -> None:
