@@ -27,7 +27,7 @@ from tests.support.processes import Process, Processes, start_processes
 
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
 STOPPED_PEER_TIMEOUT = 6.0
-STOPPED_PRIMARY_TIMEOUT = 8.0
+STOPPED_PRIMARY_TIMEOUT = 20.0  # no save takes so long, however busy the disk
 
 
 def say(text: str) -> None:
@@ -203,7 +203,7 @@ def test_a_stopped_primary_never_splits_the_verdict(tmp_path: pathlib.Path) -> N
             for process in list(job)[1:]:
                 process.wait_for_output(f"COMPUTED {epoch}.", 30)
             assert not job[1].wait_for_exit(STOPPED_PRIMARY_TIMEOUT + 1)
-            assert all(f"VERDICT {epoch}" not in p.output() for p in job)
+            assert not [p.output() for p in job if f"VERDICT {epoch}" in p.output()]
             assert is_stopped(job[0])
             job[0].send_signal(signal.SIGCONT)
             answers = [verdict(p, epoch, 60) for p in job]
