@@ -249,7 +249,7 @@ def leaf_keys(leaves: Sequence[Any]) -> list[Any]:
 
 _is_array = functools.cache(lambda kind: issubclass(kind, jax.Array))
 _array_key = operator.attrgetter("shape", "dtype", "sharding", "weak_type")
-_key_of_keys = operator.attrgetter("shape", "dtype", "sharding")  # typed PRNG keys, which have no weak dtype
+_prng_key = operator.attrgetter("shape", "dtype", "sharding")  # of typed keys, which have no weak dtype
 
 
 @functools.cache
@@ -257,7 +257,7 @@ def _key_of(kind: type) -> Callable[[Any], Any]:
     """What makes the key of a leaf of this type."""
     if not _is_array(kind):
         return _leaf_key
-    return _array_key if hasattr(kind, "weak_type") else _key_of_keys
+    return _array_key if hasattr(kind, "weak_type") else _prng_key
 
 
 def _leaf_key(leaf: Any) -> Any:

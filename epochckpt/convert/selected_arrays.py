@@ -39,8 +39,7 @@ class SelectedArrays:
             # a step of stock Orbax has no table of them, and Orbax restores no jax array without
             sharding = leaf.sharding if leaf.sharding < len(entry.arrays.shardings) else -1
             kind = "numpy" if leaf.kind == "jax" and sharding < 0 else leaf.kind
-            weak = leaf.weak_type and kind == "jax" and dtype == leaf.dtype
-            leaves.append(Leaf(path, name, kind, dtype, leaf.shape, grid, 0, sharding, leaf.impl, weak))
+            leaves.append(Leaf(path, name, kind, dtype, leaf.shape, grid, 0, sharding, leaf.impl))
         self.arrays = dataclasses.replace(entry.arrays, name=item, leaves=tuple(leaves), grids=(Grid((), ((0,),)),))
         python = {new for new, leaf in enumerate(leaves) if leaf.kind in tree_lib.VALUE_KINDS}
         values = {new: entry.values[old] for new, old in enumerate(self._numbers) if new in python}

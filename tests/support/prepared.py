@@ -36,7 +36,7 @@ STOCK = ("jax.numpy", "orbax.checkpoint", "flax.linen", "flax.nnx", "optax")
 POSSIBLE = hasattr(os, "pidfd_open")  # on Linux
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 _EARLY = ("JAX_", "PYTHON", "LD_")  # prefixes of variables that are read as Python starts, or as jax is imported
-_SERVERS = 2  # for each set of such variables
+_SERVERS = 2  # for each set of such variables, and of imports
 _REQUEST_BYTES = 1 << 20
 _STATUS_BYTES = 16
 
