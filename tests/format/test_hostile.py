@@ -37,9 +37,8 @@ def save(manager: Any) -> None:
     manager.wait_until_finished()
 
 
-pytestmark = pytest.mark.filterwarnings(  # what Orbax leaves undone where it fails
-    "ignore:.*never awaited:RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+# What Orbax leaves undone where it fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(scope="module")
