@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from epochckpt._text import readable
 from epochckpt.arrays import transfers
@@ -98,6 +98,9 @@ class ItemPlan:
     part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
     # The same for cells that it holds and another node owns, where each host has a disk of its own.
     replicas: "ItemPlan | None" = None
+    # The cells of arrays that were placed on no device, in a job of several processes: each has them, and their values
+    # are compared before the commit.
+    compared: "ItemPlan | None" = None
 
     @functools.cached_property
     def accelerator_sources(self) -> list[ShardSource]:
@@ -391,6 +394,7 @@ def plan_item(
     A replicated array larger than `replica_split_bytes` is split between several of its holders; `part_bytes` bounds a
     data file, and with `cut` a larger cell is cut by rows. With `per_node`, no other process may hold a part of the
     item. With `local_disks` the plan has a second one, of replicas: cells that this node holds and another owns.
+    Arrays that were placed on no device are replicated in a job of several processes, and the plan has one of them.
     """
     cell_bytes = part_bytes if cut and part_bytes else math.inf
     builder = _Builder(
@@ -402,8 +406,12 @@ def plan_item(
     )
     item = builder.item(paths, forms)
     part = _NodePart(builder, item, forms, part_bytes)
-    replicas = part.plan(item.replicas(node)) if local_disks and not per_node else None
-    return part.plan(item.owned(node), replicas)
+    is_shared = len(node_of_process) > 1
+    return dataclasses.replace(
+        part.plan(item.owned(node)),
+        replicas=part.plan(item.replicas(node)) if local_disks and not per_node else None,
+        compared=part.plan(item.uncommitted) if is_shared and len(item.uncommitted.leaves) else None,
+    )
 
 
 class _Builder:
@@ -456,11 +464,14 @@ class _Builder:
         sharding = -1
         if form.sharding is None:
             grid = self._one(Grid((), ((0,),)))
+        elif len(self.node_of_process) > 1 and form.uncommitted and isinstance(form.sharding, SingleDeviceSharding):
+            # Each process has one, on a device of its own.
+            grid = self._one(Grid((), (tuple(sorted(self.node_of_process.values())),)))
+            sharding = self._sharding_number(_on_first_device(form.sharding), uncommitted=True)
         else:
             grid = self._sharding_cells(name, form)
             if isinstance(form.sharding, NamedSharding | SingleDeviceSharding):  # the tables express no other kind
-                lies = form.sharding, form.uncommitted
-                sharding = self.shardings.setdefault(lies, len(self.shardings))
+                sharding = self._sharding_number(form.sharding, form.uncommitted)
         if math.prod(form.shape) == 0:  # nothing to cut: one cell without bytes
             everyone = {node for holders in set(grid.holders) for node in holders}
             grid = self._one(Grid((), (tuple(sorted(everyone)),)))
@@ -476,6 +487,9 @@ class _Builder:
             impl=form.impl,
             weak_type=form.weak_type,
         )
+
+    def _sharding_number(self, sharding: Sharding, uncommitted: bool) -> int:
+        return self.shardings.setdefault((sharding, uncommitted), len(self.shardings))
 
     def _check_cell_count(self, leaves: Sequence[Leaf], forms: Forms) -> None:
         """Refuses an item of more cells than a reader accepts."""
@@ -635,6 +649,12 @@ class _CutCells:
         self.counts[axis] *= pieces
 
 
+def _on_first_device(sharding: SingleDeviceSharding) -> SingleDeviceSharding:
+    """A sharding that is the same on all processes, for arrays of which each process has one."""
+    (device,) = sharding.device_set
+    return SingleDeviceSharding(jax.devices(device.platform)[0], memory_kind=sharding.memory_kind)
+
+
 def _without_trailing_ones(counts: tuple[int, ...]) -> tuple[int, ...]:
     while counts and counts[-1] == 1:
         counts = counts[:-1]
@@ -719,14 +739,13 @@ class _NodePart:
         self._held: dict[int, _HeldShards] = {}  # by number of the form
         self._places: dict[int, dict[Any, int]] = {}  # by the id of a layout's devices: the place of each
 
-    def plan(self, cells: NodeCells, replicas: ItemPlan | None = None) -> ItemPlan:
-        """The plan of writing these cells."""
+    def plan(self, cells: NodeCells) -> ItemPlan:
+        """The plan of writing, or comparing, these cells."""
         return ItemPlan(
             item=self._item,
             owned=cells,
             sources=self._moved_whole([*self._sources(cells)]),
             part_ends=tuple(self._item.part_ends(cells, self._part_bytes)),
-            replicas=replicas,
         )
 
     def _moved_whole(self, sources: Sequence[CellSource]) -> tuple[CellSource, ...]:

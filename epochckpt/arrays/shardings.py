@@ -10,7 +10,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from epochckpt.errors import FormatError
 from epochckpt.format import ArrayItem, Leaf
-from epochckpt.format.json_kinds import is_object
 
 
 class Uncommitted:
@@ -50,9 +49,16 @@ class Shardings:
         return UNCOMMITTED if self.is_uncommitted(leaf) else self.of(leaf)
 
     def is_uncommitted(self, leaf: Leaf) -> bool:
-        """Whether an array was placed nowhere, so that JAX may use it on any device. Never in a job of processes."""
-        row = self._item.shardings[leaf.sharding] if leaf.sharding >= 0 else None
-        return is_object(row) and row.get("committed") is False and jax.process_count() == 1
+        """Whether an array was placed nowhere, so that JAX may use it on any device."""
+        return self._item.is_uncommitted(leaf)
+
+    def would_lie_at(self, leaf: Leaf, sharding: Sharding) -> bool:
+        """Whether a sharding is where JAX shows an array that was placed nowhere: then it asks for no place."""
+        if not self.is_uncommitted(leaf):
+            return False
+        if jax.process_count() > 1:
+            return isinstance(sharding, SingleDeviceSharding) and sharding.device_set == {jax.local_devices()[0]}
+        return sharding == self.of(leaf)
 
     @functools.cached_property
     def _devices(self) -> dict[tuple[str, int], Any]:

@@ -55,6 +55,8 @@ class Snapshot:
     trees: "list[TreeSnapshot]" = dataclasses.field(default_factory=list)  # emptied as soon as they are written
     # Of cells that other nodes own; emptied, too.
     replicas: "list[TreeSnapshot]" = dataclasses.field(default_factory=list)
+    # Of cells that every process has, see `ItemPlan.compared`; emptied, too.
+    compared: "list[TreeSnapshot]" = dataclasses.field(default_factory=list)
     items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)  # as the epoch will record them
     own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)  # as each node records its own
     # Files of known content that this process writes, by item and path in the item's folder.
@@ -88,6 +90,7 @@ class Snapshot:
         """Lets go of the copies of arrays."""
         self.trees = []
         self.replicas = []
+        self.compared = []
 
     def drop(self) -> None:
         """Lets go of the copies, and removes what handlers have written."""
@@ -117,14 +120,14 @@ class SavePlan:
 
     @functools.cached_property
     def _host_copy_bytes(self) -> int:
-        on_host = sum(tree.plan.host_copy_bytes + _strided_bytes(tree) for tree in [*self.trees, *self._replicas])
+        on_host = sum(tree.plan.host_copy_bytes + _strided_bytes(tree) for tree in self._taken)
         return on_host + self._copies.host_bytes
 
     @functools.cached_property
     def _copies(self) -> Copies:
         """The copies of cells on accelerators, in the order of `take`. To make them decides where each cell goes."""
         cells = list[AcceleratorCell]()
-        for number, tree in enumerate([*self.trees, *self._replicas]):
+        for number, tree in enumerate(self._taken):
             for source in tree.plan.accelerator_sources:
                 shard = (number, source.leaf, source.shard) if source.moves_whole else None
                 cells.append(AcceleratorCell(data=_shard(tree.plan, tree.leaves, source), cut=source.cut, shard=shard))
@@ -134,6 +137,16 @@ class SavePlan:
     def _replicas(self) -> list[PlannedTree]:
         """The replicas that this process writes: cells that other nodes own."""
         return [tree._replace(plan=tree.plan.replicas) for tree in self.trees if tree.plan.replicas is not None]
+
+    @property
+    def _compared(self) -> list[PlannedTree]:
+        """What this process compares with the others."""
+        return [tree._replace(plan=tree.plan.compared) for tree in self.trees if tree.plan.compared is not None]
+
+    @property
+    def _taken(self) -> list[PlannedTree]:
+        """All that the snapshot holds, in this order."""
+        return [*self.trees, *self._replicas, *self._compared]
 
     @property
     def nbytes(self) -> int:
@@ -168,21 +181,19 @@ class SavePlan:
                     running.append(item.start())
             with _collector.paused():
                 arriving = iter(self._copies.start())
-                planned = [*self.trees, *self._replicas]
-                slab = memory_map.anonymous(sum(tree.plan.slab_bytes for tree in planned))
-                taken = [
-                    TreeSnapshot(plan=plan, node=node, buffers=take(plan, leaves, arriving, slab))
-                    for plan, node, leaves in planned
-                ]
+                slab = memory_map.anonymous(sum(tree.plan.slab_bytes for tree in self._taken))
+                trees = _take_trees(self.trees, arriving, slab)
+                replicas = _take_trees(self._replicas, arriving, slab)
+                compared = _take_trees(self._compared, arriving, slab)
         except BaseException:
             for save in running:
                 save.discard()
             raise
         files = {(item.name, item.file): item.content for item in self.items if isinstance(item, FileItem)}
-        count = len(self.trees)
         return Snapshot(
-            trees=taken[:count],
-            replicas=taken[count:],
+            trees=trees,
+            replicas=replicas,
+            compared=compared,
             items=items,
             own=own,
             files=files if self.primary else {},
@@ -256,6 +267,12 @@ class TreeSnapshot(NamedTuple):
 def _sample(array: np.ndarray) -> bytes:
     flat = array.reshape(-1)
     return flat[:: max(1, flat.size // _SAMPLES)].tobytes() + flat[-1:].tobytes()
+
+
+def _take_trees(planned: Sequence[PlannedTree], arriving: Iterator[Arriving], slab: mmap.mmap) -> list[TreeSnapshot]:
+    return [
+        TreeSnapshot(plan=plan, node=node, buffers=take(plan, leaves, arriving, slab)) for plan, node, leaves in planned
+    ]
 
 
 def take(

@@ -278,8 +278,8 @@ class Matcher:
             if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
                 return self._on_devices(leaf, sharding)
             if isinstance(sharding, Sharding):
-                lies_as_saved = self.shardings.is_uncommitted(leaf) and sharding == self.shardings.of(leaf)
-                return UNCOMMITTED if lies_as_saved and not isinstance(target, jax.Array) else sharding
+                is_placed = isinstance(target, jax.Array) or not self.shardings.would_lie_at(leaf, sharding)
+                return sharding if is_placed else UNCOMMITTED
         found = self.shardings.place_of(leaf)
         return found if resized is None or not isinstance(found, Sharding) or divides(found, resized) else None
 

@@ -70,15 +70,9 @@ def write_arrays(
         for number, _ in enumerate(parts)
     ]
 
-    def check() -> None:
-        """A last look at memory that is not ours."""
-        for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
-            if not buffer.unchanged():
-                raise BufferChangedError(epoch, plan.name(cells))
-
     if store.sequential_writes:  # one thread writes and finishes each file
         pool.run([functools.partial(file.write_all, store) for file in files])
-        check()
+        check_unchanged(epoch, plan, buffers)
         return [file.written() for file in files]
     memory = _Memory(files)
     for first in range(0, len(files), _OPEN_FILES):
@@ -92,13 +86,20 @@ def write_arrays(
                 pieces += [functools.partial(file.write_next, opened[-1], memory, older)] * len(file.pieces)
             pool.run(pieces)
             if batch[-1] is files[-1]:
-                check()
+                check_unchanged(epoch, plan, buffers)
             pool.run([writer.finish for writer in opened])
         except BaseException:
             for writer in opened:
                 writer.abort()
             raise
     return [file.written() for file in files]
+
+
+def check_unchanged(epoch: int, plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> None:
+    """A last look at memory that is not ours; raises BufferChangedError if it has changed since the snapshot."""
+    for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
+        if not buffer.unchanged():
+            raise BufferChangedError(epoch, plan.name(cells))
 
 
 def folders(names: Iterable[tuple[str, str]]) -> list[str]:

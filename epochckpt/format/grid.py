@@ -27,6 +27,7 @@ from epochckpt import _text
 from epochckpt._lazy import np
 from epochckpt.format import checksums, safetensors
 from epochckpt.format import tree as tree_lib
+from epochckpt.format.json_kinds import is_object
 from epochckpt.format.tree import ARRAY_KINDS, KeyPath
 
 _INLINED_LEAF = 64 * 2**10  # the most bytes of one leaf, see `ArrayItem.inlined`
@@ -325,6 +326,24 @@ class ArrayItem:
     def owned(self, node: int) -> NodeCells:
         """Every cell that `node` writes, in file order."""
         return self._cells_of(self._file_order, lambda info: self.grids[info.grid].owned(info.rotation, node))
+
+    def is_uncommitted(self, leaf: Leaf) -> bool:
+        """Whether an array was placed on no device. Each process of a job has such an array for itself."""
+        row = self.shardings[leaf.sharding] if leaf.sharding >= 0 else None
+        return is_object(row) and row.get("committed") is False
+
+    def is_of_each_process(self, leaf: Leaf) -> bool:
+        """Whether an array was placed on no device in a job of several processes, each of which had it."""
+        return self.is_uncommitted(leaf) and len(self.grids[leaf.grid].holders[0]) > 1
+
+    @functools.cached_property
+    def uncommitted(self) -> NodeCells:
+        """Every cell of the arrays that were placed on no device, in file order."""
+
+        def cells(info: Leaf) -> list[int]:
+            return [*range(len(self.grids[info.grid].holders))] if self.is_uncommitted(info) and info.nbytes else []
+
+        return self._cells_of(self._file_order, cells)
 
     def replicas(self, node: int) -> NodeCells:
         """Every cell that `node` holds and another node writes; not of `inlined` leaves."""

@@ -17,7 +17,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from epochckpt._lazy import jax, np
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPath, paths
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, ItemRecord, KeyPath, Leaf, paths
 from epochckpt.orbax import ocdbt
 from epochckpt.orbax.handler_types import key_folders, takes_array
 from epochckpt.orbax.small_files import array_key
@@ -33,6 +33,7 @@ _BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax's array handler calls
 _MAX_SHARDING_BYTES = 16 * 2**20  # of an item: beyond that they name no devices, and Orbax takes them in JAX's order
 _EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
 _TYPES = {"jax": "jax.Array", "prng": "jax.Array", "numpy": "np.ndarray", "scalar": "scalar"}
+_ON_DEVICES = frozenset({"jax", "prng"})
 _KEY_TYPES = {"k": 2, "a": 2, "s": 1, "f": 1}  # Orbax's KeyType: DICT and SEQUENCE
 _ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
     ["bool", "int2", "int4", "bfloat16", "float4_e2m1fn"]
@@ -177,19 +178,24 @@ class Parameters:
             self.unsupported[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
         elif not math.prod(leaf.shape):
             self.unsupported[leaf.name] = "Orbax cannot store arrays without elements"
-        elif leaf.kind in ("jax", "prng") and leaf.path and not name:
+        elif leaf.kind in _ON_DEVICES and leaf.path and not name:
             self.unsupported[leaf.name] = "Orbax 0.11.33 finds no sharding for an array with an empty name"
         else:
             chunk = self.arrays.cell_shape(number)
             dtype = leaf.dtype
             zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
             self.entries[parameter_key(name, ".zarray")] = _zarray(leaf.shape, chunk, zarr_dtype)
-            is_jax = leaf.kind in ("jax", "prng")
-            self._record(number, _TYPES[leaf.kind], chunk if is_jax else None)
+            kind = self._kind(leaf)
+            is_jax = kind in _ON_DEVICES
+            self._record(number, _TYPES[kind], chunk if is_jax else None)
             if is_jax:
                 ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" and self.typed else None
                 row = {"param_name": name, "write_shape": chunk, "chunk_shape": chunk, "ext_metadata": ext}
                 self.metadatas.append({"array_metadata": row})
+
+    def _kind(self, leaf: Leaf) -> str:
+        """The kind that Orbax is told. It would put an array that each process had on a device of one of them."""
+        return "numpy" if leaf.kind == "jax" and self.arrays.is_of_each_process(leaf) else leaf.kind
 
     def _record(self, number: int, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
         written = {} if shape is None else {"write_shape": shape}
@@ -217,7 +223,7 @@ class Parameters:
         text_of = functools.cache(lambda number: sharding_text(self.arrays, self.arrays.shardings[number], devices))
         found = {}
         for leaf, name in ((self.arrays.leaves[number], name) for number, name in self.names.items()):
-            if leaf.kind in ("jax", "prng") and leaf.sharding >= 0:
+            if self._kind(leaf) in _ON_DEVICES and leaf.sharding >= 0:
                 with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
                     if text := text_of(leaf.sharding):
                         found[base64.urlsafe_b64encode(name.encode()).decode()] = text

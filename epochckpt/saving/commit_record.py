@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from epochckpt._text import readable
 from epochckpt.errors import SaveError
-from epochckpt.format import EpochRecord, ItemKind, paths
+from epochckpt.format import EpochRecord, ItemKind, ItemRecord, Leaf, paths
 from epochckpt.saving.reports import NodeReport
 from epochckpt.saving.save import Save
 
@@ -23,16 +24,16 @@ def commit_record(save: Save, save_id: str, *, objects: bool, per_node: bool = F
 
     Raises:
         SaveError: two nodes wrote a file of one name, or one wrote a file where another has a folder, or hosts with
-            disks of their own have different values of a leaf.
+            disks of their own have different values of a leaf, or processes of an array that was placed on no device.
     """
     nodes = save.reports.nodes
     _check_file_names(save.epoch, nodes)
-    _check_values(save.epoch, nodes)
-    inlined: dict[str, dict[str, bytes]] = {}
-    for local in filter(None, (node.local for node in nodes)):
-        for item, contents in local.inlined.items():
-            inlined[item] = {**inlined.get(item, {}), **contents}
     items = dict(save.snapshot.items)
+    _check_values(save.epoch, nodes, items)
+    inlined: dict[str, dict[str, bytes]] = {}
+    for node in nodes:
+        for item, contents in node.inlined.items():
+            inlined[item] = {**inlined.get(item, {}), **contents}
     for name, item in items.items():
         if item.kind is ItemKind.NODE:
             digests = {node.own.get(name) for node in nodes}
@@ -56,21 +57,32 @@ def commit_record(save: Save, save_id: str, *, objects: bool, per_node: bool = F
     )
 
 
-def _check_values(epoch: int, nodes: Sequence[NodeReport]) -> None:
-    """Where each host has a disk of its own, the hosts have the same values of large NumPy leaves."""
-    first: dict[str, tuple[str, str]] = {}  # digest and node by leaf
+def _check_values(epoch: int, nodes: Sequence[NodeReport], items: Mapping[str, ItemRecord]) -> None:
+    """What each process has for itself, and must be alike, has the same values on all of them."""
+    first: dict[tuple[str, str], tuple[str, str]] = {}  # checksum and node by item and leaf
     for node in nodes:
-        if node.local is None:
-            continue
-        for leaf, digest in node.local.alike.items():
-            expected, other = first.setdefault(leaf, (digest, node.entry.name))
-            if digest != expected:
-                raise SaveError(
-                    epoch,
-                    f"{leaf} is no jax array, and has other values on {node.entry.name} than on {other}. With "
-                    "local_disks a large one must be the same on every process: make it a jax array of the whole "
-                    "job, or save what differs with NodeSave",
-                )
+        for name, sums in node.alike.items():
+            for number, found in sums.items():
+                expected, other = first.setdefault((name, number), (found, node.entry.name))
+                if found != expected:
+                    arrays = items[name].arrays
+                    assert arrays is not None, "it has leaves"
+                    leaf = arrays.leaves[int(number)]
+                    where = f"item {name!r}, leaf {readable(leaf.name)!r}"
+                    raise SaveError(epoch, _differ(where, leaf, f"on {node.entry.name} than on {other}"))
+
+
+def _differ(where: str, leaf: Leaf, on_nodes: str) -> str:
+    """Says that a leaf has other values on one node than on another, and what to do."""
+    if leaf.is_global:
+        return (
+            f"{where} lies on no device, so each process has its own, and it has other values {on_nodes}. Make it one "
+            "array of the whole job, for example under jax.jit with out_shardings, or save what differs with NodeSave"
+        )
+    return (
+        f"{where} is no jax array, and has other values {on_nodes}. With local_disks a large one must be the same on "
+        "every process: make it a jax array of the whole job, or save what differs with NodeSave"
+    )
 
 
 def _check_file_names(epoch: int, nodes: Sequence[NodeReport]) -> None:

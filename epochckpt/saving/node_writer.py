@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from epochckpt import _monitoring
 from epochckpt._threads import Pool
@@ -18,12 +19,14 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
 from epochckpt.orbax.view import bases
 from epochckpt.saving.page_cache import PageCache
-from epochckpt.saving.reports import LocalReport, NodeReport, ProcessReport
+from epochckpt.saving.reports import NodeReport, ProcessReport
 from epochckpt.saving.save import Save
 
 # Bytes of small contents that travel in the commit record.
 _INLINED_BYTES = 2**20  # of the primary
 _INLINED_BY_OTHERS = 16 * 2**20  # of all other processes together
+
+_PIECE_BYTES = 4 * 2**20  # of an array, that have one checksum where processes compare it
 
 
 def write_nodes(
@@ -93,11 +96,11 @@ class _NodeWriter:
         self._replicas: list[ReplicaFile] = []
         self._folders: list[str] = []
         self._secs = 0.0
-        # Where each host has a disk of its own, see `LocalReport`.
+        # For the `NodeReport`.
         self._local = options.local_disks and nodes.processes > 1
         self._inlined: dict[str, dict[str, bytes]] = {}
         self._room = min(_INLINED_BYTES, _INLINED_BY_OTHERS // nodes.processes) if number else _INLINED_BYTES
-        self._alike: dict[str, str] = {}
+        self._alike: dict[str, dict[str, str]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -118,6 +121,9 @@ class _NodeWriter:
                 self._store.make_folder(paths.join(self._folder, paths.REPLICA_FOLDER))
             self._replicas += self._write_item(self._folder, plan, buffers, ReplicaFile, pool)
             self._note_values(plan, buffers)
+        for plan, node, buffers in self._save.snapshot.compared:
+            if node == self._number:
+                self._note_sums(plan, buffers)
         self._secs += time.monotonic() - began
 
     def _write_item(
@@ -139,20 +145,24 @@ class _NodeWriter:
     def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> None:
         """Keeps the inlined values, for the commit record, and digests of per-process values, for comparison."""
         item = plan.item
-        sizes = plan.owned.nbytes.tolist()
-        for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
-            end = 0
-            for source, size in zip(
-                plan.sources[cells.start : cells.stop], sizes[cells.start : cells.stop], strict=True
-            ):
-                start = end
-                end = end + size
-                leaf = item.leaves[source.leaf]
-                if source.leaf in item.inlined:
-                    self._inlined.setdefault(item.name, {})[str(source.leaf)] = bytes(buffer.data(start, end))
-                elif not leaf.is_global and leaf.nbytes:
-                    digest = checksums.digest(buffer.data(start, end))
-                    self._alike[f"item {item.name!r}, leaf {leaf.name!r}"] = digest
+        for leaf, buffer, start, end in _cells(plan, buffers):
+            if leaf in item.inlined:
+                self._inlined.setdefault(item.name, {})[str(leaf)] = bytes(buffer.data(start, end))
+            elif not item.leaves[leaf].is_global and end > start:
+                sums = self._alike.setdefault(item.name, {})
+                sums[str(leaf)] = f"{checksums.xxh3(buffer.data(start, end)):016x}"
+
+    def _note_sums(self, plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> None:
+        """Keeps checksums of arrays that each process has for itself, for comparison."""
+        sums = collections.defaultdict[int, list[str]](list)  # by leaf, of its pieces; all processes cut it alike
+        for leaf, buffer, start, end in _cells(plan, buffers):
+            for first in range(start, end, _PIECE_BYTES):
+                last = min(first + _PIECE_BYTES, end)
+                sums[leaf].append(f"{checksums.xxh3(buffer.data(first, last)):016x}")
+                buffer.release(first, last)
+        writer.check_unchanged(self._save.epoch, plan, buffers)
+        found = self._alike.setdefault(plan.item.name, {})
+        found |= {str(leaf): f"{checksums.xxh3(''.join(each).encode()):016x}" for leaf, each in sums.items()}
 
     def write_files(self) -> None:
         """Waits for the files that handlers write, and copies them."""
@@ -206,5 +216,15 @@ class _NodeWriter:
             secs=secs,
         )
         digests = {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()}
-        local = LocalReport(self._inlined, self._alike) if self._local else None
-        return NodeReport(entry=entry, own=digests, local=local)
+        return NodeReport(entry=entry, own=digests, alike=self._alike, inlined=self._inlined)
+
+
+def _cells(plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> Iterator[tuple[int, Buffer | Arriving, int, int]]:
+    """Each cell of a plan: its leaf, and its buffer with the cell's begin and end there, in bytes."""
+    sizes = plan.owned.nbytes.tolist()
+    for cells, buffer in zip(plan.cell_ranges, buffers, strict=True):
+        end = 0
+        for cell in range(cells.start, cells.stop):
+            start = end
+            end += sizes[cell]
+            yield plan.sources[cell].leaf, buffer, start, end

@@ -18,35 +18,32 @@ from epochckpt.format.records import FILE_ROWS, pack_contents, unpack_contents
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalReport:
-    """What a node reports besides where each host has a disk of its own, on which others' values are to be, too.
+class NodeReport:
+    """A process's report of one node that it hosts, once the node's files are durable.
 
-    Of files of handlers, and of leaves that are no jax arrays, the values of the process that writes them count.
+    Attributes:
+        entry: the node as `epoch.json` will describe it.
+        own: by item, the digest of each item that differs per node.
+        alike: by item and number of the leaf, the checksums of values that each process has for itself, and that must
+            be the same on all of them.
+        inlined: small contents, as in `EpochRecord`: where each host has a disk of its own, on which others' values
+            are to be, too. Of files of handlers, and of leaves that are no jax arrays, the values of the process that
+            writes them count.
     """
 
-    inlined: Mapping[str, Mapping[str, bytes]]  # small contents, as in `EpochRecord`
-    alike: Mapping[str, str]  # by leaf, for messages: the digest of what every process wrote by itself
+    entry: NodeEntry
+    own: Mapping[str, str]
+    alike: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict[str, Mapping[str, str]])
+    inlined: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict[str, Mapping[str, bytes]])
 
     def to_wire(self) -> dict[str, Any]:
-        return {"inlined": pack_contents(self.inlined), "alike": dict(self.alike)}
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> LocalReport:
-        return cls(unpack_contents(wire["inlined"]), wire["alike"])
-
-
-@dataclasses.dataclass(frozen=True)
-class NodeReport:
-    """A process's report of one node that it hosts, once the node's files are durable."""
-
-    entry: NodeEntry  # the node as `epoch.json` will describe it
-    own: Mapping[str, str]  # by item, the digest of each item that differs per node
-    local: LocalReport | None = None  # where each host has a disk of its own
-
-    def to_wire(self) -> dict[str, Any]:
-        files = [FILE_ROWS.pack(file) for file in self.entry.files]
-        local = {} if self.local is None else {"local": self.local.to_wire()}
-        return {**vars(self.entry), "files": files, "own": dict(self.own), **local}
+        return {
+            **vars(self.entry),
+            "files": [FILE_ROWS.pack(file) for file in self.entry.files],
+            "own": dict(self.own),
+            "alike": {item: dict(sums) for item, sums in self.alike.items()},
+            "inlined": pack_contents(self.inlined),
+        }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> NodeReport:
@@ -55,8 +52,9 @@ class NodeReport:
             "files": tuple(FILE_ROWS.parse("a report", "files", row) for row in wire["files"]),
         }
         own = fields.pop("own")
-        local = fields.pop("local", None)
-        return cls(NodeEntry(**fields), own, None if local is None else LocalReport.from_wire(local))
+        alike = fields.pop("alike")
+        inlined = unpack_contents(fields.pop("inlined"))
+        return cls(entry=NodeEntry(**fields), own=own, alike=alike, inlined=inlined)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,11 +215,13 @@ def test_arrays_of_another_number_of_processes_ask_for_a_target(tmp_path: pathli
 
     for number, one in enumerate(run("go_on_with_arrays", 2, 2, directory=directory, epochs=2, targets=True)):
         assert (one["resumed"], one["least"]) == (1, {"spread": [2.0, 6.0][number], "alone": 2.0})
+        assert one["unplaced"] == [False]
         assert ["'x': 4" in form for form in one["forms"].values()] == [True, True]
         assert one["said"] == []
 
     (one,) = run("go_on_with_arrays", 1, 2, directory=directory, epochs=3, targets=False)
     assert (one["resumed"], one["least"], set(one["forms"].values())) == (2, {"spread": 3.0, "alone": 3.0}, {"NumPy"})
+    assert one["unplaced"] == [False]
     assert [f"ws.target('{blob}', …)" in line for blob, line in zip(one["forms"], one["said"], strict=True)] == [
         True
     ] * 2

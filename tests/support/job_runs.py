@@ -462,7 +462,10 @@ def stock_with_unlike_blobs(directory: str) -> dict[str, Any]:
 
 
 def go_on_with_arrays(directory: str, epochs: int, targets: bool, stock: bool = False) -> dict[str, Any]:
-    """Trains arrays that lie on all devices of the job, and one on the first device; with or without targets."""
+    """Trains arrays that lie on all devices of the job, and one on the first device; with or without targets.
+
+    Another one lies on no device, and never has a target.
+    """
     mesh = Mesh(np.array(jax.devices()), ("x",))
     shardings = {"spread": NamedSharding(mesh, P("x"))} | ({} if stock else {"alone": NamedSharding(mesh, P())})
     job = ec.Job()
@@ -477,7 +480,8 @@ def go_on_with_arrays(directory: str, epochs: int, targets: bool, stock: bool = 
         values = np.arange(8, dtype=np.float32)
         ws["spread"] = {"w": jax.make_array_from_callback((8,), shardings["spread"], lambda index: values[index])}
         if not stock:
-            ws["alone"] = {"w": jnp.asarray(values)}
+            ws["alone"] = {"w": jax.device_put(values, jax.local_devices()[0])}
+            ws["unplaced"] = jnp.asarray(values)
 
     @job.epoch
     def train(ws: ec.Workspace) -> None:
@@ -493,10 +497,17 @@ def go_on_with_arrays(directory: str, epochs: int, targets: bool, stock: bool = 
         except ec.errors.InvalidArgumentError as error:
             return {"error": str(error), "said": said}
         found = {name: runner.workspace[name]["w"] for name in shardings}
+        unplaced = [value.committed for name, value in runner.workspace.items() if name == "unplaced"]
     forms = {name: str(getattr(array, "sharding", "NumPy")) for name, array in found.items()}
     shards = {n: getattr(a, "addressable_shards", None) for n, a in found.items()}
     least = {n: float(np.min(found[n] if s is None else np.asarray(s[0].data))) for n, s in shards.items()}
-    return {"forms": forms, "least": least, "said": said, "resumed": runner.result.resumed_from}
+    return {
+        "forms": forms,
+        "least": least,
+        "said": said,
+        "resumed": runner.result.resumed_from,
+        "unplaced": unplaced,
+    }
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -103,6 +104,7 @@ def everything(staged: bool = False) -> ocp.args.Composite:
     state = topology_jobs.tree()
     state["each"] = np.arange(6) + 100 * me  # the primary's counts
     state["wide"] = np.arange(40_000.0) + staged
+    state["unplaced"] = jnp.arange(40_000.0) + staged
     state["text"] = "éèêë"[me] * 5000
     return ocp.args.Composite(
         state=ocp.args.StandardSave(state),
@@ -155,6 +157,8 @@ def _restore_all(manager: ec.CheckpointManager, epoch: int, moved: bool) -> list
     checks = {
         "each": np.array_equal(found.state["each"], np.arange(6)),
         "wide": np.array_equal(found.state["wide"], np.arange(40_000.0) + (epoch == 2)),
+        "unplaced": np.array_equal(found.state["unplaced"], np.arange(40_000.0) + (epoch == 2)),
+        "on no device": not found.state["unplaced"].committed,
         "text": found.state["text"] == "é" * 5000,
         "meta": found.meta == {"process": 0, "staged": epoch == 2},
         "own": np.array_equal(found.own["a"], np.full(3, me)),

@@ -64,3 +64,99 @@ def train_on(directory: str) -> dict[str, Any]:
             "committed": [getattr(each["counter"], "committed", None) for each in states],
             "weak": [each[name].weak_type and float(each[name]) for each in states for name in ("scale", "few")],
         }
+
+
+def begin(directory: str) -> list[float]:
+    """Saves a state before its first step: nobody has put optax's counter anywhere."""
+    state = _first_state(0.5)
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.save(0, args=ocp.args.StandardSave(state))
+    return _facts(state)
+
+
+def go_on(directory: str) -> list[list[float]]:
+    """Restores that state with targets of several kinds, and saves each again."""
+    state = _first_state(0.25)
+    described = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    bare = described | {key: jax.tree.map(_bare, state[key]) for key in ("optimizer", "factor")}
+    found = []
+    with ec.CheckpointManager(directory) as manager:
+        for epoch, target in enumerate([state, described, bare], start=1):
+            restored = manager.restore(0, args=ocp.args.StandardRestore(target))
+            assert manager.save(epoch, args=ocp.args.StandardSave(restored))
+            found.append(_facts(manager.restore(epoch, args=ocp.args.StandardRestore(target))))
+    return found
+
+
+def read_by_orbax(directory: str) -> list[list[float]]:
+    """Saves that state, and restores it with the manager of stock Orbax, with targets of several kinds and without."""
+    state = _first_state(0.5)
+    with ec.CheckpointManager(directory) as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))
+    described = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    bare = described | {key: jax.tree.map(_bare, state[key]) for key in ("optimizer", "factor")}
+    with ocp.CheckpointManager(directory) as manager:
+        found = [manager.restore(0, args=ocp.args.StandardRestore(target)) for target in (state, described, bare, None)]
+    return [[float(value) for value in jax.tree.leaves((_count(each), each["factor"]))] for each in found]
+
+
+def _count(state: Any) -> Any:
+    adam = state["optimizer"][0]
+    return adam["count"] if isinstance(adam, dict) else adam.count
+
+
+def go_on_with_own_disks(directory: str) -> list[list[float]]:
+    """The same where each process has a disk of its own; what the state was, and what is restored of each epoch."""
+    storage = ec.StorageOptions(local_disks=True, mirror=f"{directory}/mirror", mirror_every=10)
+    state = _first_state(0.5) | {"large": jnp.arange(50_000.0)}
+    found = [_facts(state)]
+    with ec.CheckpointManager(f"{directory}/disk-{jax.process_index()}", storage=storage) as manager:
+        for epoch, target in enumerate([state, jax.tree.map(ocp.utils.to_shape_dtype_struct, state)]):
+            assert manager.save(epoch, args=ocp.args.StandardSave(state))
+            restored = manager.restore(epoch, args=ocp.args.StandardRestore(target))
+            assert not restored["large"].committed
+            assert float(restored["large"][-1]) == 49_999.0
+            found.append(_facts(restored))
+            state = restored
+    return found
+
+
+def differ(directory: str) -> list[Any]:
+    """What a save says where the processes have other values, which epochs there are, and what is restored."""
+    storage = ec.StorageOptions(replica_split_bytes=2**16)
+    large = jnp.arange(100_000.0)
+    errors = []
+    with ec.CheckpointManager(directory, storage=storage) as manager:
+        for epoch, state in enumerate(
+            [
+                {"key": jax.random.key(jax.process_index())},
+                {"key": jax.random.key(7), "large": large.at[-1].set(jax.process_index())},
+                {"key": jax.random.key(7), "large": large},
+            ]
+        ):
+            try:
+                manager.save(epoch, args=ocp.args.StandardSave(state))
+                manager.wait_until_finished()
+            except ec.errors.SaveError as error:
+                errors.append(str(error))
+        restored = manager.restore(2)
+    key, large = restored["key"], restored["large"]
+    return [errors, jax.random.key_data(key).tolist(), key.committed, float(large[-1]), large.committed]
+
+
+def _first_state(factor: float) -> dict[str, Any]:
+    """Parameters on a mesh over all devices, which is not set, and what lies on no device."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.jit(lambda: {"w": jnp.arange(32.0).reshape(8, 4)}, out_shardings=rows)()
+    return {"params": params, "optimizer": OPTIMIZER.init(params), "factor": jnp.asarray(factor)}
+
+
+def _bare(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _facts(state: Any) -> list[float]:
+    """What training makes of a state, and whether it has what JAX makes of Python numbers and of counters."""
+    count, factor = state["optimizer"][0].count, state["factor"]
+    return [*sums(state["params"], state["optimizer"]), float(factor), count.committed, factor.weak_type]
