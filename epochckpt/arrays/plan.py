@@ -650,7 +650,7 @@ class _CutCells:
 
 
 def _on_first_device(sharding: SingleDeviceSharding) -> SingleDeviceSharding:
-    """A sharding that is the same on all processes, for arrays of which each process has one."""
+    """Each process has the array on a device of its own; all of them record the first device of the job."""
     (device,) = sharding.device_set
     return SingleDeviceSharding(jax.devices(device.platform)[0], memory_kind=sharding.memory_kind)
 

@@ -172,7 +172,7 @@ class Leaf(NamedTuple):
 
     @property
     def is_global(self) -> bool:
-        """Whether it is one array for all processes; else each has a value of its own, and the primary's is saved."""
+        """Whether it is a JAX array. Of other leaves each process has a value of its own, and the primary's is saved."""
         return self.kind in ("jax", "prng")
 
 

@@ -194,7 +194,11 @@ class Parameters:
                 self.metadatas.append({"array_metadata": row})
 
     def _kind(self, leaf: Leaf) -> str:
-        """The kind that Orbax is told. It would put an array that each process had on a device of one of them."""
+        """The kind that Orbax is told.
+
+        An array that each process had becomes a NumPy array: Orbax would put it on the first device of the job, which
+        other processes cannot reach.
+        """
         return "numpy" if leaf.kind == "jax" and self.arrays.is_of_each_process(leaf) else leaf.kind
 
     def _record(self, number: int, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:

@@ -23,8 +23,8 @@ def commit_record(save: Save, save_id: str, *, objects: bool, per_node: bool = F
         per_node: this is the epoch of one node by itself.
 
     Raises:
-        SaveError: two nodes wrote a file of one name, or one wrote a file where another has a folder, or hosts with
-            disks of their own have different values of a leaf, or processes of an array that was placed on no device.
+        SaveError: two nodes wrote a file of one name, or one wrote a file where another has a folder. Or the processes
+            have different values of what each of them has for itself, and must be alike (`NodeReport.alike`).
     """
     nodes = save.reports.nodes
     _check_file_names(save.epoch, nodes)
@@ -73,7 +73,7 @@ def _check_values(epoch: int, nodes: Sequence[NodeReport], items: Mapping[str, I
 
 
 def _differ(where: str, leaf: Leaf, on_nodes: str) -> str:
-    """Says that a leaf has other values on one node than on another, and what to do."""
+    """The error about a leaf whose values differ between nodes, and what to do."""
     if leaf.is_global:
         return (
             f"{where} lies on no device, so each process has its own, and it has other values {on_nodes}. Make it one "

@@ -81,7 +81,7 @@ ARGUMENTS = [ocp.args.StandardRestore, ocp.args.PyTreeRestore, with_restore_args
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_arrays_lie_on_the_mesh_that_is_set(saved: pathlib.Path, devices: int, arguments: Callable[..., Any]) -> None:
     """In the background, too, where another thread reads."""
     mesh = mesh_of(devices)

@@ -369,6 +369,7 @@ def params() -> dict[str, Any]:
     return {"dense": {"kernel": jnp.arange(12.0).reshape(3, 4), "bias": jnp.zeros(4)}, "scale": jnp.ones(())}
 
 
+@pytest.mark.slow
 def test_optax_states(tmp_path: pathlib.Path) -> None:
     """Adam, chains with empty states, masks and multi_transform come back in type and structure."""
     labels = {"dense": {"kernel": "slow", "bias": "fast"}, "scale": "frozen"}

@@ -215,7 +215,7 @@ def test_a_blob_of_other_nodes_is_refused_in_the_words_of_jobs(tmp_path: pathlib
         ec.run(job_of(3), tmp_path / "run")
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_job_goes_on_on_the_mesh_that_is_set(directory: str, devices: int, caplog: pytest.LogCaptureFixture) -> None:
     """With fewer devices or more, no target, and an optimizer whose counter was placed on no device."""
     optimizer = optax.adam(0.1)

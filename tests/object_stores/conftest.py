@@ -8,7 +8,8 @@ import pytest
 from tests.support.object_servers import Bucket, bucket
 
 
-@pytest.fixture(scope="module", params=["gs", "s3"])
+# The default level has the contract of stores on all kinds of servers, and the rest on one of them.
+@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest) -> Iterator[Bucket]:
     with bucket(request.param) as made:
         yield made
