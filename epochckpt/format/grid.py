@@ -171,8 +171,8 @@ class Leaf(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize if self.dtype is not None else 0
 
     @property
-    def is_global(self) -> bool:
-        """Whether it is a JAX array. Of other leaves each process has a value of its own, and the primary's is saved."""
+    def is_jax(self) -> bool:
+        """Whether it is a JAX array. Of other leaves each process has its own value, and the primary's is saved."""
         return self.kind in ("jax", "prng")
 
 
@@ -351,7 +351,7 @@ class ArrayItem:
         def held(info: Leaf) -> list[int]:
             if info.nbytes == 0:
                 return []
-            if not info.is_global:  # every process has it
+            if not info.is_jax:  # every process has it
                 return [] if self.grids[info.grid].owned(info.rotation, node) else [0]
             return self.grids[info.grid].owned(info.rotation, node, others=True)
 
@@ -368,7 +368,7 @@ class ArrayItem:
         order: list[int] = self._file_order.tolist()
         for i in order:
             size = self.leaves[i].nbytes
-            if not self.leaves[i].is_global and 0 < size <= min(left, _INLINED_LEAF):
+            if not self.leaves[i].is_jax and 0 < size <= min(left, _INLINED_LEAF):
                 inlined.add(i)
                 left -= size
         return frozenset(inlined)

@@ -74,7 +74,7 @@ def _check_values(epoch: int, nodes: Sequence[NodeReport], items: Mapping[str, I
 
 def _differ(where: str, leaf: Leaf, on_nodes: str) -> str:
     """The error about a leaf whose values differ between nodes, and what to do."""
-    if leaf.is_global:
+    if leaf.is_jax:
         return (
             f"{where} lies on no device, so each process has its own, and it has other values {on_nodes}. Make it one "
             "array of the whole job, for example under jax.jit with out_shardings, or save what differs with NodeSave"

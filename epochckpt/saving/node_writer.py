@@ -148,7 +148,7 @@ class _NodeWriter:
         for leaf, buffer, start, end in _cells(plan, buffers):
             if leaf in item.inlined:
                 self._inlined.setdefault(item.name, {})[str(leaf)] = bytes(buffer.data(start, end))
-            elif not item.leaves[leaf].is_global and end > start:
+            elif not item.leaves[leaf].is_jax and end > start:
                 sums = self._alike.setdefault(item.name, {})
                 sums[str(leaf)] = f"{checksums.xxh3(buffer.data(start, end)):016x}"
 
