@@ -242,7 +242,7 @@ def _is_replicated(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) 
 
 
 def leaf_keys(leaves: Sequence[Any]) -> list[Any]:
-    """A key of each leaf: type, shape, dtype, sharding, and whether the dtype is weak.
+    """A key of each leaf: type, shape, dtype, sharding, whether it is committed there, and whether the dtype is weak.
 
     A plan depends on these and on the tree's structure. The keys are cheap to make and to compare, and hold no array.
     Leaves with equal keys have one form.
@@ -251,8 +251,8 @@ def leaf_keys(leaves: Sequence[Any]) -> list[Any]:
 
 
 _is_array = functools.cache(lambda kind: issubclass(kind, jax.Array))
-_array_key = operator.attrgetter("shape", "dtype", "sharding", "weak_type")
-_prng_key = operator.attrgetter("shape", "dtype", "sharding")  # of typed keys, which have no weak dtype
+_array_key = operator.attrgetter("shape", "dtype", "sharding", "committed", "weak_type")
+_prng_key = operator.attrgetter("shape", "dtype", "sharding", "committed")  # of typed keys, which have no weak dtype
 
 
 @functools.cache
@@ -268,10 +268,12 @@ def _leaf_key(leaf: Any) -> Any:
         return _array_key(leaf)
     if isinstance(leaf, np.ndarray | Assembled):
         return type(leaf), leaf.shape, leaf.dtype
+    if isinstance(leaf, str | bytes):  # also NumPy's
+        if len(leaf) <= tree_lib.INLINE_BYTES // 4:
+            return type(leaf)
+        return type(leaf), len(leaf.encode("utf-8", "surrogatepass")) if isinstance(leaf, str) else len(leaf)
     if isinstance(leaf, np.generic):
         return type(leaf), leaf.dtype
-    if isinstance(leaf, str | bytes) and len(leaf) > tree_lib.INLINE_BYTES // 4:
-        return type(leaf), len(leaf.encode("utf-8", "surrogatepass")) if isinstance(leaf, str) else len(leaf)
     return type(leaf)
 
 
@@ -314,7 +316,7 @@ def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], 
     `where` gives the item and the name of a leaf, for the error.
     """
     numbers = collections.defaultdict[Any, int](itertools.count().__next__)
-    of = [numbers[key, _is_uncommitted(leaf)] for key, leaf in zip(keys, leaves, strict=True)]
+    of = [numbers[key] for key in keys]
     first = np.unique(of, return_index=True)[1].tolist()
     distinct = list[LeafForm]()
     for i in first:
@@ -323,17 +325,15 @@ def forms_of(keys: Sequence[Any], leaves: Sequence[Any], where: Callable[[int], 
     return Forms(distinct, first, of)
 
 
-def _is_uncommitted(leaf: Any) -> bool:
-    return _is_array(type(leaf)) and not leaf.committed
-
-
 def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
     kind = tree_lib.leaf_kind(value)
+    where = f"item {item!r}, leaf {name!r}"
     if kind is None:
         raise InvalidArgumentError(
-            f"item {item!r}, leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be "
+            f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be "
             "saved; expected a jax or NumPy array, a Python number, str, bytes or None. Save None in its place, or the "
-            "arrays of the model alone: equinox.filter(model, equinox.is_array), flax's nnx.state(model), ..."
+            "arrays of the model alone: equinox.filter(model, equinox.is_array), flax's nnx.state(model), ...; of a "
+            "jax.Ref its value: ref[...]"
         )
     if kind not in ARRAY_KINDS:
         return LeafForm(kind)
@@ -345,6 +345,7 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
     dtype = value.dtype
     impl = None
     sharding = None
+    uncommitted = False
     held = ()
     if kind == "prng":
         impl = str(jax.random.key_impl(value))
@@ -353,16 +354,17 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
         dtype = inner.dtype
     if kind in ("jax", "prng"):
         if value.is_deleted():
-            raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
+            raise InvalidArgumentError(f"{where} was deleted or donated before save()")
         sharding = value.sharding
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         if spec.unreduced or spec.reduced:
             raise InvalidArgumentError(
-                f"item {item!r}, leaf {name!r} lies as {spec}: its devices may hold parts of a sum, which cannot be "
+                f"{where} lies as {spec}: its devices may hold parts of a sum, which cannot be "
                 "saved. Save the sum: jax.reshard(array, PartitionSpec()), or with another spec without such axes"
             )
         held = tuple(shard.device for shard in value.addressable_shards)
-    stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
+        uncommitted = not value.committed
+    stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), where))
     return LeafForm(
         kind=kind,
         dtype=stored,
@@ -371,7 +373,7 @@ def _leaf_form(value: Any, item: str, name: str) -> LeafForm:
         sharding=sharding,
         held=held,
         impl=impl,
-        uncommitted=_is_uncommitted(value),
+        uncommitted=uncommitted,
         weak_type=kind == "jax" and value.weak_type,
     )
 
@@ -560,7 +562,8 @@ class _Builder:
         grid = self.layout_grids[id(layout)]
         uneven = [d for d, c in zip(form.leaf_shape, grid.counts, strict=False) if d % c]
         if uneven:
-            problem = f"leaf {name!r} of shape {form.leaf_shape} is sharded unevenly as {form.sharding}"
+            where = f"item {self.name!r}, leaf {name!r}"
+            problem = f"{where} of shape {form.leaf_shape} is sharded unevenly as {form.sharding}"
             raise InvalidArgumentError(problem)
         return grid
 
@@ -573,8 +576,9 @@ class _Builder:
         held[layout.cells[here]] = not self.per_node
         lost = np.flatnonzero(~here & ~held[layout.cells])
         if lost.size:
+            where = f"item {self.name!r}, leaf {name!r}"
             raise InvalidArgumentError(
-                f"leaf {name!r} lies on {layout.devices.flat[lost[0]]}, whose process is no node of this manager"
+                f"{where} lies on {layout.devices.flat[lost[0]]}, whose process is no node of this manager"
                 + (" (NodeSave takes arrays that only this process holds)" if self.per_node else "")
             )
         holders = _holders(layout.cells[here], nodes[here], count)

@@ -130,18 +130,19 @@ def cast(item: str, tree: Any, save_args: Any) -> Any:
     unknown = sorted(wanted.keys() - set(names))
     if unknown:
         raise InvalidArgumentError(f"item {item!r}: save_args has {unknown[0]!r}, which the item lacks")
-    leaves = [_cast(name, leaf, wanted.get(name)) for name, (_, leaf) in zip(names, pairs, strict=True)]
+    leaves = [_cast(item, name, leaf, wanted.get(name)) for name, (_, leaf) in zip(names, pairs, strict=True)]
     return tree_lib.unflatten(treedef, leaves)
 
 
-def _cast(name: str, leaf: Any, dtype: Any) -> Any:
+def _cast(item: str, name: str, leaf: Any, dtype: Any) -> Any:
     if dtype is None or getattr(leaf, "dtype", dtype) == dtype:
         return leaf
     kinds = np.floating, np.complexfloating, np.integer
     if isinstance(leaf, jax.Array | np.ndarray | np.generic) and keeps_kind(leaf.dtype, np.dtype(dtype), kinds):
         out = leaf.astype(dtype)
         if tree_lib.issubdtype(leaf.dtype, np.integer) and not _fits(leaf, out):
-            raise InvalidArgumentError(f"leaf {name!r}: not every value of its {leaf.dtype} fits in {np.dtype(dtype)}")
+            where = f"item {item!r}, leaf {name!r}"
+            raise InvalidArgumentError(f"{where}: not every value of its {leaf.dtype} fits in {np.dtype(dtype)}")
         return out
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     logging.log_first_n(

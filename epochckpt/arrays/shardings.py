@@ -53,12 +53,20 @@ class Shardings:
         return self._item.is_uncommitted(leaf)
 
     def would_lie_at(self, leaf: Leaf, sharding: Sharding) -> bool:
-        """Whether a sharding is where JAX shows an array that was placed nowhere: then it asks for no place."""
-        if not self.is_uncommitted(leaf):
+        """Whether a sharding is where JAX shows an array that was placed nowhere: then it asks for no place.
+
+        It is the device of the save, or the first one if that is not here. In a job of several processes each shows a
+        device of its own; an array that is committed to one of them is of no use there.
+        """
+        if not self.is_uncommitted(leaf) or not isinstance(sharding, SingleDeviceSharding):
+            return False
+        (device,) = sharding.device_set
+        if sharding.memory_kind not in (None, device.default_memory().kind):
             return False
         if jax.process_count() > 1:
-            return isinstance(sharding, SingleDeviceSharding) and sharding.device_set == {jax.local_devices()[0]}
-        return sharding == self.of(leaf)
+            return device.process_index == jax.process_index()
+        row = self._item.shardings[leaf.sharding]
+        return device == self._devices.get((row.get("platform"), row.get("device")), jax.local_devices()[0])
 
     @functools.cached_property
     def _devices(self) -> dict[tuple[str, int], Any]:

@@ -339,7 +339,8 @@ def _shard(plan: ItemPlan, leaves: Sequence[Any], source: ShardSource) -> jax.Ar
         return value.addressable_data(source.shard)
     except RuntimeError as error:
         if "deleted" in str(error) or "donated" in str(error):
-            raise InvalidArgumentError(f"leaf {info.name!r} was deleted or donated before save(): {error}") from error
+            where = f"item {plan.item.name!r}, leaf {info.name!r}"
+            raise InvalidArgumentError(f"{where} was deleted or donated before save(): {error}") from error
         raise
 
 

@@ -214,7 +214,7 @@ class ArrayItem:
         for leaf in self.leaves:
             row: list[Any] = [tree_lib.path_to_json(leaf.path), leaf.kind]
             if leaf.dtype is not None:
-                name = tree_lib.dtype_name(leaf.dtype, leaf.name)
+                name = tree_lib.dtype_name(leaf.dtype, f"leaf {leaf.name!r}")
                 row += [name, leaf.shape, leaf.grid, leaf.rotation, leaf.sharding]
                 row += [leaf.impl] if leaf.impl is not None else []
                 row += [True] if leaf.weak_type else []

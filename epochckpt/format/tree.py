@@ -64,12 +64,11 @@ def issubdtype(dtype: Any, kind: Any) -> bool:
 
 
 def dtype_name(dtype: np.dtype[Any], where: str) -> str:
-    """The format's name of a NumPy dtype; InvalidArgumentError, which names the leaf `where`, if it has none."""
+    """The format's name of a NumPy dtype; InvalidArgumentError, which says `where` the leaf is, if it has none."""
     name = _dtype_name(dtype)
     if name is None:
         raise InvalidArgumentError(
-            f"leaf {where!r}: arrays of dtype {dtype} cannot be saved; "
-            "expected a number type of JAX or NumPy, or datetime64"
+            f"{where}: arrays of dtype {dtype} cannot be saved; expected a number type of JAX or NumPy, or datetime64"
         )
     return name
 
@@ -273,14 +272,14 @@ def leaf_kind(leaf: Any) -> str | None:
         return "numpy"
     if isinstance(leaf, bool):
         return "bool"
+    if isinstance(leaf, str):  # also NumPy's
+        return "str" if len(leaf) <= INLINE_BYTES // 4 else "longstr"
+    if isinstance(leaf, bytes):
+        return "bytes" if len(leaf) <= INLINE_BYTES else "longbytes"
     if isinstance(leaf, np.generic):
         return "scalar"
     if isinstance(leaf, int | float | complex):
         return type(leaf).__name__ if type(leaf) in (int, float, complex) else "int" if isinstance(leaf, int) else None
-    if isinstance(leaf, str):
-        return "str" if len(leaf) <= INLINE_BYTES // 4 else "longstr"
-    if isinstance(leaf, bytes):
-        return "bytes" if len(leaf) <= INLINE_BYTES else "longbytes"
     if leaf is None:
         return "none"
     if _is_empty(leaf):

@@ -225,11 +225,15 @@ class Parameters:
     def _shardings(self, devices: bool = True) -> dict[str, str]:
         """Orbax's form of the recorded shardings, by parameter name in base64; without those that are nonsense."""
         text_of = functools.cache(lambda number: sharding_text(self.arrays, self.arrays.shardings[number], devices))
+        replicated = {"mesh": 0, "spec": []}
         found = {}
         for leaf, name in ((self.arrays.leaves[number], name) for number, name in self.names.items()):
             if self._kind(leaf) in _ON_DEVICES and leaf.sharding >= 0:
                 with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
-                    if text := text_of(leaf.sharding):
+                    # A key that each process had can be no NumPy array: Orbax is to put it on all devices.
+                    everywhere = self.arrays.meshes and self.arrays.is_of_each_process(leaf)
+                    text = sharding_text(self.arrays, replicated, devices) if everywhere else text_of(leaf.sharding)
+                    if text:
                         found[base64.urlsafe_b64encode(name.encode()).decode()] = text
         return self._shardings(False) if devices and sum(map(len, found.values())) > _MAX_SHARDING_BYTES else found
 

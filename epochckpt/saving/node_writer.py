@@ -123,7 +123,7 @@ class _NodeWriter:
             self._note_values(plan, buffers)
         for plan, node, buffers in self._save.snapshot.compared:
             if node == self._number:
-                self._note_sums(plan, buffers)
+                self._note_uncommitted(plan, buffers)
         self._secs += time.monotonic() - began
 
     def _write_item(
@@ -152,7 +152,7 @@ class _NodeWriter:
                 sums = self._alike.setdefault(item.name, {})
                 sums[str(leaf)] = f"{checksums.xxh3(buffer.data(start, end)):016x}"
 
-    def _note_sums(self, plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> None:
+    def _note_uncommitted(self, plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> None:
         """Keeps checksums of arrays that each process has for itself, for comparison."""
         sums = collections.defaultdict[int, list[str]](list)  # by leaf, of its pieces; all processes cut it alike
         for leaf, buffer, start, end in _cells(plan, buffers):

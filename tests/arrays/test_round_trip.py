@@ -878,16 +878,28 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: pathlib.Path) -> None
     """Objects, strings in arrays, structured types and odd keys: nothing is begun."""
     with ec.CheckpointManager(tmp_path) as m:
         for bad in (object(), np.array(["a"]), np.zeros(2, "i4,f4"), np.array([object()])):
-            with pytest.raises(ec.errors.InvalidArgumentError, match="inner/bad"):
+            with pytest.raises(ec.errors.InvalidArgumentError, match="item 'default', leaf 'inner/bad'"):
                 m.save(0, args=ocp.args.StandardSave({"inner": {"bad": bad}}))
         with pytest.raises(ec.errors.InvalidArgumentError):
             m.save(0, args=ocp.args.StandardSave({"inner": {(1, 2): 3}}))
         donated = jnp.ones(3)
         donated.delete()
-        with pytest.raises(ec.errors.InvalidArgumentError, match="gone"):
+        with pytest.raises(ec.errors.InvalidArgumentError, match="item 'default', leaf 'gone' was deleted"):
             m.save(0, args=ocp.args.StandardSave({"gone": donated}))
         assert m.all_steps() == []
         assert not m.is_saving_in_progress()
+
+
+def test_text_of_numpy_is_text(tmp_path: pathlib.Path) -> None:
+    """It is an instance of Python's types, and of NumPy's scalars, whose other types are numbers."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, letter in enumerate("xéx"):  # of one length in letters, and of several in bytes
+            tree = {"name": np.str_(letter), "raw": np.bytes_(b"\xff"), "long": np.str_(letter * 100_000)}
+            manager.save(epoch, args=ocp.args.StandardSave(tree))
+            plain = manager.restore(epoch)
+            like = manager.restore(epoch, args=ocp.args.StandardRestore(tree))
+            assert {type(value) for value in plain.values()} == {str, bytes}
+            assert plain == like == tree
 
 
 def test_orbaxs_description_of_typed_keys_is_a_target(tmp_path: pathlib.Path) -> None:

@@ -92,6 +92,32 @@ def test_what_was_placed_on_a_device_stays_there(tmp_path: pathlib.Path) -> None
     assert [float(swapped["a"]), float(swapped["b"])] == [2.0, 3.0]
 
 
+def test_a_description_may_ask_for_another_place(tmp_path: pathlib.Path) -> None:
+    """Only the place where JAX shows what was placed nowhere says that it may stay so."""
+    first, other = jax.devices()[:2]
+    places = [
+        (SingleDeviceSharding(first), False),
+        (SingleDeviceSharding(other), True),
+        (SingleDeviceSharding(first, memory_kind="pinned_host"), True),
+    ]
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"n": jnp.float32(3)}))
+        for place, committed in places:
+            target = {"n": jax.ShapeDtypeStruct((), np.float32, sharding=place)}
+            found = manager.restore(0, args=ocp.args.StandardRestore(target))["n"]
+            assert (float(found), found.committed, found.sharding) == (3.0, committed, place)
+
+
+def test_each_save_says_what_was_placed(tmp_path: pathlib.Path) -> None:
+    """Also where that is all that differs from the save before."""
+    number = jnp.float32(3)
+    placed = jax.device_put(number, jax.devices()[0])
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, value in enumerate([number, placed, number]):
+            manager.save(epoch, args=ocp.args.StandardSave({"n": value}))
+        assert [manager.restore(epoch)["n"].committed for epoch in range(3)] == [False, True, False]
+
+
 def test_a_number_becomes_an_array_as_the_target_is(tmp_path: pathlib.Path) -> None:
     rows = NamedSharding(sharding().mesh, PartitionSpec())
     with ec.CheckpointManager(tmp_path) as manager:

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
+from epochckpt.arrays import transfers
 
 OPTIMIZER = optax.adam(1e-3)
 
@@ -88,21 +89,26 @@ def go_on(directory: str) -> list[list[float]]:
     return found
 
 
-def read_by_orbax(directory: str) -> list[list[float]]:
+def read_by_orbax(directory: str) -> list[list[Any]]:
     """Saves that state, and restores it with the manager of stock Orbax, with targets of several kinds and without."""
-    state = _first_state(0.5)
+    state = _first_state(0.5) | {"key": jax.random.key(7)}
     with ec.CheckpointManager(directory) as manager:
         manager.save(0, args=ocp.args.StandardSave(state))
     described = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     bare = described | {key: jax.tree.map(_bare, state[key]) for key in ("optimizer", "factor")}
     with ocp.CheckpointManager(directory) as manager:
         found = [manager.restore(0, args=ocp.args.StandardRestore(target)) for target in (state, described, bare, None)]
-    return [[float(value) for value in jax.tree.leaves((_count(each), each["factor"]))] for each in found]
+    return [[float(_count(each)), float(each["factor"]), _bits(each["key"])] for each in found]
 
 
 def _count(state: Any) -> Any:
     adam = state["optimizer"][0]
     return adam["count"] if isinstance(adam, dict) else adam.count
+
+
+def _bits(key: jax.Array) -> list[int]:
+    """The data of a typed key, or of its data."""
+    return np.asarray(jax.random.key_data(key)).tolist()
 
 
 def go_on_with_own_disks(directory: str) -> list[list[float]]:
@@ -122,9 +128,10 @@ def go_on_with_own_disks(directory: str) -> list[list[float]]:
 
 
 def differ(directory: str) -> list[Any]:
-    """What a save says where the processes have other values, which epochs there are, and what is restored."""
+    """What saves say where the processes have other values, and what is restored. Copies are those of accelerators."""
+    transfers.HOST = frozenset()
     storage = ec.StorageOptions(replica_split_bytes=2**16)
-    large = jnp.arange(100_000.0)
+    large = jnp.arange(3_000_000.0)
     errors = []
     with ec.CheckpointManager(directory, storage=storage) as manager:
         for epoch, state in enumerate(
