@@ -988,12 +988,14 @@ def duplicate_nodes(directory: str) -> Any:
 
 
 def local_array(directory: str) -> Any:
-    """A fully addressable array is refused on every process; then a proper save commits."""
+    """An array on a device of this process is refused on every process; then a proper save commits."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     proper = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8.0, dtype=np.float32)[index])
     with ec.CheckpointManager(directory) as m:
         told = []
-        for tree in ({"opt": {"count": jnp.zeros(())}, "w": proper}, {"key": jax.random.key(0)}):
+        here = jax.local_devices()[0]
+        count, key = jax.device_put((jnp.zeros(()), jax.random.key(0)), here)
+        for tree in ({"opt": {"count": count}, "w": proper}, {"key": key}):
             try:
                 m.save(0, args=Save(tree))
             except errors.InvalidArgumentError as error:
