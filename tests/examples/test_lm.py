@@ -27,9 +27,9 @@ TWO, ONE = ((2, 1), 60), ((1, 2), 150)  # (processes, devices of each), steps pe
 TIMEOUT = 300.0
 
 
-def start(workdir: pathlib.Path, how: tuple[tuple[int, int], int]) -> Processes:
+def start(workdir: pathlib.Path, how: tuple[tuple[int, int], int], *more: str) -> Processes:
     (processes, devices), steps = how
-    flags = [f"--workdir={workdir}", f"--steps={steps}", *TINY]
+    flags = [f"--workdir={workdir}", f"--steps={steps}", *TINY, *more]
     topology = [f"--num_processes={processes}", f"--devices_per_process={devices}"]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     return start_processes([str(EXAMPLE), *flags, *topology], 1, env={"PYTHONPATH": path})
@@ -88,6 +88,15 @@ def final_hash(output: str) -> str:
     return found
 
 
+def test_it_trains_and_saves(tmp_path: pathlib.Path) -> None:
+    with start(tmp_path, ((1, 2), 10), "--epochs=2") as (job,):
+        assert job.wait_for_exit(TIMEOUT), job.output()
+        assert job.returncode == 0, job.output()
+    assert len(curve(tmp_path)) == 20
+    assert newest(tmp_path) == (2, False)
+
+
+@pytest.mark.long
 def test_it_learns_more_than_how_frequent_bytes_are(undisturbed) -> None:
     """The loss begins at that of guessing among 256 bytes, and ends well below the unigram entropy of the text."""
     losses, output = undisturbed(ONE)

@@ -125,6 +125,7 @@ class FakeArray:
 
     __class__ = jax.Array  # type: ignore[assignment]  # isinstance() believes it
     weak_type = False
+    committed = True
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, process: int):
         self.shape, self.dtype, self.sharding = shape, np.dtype(dtype), sharding
