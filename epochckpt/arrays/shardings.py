@@ -65,8 +65,9 @@ class Shardings:
             return False
         if jax.process_count() > 1:
             return device.process_index == jax.process_index()
-        row = self._item.shardings[leaf.sharding]
-        return device == self._devices.get((row.get("platform"), row.get("device")), jax.local_devices()[0])
+        saved = self.of(leaf)
+        (there,) = saved.device_set if isinstance(saved, SingleDeviceSharding) else jax.local_devices()[:1]
+        return device == there
 
     @functools.cached_property
     def _devices(self) -> dict[tuple[str, int], Any]:
