@@ -19,6 +19,7 @@ import contextvars
 import math
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -127,34 +128,59 @@ class Once:
         return self._lock.acquire(blocking=False)
 
 
-_idle: collections.deque[queue.SimpleQueue[Callable[[], None]]] = collections.deque()
+_Inbox = queue.SimpleQueue[Callable[[], None]]
+
+_idle: collections.deque[_Inbox] = collections.deque()
+_spare: collections.deque[_Inbox] = collections.deque()  # threads that wait for the end of the interpreter
+
+_refuses_threads_at_exit = sys.version_info[:2] == (3, 12)
+"""Whether Python gives no thread any more once exit handlers run: 3.12 alone."""
 
 
-def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+def _serve(inbox: _Inbox) -> None:
     while True:
         inbox.get()()
         _idle.append(inbox)
 
 
-def start(fn: Callable[[], T]) -> Future[T]:
-    """Runs `fn` in a daemon thread, reusing an idle one where there is one."""
+def _run_in_new(inbox: _Inbox) -> None:
+    """Starts a thread that runs what comes to its inbox; RuntimeError: there is none to be had."""
+    threading.Thread(target=_serve, args=(inbox,), daemon=True, name="epochckpt").start()
+
+
+def start(fn: Callable[[], T], *, spare: bool = True) -> Future[T]:
+    """Runs `fn` in a daemon thread, reusing an idle one where there is one.
+
+    If there is none to be had it runs here; with `spare` a thread that was kept for the end is taken first.
+    """
     future: Future[T] = Future()
     context = contextvars.copy_context()
 
     def job() -> None:
         context.run(future.run, fn)
 
+    idle = _pop(_idle)
+    if idle is not None:
+        idle.put(job)
+        return future
+    inbox = _Inbox()
+    inbox.put(job)  # first: if its start is interrupted, the thread still finds the job
     try:
-        inbox = _idle.pop()
-        inbox.put(job)
-    except IndexError:
-        inbox = queue.SimpleQueue()
-        inbox.put(job)  # first: if its start is interrupted, the thread still finds the job
-        try:
-            threading.Thread(target=_serve, args=(inbox,), daemon=True, name="epochckpt").start()
-        except RuntimeError:  # the interpreter is ending and gives no more threads: do it here
+        _run_in_new(inbox)
+    except RuntimeError:  # the interpreter is ending, or the system gives no more threads
+        waiting = _pop(_spare) if spare else None
+        if waiting is not None:
+            waiting.put(job)
+        else:
             job()
     return future
+
+
+def _pop(inboxes: collections.deque[_Inbox]) -> _Inbox | None:
+    try:
+        return inboxes.pop()
+    except IndexError:
+        return None
 
 
 def start_thread(fn: Callable[[], T]) -> Future[T]:
@@ -203,7 +229,8 @@ class Pool:
                     return error
             return None
 
-        helpers = [start(drain) for _ in range(min(self.threads, len(tasks)) - 1)]
+        # Without a thread the first helper does all tasks here, as this thread would. Spare ones are for what may hang.
+        helpers = [start(drain, spare=False) for _ in range(min(self.threads, len(tasks)) - 1)]
         raised = drain()
         if not isinstance(raised, KeyboardInterrupt | SystemExit):
             for helper in helpers:
@@ -265,19 +292,27 @@ class Lane:
 
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
-_drains: weakref.WeakSet[Any] = weakref.WeakSet()
+_drains: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by owner, how many threads it needs
 
 
-def drain_at_exit(owner: Any) -> None:
+def drain_at_exit(owner: Any, threads: int = 0) -> None:
     """Registers `owner._drain_at_exit()` for the end of the interpreter, before `jax.distributed` shuts down.
 
     The method begins to drain and returns a function that waits, bounded, for the end; so all owners drain at the same
-    time. A forked child calls `owner._after_fork()` instead, when it begins.
+    time. What may hang meanwhile needs so many `threads`: where Python gives none at its end, they are started now.
+    A forked child calls `owner._after_fork()` instead, when it begins.
     """
     if not _drains:  # exit handlers run in reverse order: jax's own is registered by now, and runs after this one
         atexit.unregister(_drain_all)
         atexit.register(_drain_all)
-    _drains.add(owner)
+    _drains[owner] = threads
+    while _refuses_threads_at_exit and len(_spare) < sum(_drains.values()):
+        inbox = _Inbox()
+        try:
+            _run_in_new(inbox)
+        except RuntimeError:
+            break
+        _spare.append(inbox)
 
 
 def _drain_all() -> None:
@@ -287,6 +322,7 @@ def _drain_all() -> None:
 
 def _after_fork() -> None:
     _idle.clear()
+    _spare.clear()
     for lane in list(_lanes):
         lane.forget()
     owners = list(_drains)

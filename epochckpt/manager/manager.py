@@ -247,7 +247,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._ended = False
         self._tell_nodes(opened.nodes)
         if not self._options.read_only:
-            _threads.drain_at_exit(self)
+            _threads.drain_at_exit(self, threads=6)  # `close`, its lanes, and the waits that it bounds
 
     @property
     def directory(self) -> epath.Path:

@@ -230,7 +230,7 @@ def step_in_trees(
 
 def forget_at_exit(patch: pytest.MonkeyPatch) -> None:
     """At its end, this process does not wait for managers that are made from now on: some are those of the dead."""
-    patch.setattr(_threads, "drain_at_exit", lambda owner: None)
+    patch.setattr(_threads, "drain_at_exit", lambda *args, **kwargs: None)
 
 
 _coordinators: weakref.WeakKeyDictionary[Run, dict[int, InMemory]] = weakref.WeakKeyDictionary()

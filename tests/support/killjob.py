@@ -337,8 +337,8 @@ def open_and_check(directory: str, outside: str, log: Log, logger: CommitLogger)
     begun: list[Any] = []
     original = _threads.start
 
-    def start(fn: Callable[[], Any]) -> Any:
-        begun.append(original(fn))
+    def start(fn: Callable[[], Any], **how: bool) -> Any:
+        begun.append(original(fn, **how))
         return begun[-1]
 
     _threads.start = start

@@ -126,8 +126,8 @@ class Place:
         """Until the block ends, what a run opens and does in the background is its own."""
         start = _threads.start
 
-        def started(fn: Callable[[], Any]) -> _threads.Future[Any]:
-            future = start(fn)
+        def started(fn: Callable[[], Any], **how: bool) -> _threads.Future[Any]:
+            future = start(fn, **how)
             self._tasks.setdefault(_running.get(), []).append(future)
             return future
 
