@@ -144,14 +144,14 @@ def _serve(inbox: _Inbox) -> None:
 
 
 def _run_in_new(inbox: _Inbox) -> None:
-    """Starts a thread that runs what comes to its inbox; RuntimeError: there is none to be had."""
+    """Starts a thread that runs what comes to its inbox; RuntimeError: Python gives no thread."""
     threading.Thread(target=_serve, args=(inbox,), daemon=True, name="epochckpt").start()
 
 
 def start(fn: Callable[[], T], *, spare: bool = True) -> Future[T]:
     """Runs `fn` in a daemon thread, reusing an idle one where there is one.
 
-    If there is none to be had it runs here; with `spare` a thread that was kept for the end is taken first.
+    Where Python gives no thread, `fn` runs in the calling one. With `spare`, a thread that was kept for the end runs it.
     """
     future: Future[T] = Future()
     context = contextvars.copy_context()
