@@ -151,7 +151,7 @@ def _run_in_new(inbox: _Inbox) -> None:
 def start(fn: Callable[[], T], *, spare: bool = True) -> Future[T]:
     """Runs `fn` in a daemon thread, reusing an idle one where there is one.
 
-    Where Python gives no thread, `fn` runs in the calling one. With `spare`, a thread that was kept for the end runs it.
+    Where Python gives none, `fn` runs in the calling thread; with `spare`, in one that was kept for the end.
     """
     future: Future[T] = Future()
     context = contextvars.copy_context()
