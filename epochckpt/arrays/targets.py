@@ -68,7 +68,7 @@ LeafRequest = RestoredLeaf | Kept
 
 def as_saved(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
     """A leaf as it was saved; a jax array as NumPy if its devices do not exist here, or jax cannot hold its dtype."""
-    if leaf.kind in ("jax", "prng"):
+    if leaf.is_jax:
         place = shardings.place_of(leaf)
         if leaf.kind == "prng" or (place is not None and _canonical(leaf.dtype)):
             return RestoredLeaf(number, RestoredAs.JAX, sharding=_sharding_at(place))

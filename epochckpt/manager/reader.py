@@ -322,8 +322,8 @@ class NativeReader(CheckpointReader):
 
     def _storage(self, item: str, arrays: ArrayItem, number: int) -> ocp.metadata.StorageMetadata:
         cell = arrays.cell_shape(number)
-        on_devices = arrays.leaves[number].kind in ("jax", "prng")  # Orbax records what was written of these only
-        return ocp.metadata.StorageMetadata(chunk_shape=cell, write_shape=cell if on_devices else None)
+        is_jax = arrays.leaves[number].is_jax  # Orbax records what was written of these only
+        return ocp.metadata.StorageMetadata(chunk_shape=cell, write_shape=cell if is_jax else None)
 
     def _files_metadata(self, name: str) -> Any:
         return restore_items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)

@@ -33,7 +33,6 @@ _BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax's array handler calls
 _MAX_SHARDING_BYTES = 16 * 2**20  # of an item: beyond that they name no devices, and Orbax takes them in JAX's order
 _EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
 _TYPES = {"jax": "jax.Array", "prng": "jax.Array", "numpy": "np.ndarray", "scalar": "scalar"}
-_ON_DEVICES = frozenset({"jax", "prng"})
 _KEY_TYPES = {"k": 2, "a": 2, "s": 1, "f": 1}  # Orbax's KeyType: DICT and SEQUENCE
 _ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
     ["bool", "int2", "int4", "bfloat16", "float4_e2m1fn"]
@@ -178,28 +177,28 @@ class Parameters:
             self.unsupported[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
         elif not math.prod(leaf.shape):
             self.unsupported[leaf.name] = "Orbax cannot store arrays without elements"
-        elif leaf.kind in _ON_DEVICES and leaf.path and not name:
+        elif leaf.is_jax and leaf.path and not name:
             self.unsupported[leaf.name] = "Orbax 0.11.33 finds no sharding for an array with an empty name"
         else:
             chunk = self.arrays.cell_shape(number)
             dtype = leaf.dtype
             zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
             self.entries[parameter_key(name, ".zarray")] = _zarray(leaf.shape, chunk, zarr_dtype)
-            kind = self._kind(leaf)
-            is_jax = kind in _ON_DEVICES
-            self._record(number, _TYPES[kind], chunk if is_jax else None)
-            if is_jax:
+            told = self._as_told(leaf)
+            self._record(number, _TYPES[told.kind], chunk if told.is_jax else None)
+            if told.is_jax:
                 ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" and self.typed else None
                 row = {"param_name": name, "write_shape": chunk, "chunk_shape": chunk, "ext_metadata": ext}
                 self.metadatas.append({"array_metadata": row})
 
-    def _kind(self, leaf: Leaf) -> str:
-        """The kind that Orbax is told.
+    def _as_told(self, leaf: Leaf) -> Leaf:
+        """A leaf of the kind that Orbax is told.
 
         An array that each process had becomes a NumPy array: Orbax would put it on the first device of the job, which
         other processes cannot reach.
         """
-        return "numpy" if leaf.kind == "jax" and self.arrays.is_of_each_process(leaf) else leaf.kind
+        is_of_each = leaf.kind == "jax" and self.arrays.is_of_each_process(leaf)
+        return leaf._replace(kind="numpy") if is_of_each else leaf
 
     def _record(self, number: int, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
         written = {} if shape is None else {"write_shape": shape}
@@ -228,7 +227,7 @@ class Parameters:
         replicated = {"mesh": 0, "spec": []}
         found = {}
         for leaf, name in ((self.arrays.leaves[number], name) for number, name in self.names.items()):
-            if self._kind(leaf) in _ON_DEVICES and leaf.sharding >= 0:
+            if leaf.sharding >= 0 and self._as_told(leaf).is_jax:
                 with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
                     # A key that each process had can be no NumPy array: Orbax is to put it on all devices.
                     everywhere = self.arrays.meshes and self.arrays.is_of_each_process(leaf)

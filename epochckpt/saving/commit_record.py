@@ -59,21 +59,21 @@ def commit_record(save: Save, save_id: str, *, objects: bool, per_node: bool = F
 
 def _check_values(epoch: int, nodes: Sequence[NodeReport], items: Mapping[str, ItemRecord]) -> None:
     """What each process has for itself, and must be alike, has the same values on all of them."""
-    first: dict[tuple[str, str], tuple[str, str]] = {}  # checksum and node by item and leaf
+    first: dict[tuple[str, str], tuple[str, str]] = {}  # digest and node by item and leaf
     for node in nodes:
-        for name, sums in node.alike.items():
-            for number, found in sums.items():
-                expected, other = first.setdefault((name, number), (found, node.entry.name))
-                if found != expected:
-                    arrays = items[name].arrays
-                    assert arrays is not None, "it has leaves"
-                    leaf = arrays.leaves[int(number)]
-                    where = f"item {name!r}, leaf {readable(leaf.name)!r}"
-                    raise SaveError(epoch, _differ(where, leaf, f"on {node.entry.name} than on {other}"))
+        reported = ((name, number, found) for name, leaves in node.alike.items() for number, found in leaves.items())
+        for name, number, found in reported:
+            expected, other = first.setdefault((name, number), (found, node.entry.name))
+            if found != expected:
+                arrays = items[name].arrays
+                assert arrays is not None, "it has leaves"
+                raise SaveError(epoch, _differ(name, arrays.leaves[int(number)], node.entry.name, other))
 
 
-def _differ(where: str, leaf: Leaf, on_nodes: str) -> str:
-    """The error about a leaf whose values differ between nodes, and what to do."""
+def _differ(item: str, leaf: Leaf, node: str, other: str) -> str:
+    """The error about a leaf that has other values on one node than on another, and what to do."""
+    where = f"item {item!r}, leaf {readable(leaf.name)!r}"
+    on_nodes = f"on {node} than on {other}"
     if leaf.is_jax:
         return (
             f"{where} lies on no device, so each process has its own, and it has other values {on_nodes}. Make it one "

@@ -26,7 +26,7 @@ from epochckpt.saving.save import Save
 _INLINED_BYTES = 2**20  # of the primary
 _INLINED_BY_OTHERS = 16 * 2**20  # of all other processes together
 
-_PIECE_BYTES = 4 * 2**20  # of an array, that have one checksum where processes compare it
+_PIECE_BYTES = 4 * 2**20  # of an array, that have one digest where processes compare it
 
 
 def write_nodes(
@@ -149,20 +149,20 @@ class _NodeWriter:
             if leaf in item.inlined:
                 self._inlined.setdefault(item.name, {})[str(leaf)] = bytes(buffer.data(start, end))
             elif not item.leaves[leaf].is_jax and end > start:
-                sums = self._alike.setdefault(item.name, {})
-                sums[str(leaf)] = f"{checksums.xxh3(buffer.data(start, end)):016x}"
+                alike = self._alike.setdefault(item.name, {})
+                alike[str(leaf)] = checksums.digest(buffer.data(start, end))
 
     def _note_uncommitted(self, plan: ItemPlan, buffers: Sequence[Buffer | Arriving]) -> None:
-        """Keeps checksums of arrays that each process has for itself, for comparison."""
-        sums = collections.defaultdict[int, list[str]](list)  # by leaf, of its pieces; all processes cut it alike
+        """Keeps digests of arrays that each process has for itself, for comparison."""
+        digests = collections.defaultdict[int, list[str]](list)  # by leaf, of its pieces; all processes cut it alike
         for leaf, buffer, start, end in _cells(plan, buffers):
             for first in range(start, end, _PIECE_BYTES):
                 last = min(first + _PIECE_BYTES, end)
-                sums[leaf].append(f"{checksums.xxh3(buffer.data(first, last)):016x}")
+                digests[leaf].append(checksums.digest(buffer.data(first, last)))
                 buffer.release(first, last)
         writer.check_unchanged(self._save.epoch, plan, buffers)
-        found = self._alike.setdefault(plan.item.name, {})
-        found |= {str(leaf): f"{checksums.xxh3(''.join(each).encode()):016x}" for leaf, each in sums.items()}
+        alike = self._alike.setdefault(plan.item.name, {})
+        alike |= {str(leaf): checksums.digest("".join(each).encode()) for leaf, each in digests.items()}
 
     def write_files(self) -> None:
         """Waits for the files that handlers write, and copies them."""

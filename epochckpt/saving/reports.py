@@ -24,7 +24,7 @@ class NodeReport:
     Attributes:
         entry: the node as `epoch.json` will describe it.
         own: by item, the digest of each item that differs per node.
-        alike: by item and number of the leaf, the checksums of values that each process has for itself, and that must
+        alike: by item and number of the leaf, the digests of values that each process has for itself, and that must
             be the same on all of them.
         inlined: small contents, as in `EpochRecord`: where each host has a disk of its own, on which others' values
             are to be, too. Of files of handlers, and of leaves that are no jax arrays, the values of the process that
